@@ -1,0 +1,1 @@
+"""Lightning modules and data modules that train unchanged under `lightning_shard`."""
