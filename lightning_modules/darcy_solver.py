@@ -1,13 +1,13 @@
 """Samples of the Darcy problem -div(a grad u) = f on the unit square, u = 0 on its boundary.
 
-Everything is dimensionless and lives on N x N nodes, boundary included, with spacing h = 1 / (N - 1).
+Everything is dimensionless and lives on N x N nodes, boundary included, spacing h = 1 / (N - 1).
 The one idea: the coefficient has a contrast of 4, so conjugate gradients preconditioned with the
 constant Laplacian (inverted by two sine transforms) need about 25 iterations at every resolution.
 
 Shapes: B samples, N nodes a side, n = N - 2 interior nodes a side.
 
 Source: Li et al., "Fourier Neural Operator for Parametric Partial Differential Equations",
-appendix A.3.2 (https://arxiv.org/abs/2010.08895): random field with alpha = 2, tau = 3, a in {3, 12}.
+appendix A.3 (https://arxiv.org/abs/2010.08895): field with alpha = 2, tau = 3; a is 3 or 12.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,8 @@ def gaussian_random_field(
     weight = np.full(resolution, np.sqrt(0.5))
     weight[[0, -1]] = 1.0, np.sqrt(2.0)
     series = amplitude * np.outer(weight, weight)
-    return dctn(series * rng.standard_normal((num_samples, *series.shape)), type=1, axes=(1, 2))
+    coefficients = series * rng.standard_normal((num_samples, *series.shape))
+    return np.asarray(dctn(coefficients, type=1, axes=(1, 2)))
 
 
 def binary_coefficient(
@@ -157,7 +158,7 @@ def _inverse_laplacian(resolution: int, sine_transform: SineTransform) -> Callab
     if sine_transform == "fft":
 
         def transform(v: Array) -> Array:
-            return dstn(v, type=1, axes=(1, 2), norm="ortho")
+            return np.asarray(dstn(v, type=1, axes=(1, 2), norm="ortho"))
     else:
         sine = np.sin(np.pi * np.outer(k, k) / (resolution - 1)) * np.sqrt(2 / (resolution - 1))
 
