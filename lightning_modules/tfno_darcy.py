@@ -18,16 +18,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from neuralop import H1Loss, LpLoss
 from neuralop.models import TFNO
 from torch import Tensor
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 from typing_extensions import override
 
 from lightning_modules.darcy_data import DarcyDataModule
 
 Batch = dict[str, Tensor]
-
-
-def _adam(parameters: Any) -> Optimizer:
-    return Adam(parameters, lr=8e-3, weight_decay=1e-4)
 
 
 class TFNODarcy(LightningModule):
@@ -45,8 +41,7 @@ class TFNODarcy(LightningModule):
         lifting_channel_ratio: Width of the lifting network, in units of `hidden_channels`.
         projection_channel_ratio: Width of the projection network, in units of `hidden_channels`.
         loss: Relative error to train on, "h1" (value and gradient) or "l2" (value).
-        optimizer: Makes the optimizer of the parameters; Adam with lr 8e-3 and weight decay 1e-4
-            by default.
+        optimizer: Makes the optimizer of the parameters.
         lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch.
     """
 
@@ -65,7 +60,7 @@ class TFNODarcy(LightningModule):
         lifting_channel_ratio: float = 2,
         projection_channel_ratio: float = 2,
         loss: Literal["h1", "l2"] = "h1",
-        optimizer: OptimizerCallable = _adam,
+        optimizer: OptimizerCallable = lambda p: Adam(p, lr=5e-3, weight_decay=1e-4),
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
