@@ -1,0 +1,181 @@
+"""The command line: `python -m lightning_shard fit|validate|test|predict --config a.yaml --config b.yaml`.
+
+Lightning's own command line with this package's strategy as the default, an optimizer made after
+sharding, and errors of one sentence. A mistake in what was typed exits with 2, a refusal by a module, a
+data module or the strategy before the first batch with 1; later errors keep their traceback, and
+`LIGHTNING_SHARD_TRACEBACK=1` brings all others back.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+import lightning_shard
+from lightning_shard.cli_checks import check
+from lightning_shard.cli_defaults import own_defaults
+from lightning_shard.cli_errors import diagnose
+from lightning_shard.cli_report import exit_with, is_first_rank
+from lightning_shard.cli_sources import (
+    ENV_PREFIX,
+    Tree,
+    UsageError,
+    read_sources,
+    split_subcommand,
+)
+
+REFUSALS = (ValueError, FileNotFoundError, NotImplementedError, MisconfigurationException)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Save the resolved configuration on rank 0: in the log directory and beside checkpoints kept elsewhere."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write beside the checkpoints and hand the options to the loggers as hyperparameters."""
+        if stage != "fit":
+            return
+        for callback in trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if folder and "://" not in str(folder):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                file = Path(folder) / self.config_filename
+                self.parser.save(self.config, str(file), skip_none=False, overwrite=True)
+        options = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
+        for logger in trainer.loggers:
+            logger.log_hyperparams({key: options[key] for key in ("trainer", "model", "data") if key in options})
+
+
+class RunState(Callback):
+    """Whether batches have begun to flow: from then on an error is a bug and keeps its traceback."""
+
+    def __init__(self) -> None:
+        self.running = False
+
+    def _run(self, *_: Any) -> None:
+        self.running = True
+
+    on_sanity_check_start = on_train_start = on_validation_start = _run
+    on_test_start = on_predict_start = _run
+
+
+class ShardCLI(LightningCLI):
+    """LightningCLI for any LightningModule and LightningDataModule, with checks before anything is built.
+
+    Args:
+        args: The words of the command line.
+        state: Told when batches begin to flow.
+    """
+
+    def __init__(self, args: Sequence[str], state: RunState) -> None:
+        self.given = Tree()
+        names = tuple(self.subcommands())
+        options = {
+            "default_env": True,
+            "env_prefix": ENV_PREFIX,
+            "exit_on_error": False,
+            "allow_abbrev": False,
+        }
+        command = Path(sys.argv[0]).name
+        prog = command if command == "lightning-shard" else "python -m lightning_shard"
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            args=list(args),
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            seed_everything_default=42,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
+                "accelerator": "xpu" if torch.xpu.is_available() else "auto",
+                "callbacks": [state],
+            },
+            parser_kwargs={"prog": prog, **options, **{name: dict(options) for name in names}},
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options that are ours."""
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=False,
+            help="Run the test loaders on the final weights when fit ends; other subcommands ignore it.",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the sources, parse, and check the result; every mistake becomes a UsageError."""
+        split = split_subcommand(args, tuple(self.subcommands()))
+        if split:
+            self.given = read_sources(split[1], split[0])
+        try:
+            self.config = parser.parse_args(args)
+        except argparse.ArgumentError as err:
+            if split is None:
+                raise UsageError(str(err)) from err
+            defaults = self._parser(split[0]).get_defaults()
+            known = {key.split(".")[0] for key in defaults.keys(branches=True)}
+            raise diagnose(self.given, known, str(err), split[0]) from err
+        if split:
+            config = self.config[split[0]]
+            own_defaults(config, self.given, self._parser(split[0]))
+            check(config, self.given)
+
+    def _parse_ckpt_path(self) -> None:
+        """Say which given values the hyperparameters in a checkpoint replace."""
+        before = self.parser.dump(self.config, skip_none=False)
+        try:
+            super()._parse_ckpt_path()
+        except (argparse.ArgumentError, pickle.UnpicklingError) as err:
+            raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
+        after = self.parser.dump(self.config, skip_none=False)
+        if before != after and is_first_rank():
+            print("note: hyperparameters of the checkpoint replace those of the configuration", file=sys.stderr)
+
+    def before_fit(self) -> None:
+        """Refuse before training what could only fail after it."""
+        if self.config["fit"]["test_after_fit"] and not is_overridden("test_step", self.model):
+            name = type(self.model).__name__
+            raise UsageError(f"test_after_fit is true but {name} has no test_step; add one, or set it to false")
+
+    def after_fit(self) -> None:
+        """Test the final weights if `test_after_fit` asks for it."""
+        if self.config["fit"]["test_after_fit"]:
+            self.trainer.test(self.model, datamodule=self.datamodule)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one subcommand.
+
+    Args:
+        args: The words of the command line; those of the process if None.
+    """
+    state = RunState()
+    try:
+        _import_names()
+        ShardCLI(sys.argv[1:] if args is None else args, state)
+    except UsageError as err:
+        exit_with(err, code=2)
+    except REFUSALS as err:
+        if state.running or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
+            raise
+        exit_with(err, code=1)
+
+
+def _import_names() -> None:
+    """Import the classes that a config may name by their short names."""
+    if importlib.util.find_spec("lightning_modules"):
+        importlib.import_module("lightning_modules")

@@ -1,0 +1,159 @@
+"""Names and types in words: the nearest valid name, the classes that fit, what a type hint accepts."""
+
+import difflib
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jsonargparse import ArgumentParser
+
+SHORT_LIST = 12
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+    dict: "a mapping",
+    list: "a list",
+}
+
+
+def nearest(
+    name: str, choices: Iterable[str], label: str = "accepted here:", quote_parent: Path | None = None
+) -> str:
+    """The end of a sentence: the nearest valid name, or the choices when they are few."""
+    names = sorted(set(choices))
+    lower = {candidate.lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.lower(), lower, 1, 0.6)
+    if close:
+        found = lower[close[0]]
+        return f"; did you mean '{quote_parent / found if quote_parent else found}'?"
+    if names and len(names) <= SHORT_LIST:
+        return f"; {label} {', '.join(names)}"
+    return ""
+
+
+def describe(hint: Any) -> str:
+    """A type hint in words."""
+    parts = list(flatten(hint))
+    literals = [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    words = [_word(part) for part in parts if get_origin(part) is not Literal]
+    if literals:
+        words.insert(0, "one of " + ", ".join(dict.fromkeys(literals)))
+    if len(words) > 1 and "null" in words:
+        words.remove("null")
+        words.append("null")
+    return " or ".join(dict.fromkeys(words))
+
+
+def flatten(hint: Any) -> Iterator[Any]:
+    """The members of a union, nested ones too."""
+    if get_origin(hint) in (Union, types.UnionType):
+        for part in get_args(hint):
+            yield from flatten(part)
+    else:
+        yield hint
+
+
+def class_hints(hint: Any) -> list[tuple[type, int]]:
+    """The classes that a hint accepts, with the number of arguments that its caller fills in."""
+    found = []
+    for part in flatten(hint):
+        origin, inner = get_origin(part), get_args(part)
+        if isinstance(part, type) and part not in WORDS and origin is None:
+            found.append((part, 0))
+        elif origin in (list, tuple, Iterable) and inner:
+            found += class_hints(inner[0])
+        elif origin in (Callable, type(Callable)) or getattr(origin, "__name__", "") == "Callable":
+            arguments = len(inner[0]) if inner and isinstance(inner[0], list) else 0
+            found += [(base, arguments) for base, _ in class_hints(inner[-1])] if inner else []
+    return found
+
+
+def find_class(path: str, bases: list[type]) -> tuple[type | None, str]:
+    """Import a class by its path or short name; otherwise say in words why not."""
+    module_name, _, name = path.rpartition(".")
+    known = {cls.__name__: cls for base in bases for cls in _family(base)}
+    if not module_name:
+        return (known[name], "") if name in known else (None, nearest(name, known))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as err:
+        if err.name and (module_name == err.name or module_name.startswith(err.name + ".")):
+            return None, f": there is no module '{err.name}'{nearest(name, known)}"
+        return None, f": importing '{module_name}' failed: {err}"
+    except Exception as err:
+        return None, f": importing '{module_name}' failed: {type(err).__name__}: {err}"
+    found = getattr(module, name, None)
+    if found is None:
+        here = [n for n, v in vars(module).items() if isinstance(v, type) and _fits(v, bases)]
+        exported = [n for n in dir(module) if not n.startswith("_") and n in known]
+        return None, f": '{module_name}' has no '{name}'{nearest(name, {*here, *exported})}"
+    if isinstance(found, type) and not _fits(found, bases):
+        wanted = " or ".join(base.__name__ for base in bases)
+        return None, f": it is not a {wanted}"
+    return found if isinstance(found, type) else None, ""
+
+
+@cache
+def parameters(cls: type, skip: int = 0) -> dict[str, Any]:
+    """Names and type hints that the parser accepts for a class, inherited keyword arguments included."""
+    parser = ArgumentParser(exit_on_error=False)
+    added = parser.add_class_arguments(cls, skip={skip} if skip else None, fail_untyped=False)
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if "__init__" in vars(base):
+            try:
+                signature = inspect.signature(vars(base)["__init__"], eval_str=True)
+            except (NameError, TypeError, ValueError):
+                continue
+            hints |= {name: p.annotation for name, p in signature.parameters.items()}
+    return {name: hints.get(name, inspect.Parameter.empty) for name in added}
+
+
+def required(cls: type, skip: int = 0) -> list[str]:
+    """Names of a class's own arguments that have no default."""
+    own = list(inspect.signature(cls).parameters.values())[skip:]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in own if p.default is p.empty and p.kind in kinds]
+
+
+def accepts(cls: type, name: str, value: object, skip: int = 0) -> bool:
+    """Whether the parser takes this value for one argument of a class."""
+    others: set[str | int] = {*parameters(cls, skip)} - {name}
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(
+        cls, skip=others | ({skip} if skip else set()), fail_untyped=False, sub_configs=True
+    )
+    try:
+        parser.parse_object({name: value})
+    except Exception:
+        return False
+    return True
+
+
+def _word(part: Any) -> str:
+    origin, inner = get_origin(part), get_args(part)
+    if part in WORDS:
+        return WORDS[part]
+    if origin in (list, tuple) and inner:
+        return f"a list of {_word(inner[0]).removeprefix('an ').removeprefix('a ')}s"
+    if class_hints(part):
+        return f"the class_path of a {class_hints(part)[0][0].__name__}"
+    return WORDS.get(origin, str(part)) if origin else getattr(part, "__name__", str(part))
+
+
+def _family(base: type) -> Iterator[type]:
+    yield base
+    for child in type.__subclasses__(base):
+        if not child.__name__.startswith("_"):
+            yield from _family(child)
+
+
+def _fits(cls: type, bases: list[type]) -> bool:
+    return not bases or issubclass(cls, tuple(bases))

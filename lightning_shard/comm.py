@@ -1,0 +1,204 @@
+"""Differentiable collectives on plain tensors, each with its true adjoint.
+
+| primitive                         | this rank gets                    | adjoint                        |
+| --------------------------------- | --------------------------------- | ------------------------------ |
+| exchange(x, dim, route)           | pieces of other ranks' rows       | add the pieces to their owners |
+| all_reduce(x)                     | the sum over ranks                | all_reduce                     |
+| transpose(x, rows, columns)       | all rows of its own columns       | transpose(x, columns, rows)    |
+
+A gather is an exchange in which every rank wants every row; its adjoint is the reduce-scatter. One
+duality holds everywhere: the cotangent of a split tensor is split, that of a replicated tensor is a
+partial sum. So a replicated loss whose backward starts on every rank gives parameter gradients whose
+*mean* over the ranks is the gradient, whichever operations lie between.
+
+The group is always an argument and the device is the tensor's: nothing here knows a default.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which pieces travel in an `exchange`, seen from one rank; rows are local rows of the sender.
+
+    Attributes:
+        sends: For each peer the `(start, length)` pieces of my rows that it wants.
+        receives: For each peer the lengths of the pieces that I get from it.
+        order: The received pieces `(peer, number)` in the order in which they are put together.
+        moves: Whether any rank of the group needs a row of another; the same on all ranks.
+    """
+
+    sends: tuple[tuple[tuple[int, int], ...], ...]
+    receives: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, int], ...]
+    moves: bool
+
+
+def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
+    """The pieces of all ranks' rows along `dim` that `route` brings here, put together in order."""
+    if not route.moves:
+        rank = dist.get_rank(group)
+        return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
+    return _Exchange.apply(x, dim, route, group)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `x` over the ranks, on every rank."""
+    return _AllReduce.apply(x, group)
+
+
+def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise extreme (`ReduceOp.MAX` or `MIN`) over the ranks; carries no gradient."""
+    result = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, op, group=group)
+    return result
+
+
+def transpose(
+    x: Tensor, rows: int, columns: int, sizes: "Transposition", group: dist.ProcessGroup
+) -> Tensor:
+    """From split `rows` and whole `columns` (dims of `x`) to whole `rows` and split `columns`."""
+    return _Transpose.apply(x, rows, columns, sizes, group)
+
+
+@dataclass(frozen=True)
+class Transposition:
+    """The parts of both dims of a `transpose`, rank by rank."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
+        ctx.plan = dim, x.shape[dim], route, group
+        pieces = [[x.narrow(dim, start, size) for start, size in peer] for peer in route.sends]
+        received = _swap(pieces, route.receives, x, dim, group)
+        result = _join(x, dim, [received[peer][number] for peer, number in route.order])
+        return result.clone() if result._is_view() else result  # a Function must not return a view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ExchangeAdjoint.apply(grads[0], *ctx.plan), None, None, None
+
+
+class _ExchangeAdjoint(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.plan = dim, route, group
+        lengths = [route.receives[peer][number] for peer, number in route.order]
+        pieces: list[list[Tensor]] = [[y] * len(peer) for peer in route.receives]
+        for (peer, number), piece in zip(route.order, y.split(lengths, dim), strict=True):
+            pieces[peer][number] = piece
+        sizes = tuple(tuple(size for _, size in peer) for peer in route.sends)
+        x = y.new_zeros(_with_size(y, dim, rows))
+        for spans, parts in zip(route.sends, _swap(pieces, sizes, y, dim, group), strict=True):
+            for (start, size), part in zip(spans, parts, strict=True):
+                x.narrow(dim, start, size).add_(part)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Exchange.apply(grads[0], *ctx.plan), None, None, None, None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        result = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(torch.view_as_real(result) if result.is_complex() else result, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _AllReduce.apply(grads[0], ctx.group), None
+
+
+class _Transpose(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: int, columns: int, sizes: Transposition, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.plan = columns, rows, Transposition(sizes.columns, sizes.rows), group
+        mine = sizes.columns[dist.get_rank(group)]
+        starts = accumulate(sizes.columns, initial=0)
+        pieces = [[x.narrow(columns, s, n)] for s, n in zip(starts, sizes.columns, strict=False)]
+        like = x.new_empty(_with_size(x, columns, mine))
+        received = _swap(pieces, tuple((n,) for n in sizes.rows), like, rows, group)
+        return torch.cat([parts[0] for parts in received], rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Transpose.apply(grads[0], *ctx.plan), None, None, None, None
+
+
+def _swap(
+    pieces: Sequence[Sequence[Tensor]],
+    sizes: Sequence[Sequence[int]],
+    like: Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+) -> list[list[Tensor]]:
+    """All-to-all: `pieces[p]` go to peer p; from peer p come pieces like `like`, `sizes[p]` long.
+
+    The wire carries bytes, so every dtype works on every backend. My own pieces stay where they are.
+    """
+    rank = dist.get_rank(group)
+    flat = [
+        piece.reshape(-1)
+        for peer, parts in enumerate(pieces)
+        for piece in parts
+        if peer != rank and piece.numel()
+    ]
+    outgoing = torch.cat(flat) if flat else like.new_empty(0)
+    counts = [
+        [_numel(like, dim, n) if peer != rank else 0 for n in lengths]
+        for peer, lengths in enumerate(sizes)
+    ]
+    incoming = like.new_empty(sum(map(sum, counts)))
+    unit = like.element_size()
+    dist.all_to_all_single(
+        _as_bytes(incoming),
+        _as_bytes(outgoing),
+        [unit * sum(peer) for peer in counts],
+        [unit * sum(p.numel() for p in parts) * (k != rank) for k, parts in enumerate(pieces)],
+        group=group,
+    )
+    arrived = iter(incoming.split([n for peer in counts for n in peer]))
+    received = [
+        [next(arrived).view(_with_size(like, dim, n if peer != rank else 0)) for n in lengths]
+        for peer, lengths in enumerate(sizes)
+    ]
+    received[rank] = list(pieces[rank])
+    return received
+
+
+def _join(x: Tensor, dim: int, pieces: list[Tensor]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return real.view(torch.uint8)
+
+
+def _with_size(x: Tensor, dim: int, size: int) -> list[int]:
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+
+
+def _numel(x: Tensor, dim: int, size: int) -> int:
+    return torch.Size(_with_size(x, dim, size)).numel()

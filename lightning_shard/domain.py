@@ -1,0 +1,68 @@
+"""A rank's part of a split tensor, and the process groups through which it reaches the other parts."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.layout import Grid, Layout
+
+
+class Domain:
+    """The process groups of a domain mesh: one for each mesh axis, and one for all of them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        coord = mesh.get_coordinate()
+        if coord is None:
+            raise ValueError("a domain mesh must contain the rank that uses it; this one does not.")
+        self.mesh = mesh
+        self.grid = Grid(tuple(mesh.shape), tuple(coord))
+        self._groups = {(a,): mesh.get_group(a) for a in range(mesh.ndim)}
+        if mesh.ndim > 1:
+            self._groups[tuple(range(mesh.ndim))] = mesh._flatten().get_group()
+
+    def group(self, axes: tuple[int, ...]) -> ProcessGroup:
+        if axes not in self._groups:
+            raise NotImplementedError(
+                f"mesh axes {axes} of a {len(self.grid.sizes)}-axis domain mesh have no common process "
+                "group; use one axis or all of them."
+            )
+        return self._groups[axes]
+
+
+@dataclass(frozen=True)
+class Subdomain:
+    """This rank's part of a split tensor: the local tensor, its layout, and the groups to ask.
+
+    `moved` marks rows that were copied from other ranks where torch would give a view: writing into
+    them in place would not reach their source, so that is refused.
+    """
+
+    local: Tensor
+    layout: Layout
+    domain: Domain
+    moved: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.layout.ndim
+
+    def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
+        """A new tensor on the same domain."""
+        return Subdomain(local, layout or self.layout, self.domain)
+
+    def view(self, local: Tensor, layout: Layout) -> "Subdomain":
+        """Another view of the same rows."""
+        return Subdomain(local, layout, self.domain, self.moved)
+
+
+@lru_cache(maxsize=64)
+def domain_of(mesh: DeviceMesh) -> Domain:
+    """The `Domain` of a mesh; the same object for the same mesh."""
+    return Domain(mesh)

@@ -1,0 +1,111 @@
+"""Operands that meet: which layout they share, and the local part of each in it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain import Subdomain
+from lightning_shard.halo import fetch_all
+from lightning_shard.layout import Dim, Factor, Grid, Layout, merge
+from lightning_shard.ops.registry import UnsupportedOperationError
+
+
+def subdomains(values: Any) -> list[Subdomain]:
+    """All `Subdomain`s in nested lists, tuples and dicts, in order."""
+    if isinstance(values, Subdomain):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [s for v in values for s in subdomains(v)]
+
+
+def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
+    """This rank's part of a plain tensor's `dim`, split as `factors` say (a view where possible)."""
+    if len(factors) == 1:
+        low, high = factors[0].bounds(grid)
+        return x.narrow(dim, low, high - low)
+    x = x.unflatten(dim, [f.extent for f in factors])
+    for offset, factor in enumerate(factors):
+        low, high = factor.bounds(grid)
+        x = x.narrow(dim + offset, low, high - low)
+    return x.flatten(dim, dim + len(factors) - 1)
+
+
+def take_part(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of a plain tensor of the layout's global shape."""
+    for d in layout.split_dims:
+        x = take_local(x, d, layout.dims[d], layout.grid)
+    return x
+
+
+def whole(x: Subdomain, dim: int) -> Subdomain:
+    """The same tensor with every row of `dim` on every rank."""
+    if not x.layout.axes(dim):
+        return x
+    x = simple(x, dim)
+    layout = x.layout.with_dim(dim, x.shape[dim], axes=())
+    return x.like(fetch_all(x, dim), layout)
+
+
+def simple(x: Subdomain, dim: int) -> Subdomain:
+    """The same tensor with `dim` of one factor; raises if that would have to move data."""
+    factors = merge(x.layout.dims[dim])
+    if len(factors) > 1:
+        extents = " x ".join(str(f.extent) for f in x.layout.dims[dim])
+        raise UnsupportedOperationError(
+            f"dim {dim} is a flattened product of dims ({extents}) of which some are split, so its "
+            "rows are not contiguous on a rank"
+        )
+    return x.view(x.local, x.layout.with_dims({dim: factors}))
+
+
+def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
+    """The layout of the broadcast result of `operands`; a plain tensor is whole on every rank."""
+    shapes = [tuple(o.shape) for o in operands]
+    shape = torch.broadcast_shapes(*shapes)
+    split = [o for o in operands if isinstance(o, Subdomain)]
+    dims: list[Dim] = []
+    for back in range(len(shape), 0, -1):
+        extent = shape[-back]
+        chosen: Dim = (Factor(extent),)
+        for o in split:
+            if back <= o.ndim and o.shape[-back] == extent and o.layout.axes(o.ndim - back):
+                candidate = o.layout.dims[-back]
+                if any(f.axes for f in chosen) and merge(chosen) != merge(candidate):
+                    raise UnsupportedOperationError(
+                        "the operands are split differently: " + "; ".join(str(s.layout) for s in split)
+                    )
+                chosen = candidate
+        dims.append(chosen)
+    layout = Layout(tuple(dims), split[0].layout.grid)
+    if len(set(layout.axes())) < len(layout.axes()) or any(s.domain is not split[0].domain for s in split):
+        raise UnsupportedOperationError(
+            "the operands are split differently: " + "; ".join(str(s.layout) for s in split)
+        )
+    return layout
+
+
+def local_part(x: Subdomain | Tensor, layout: Layout) -> Tensor:
+    """The local tensor that stands for `x` in an operation whose broadcast result has `layout`."""
+    if isinstance(x, Subdomain):
+        for d in x.layout.split_dims:
+            if x.shape[d] == 1 and layout.shape[layout.ndim - x.ndim + d] > 1:
+                x = whole(x, d)
+    local = x.local if isinstance(x, Subdomain) else x
+    for d in layout.split_dims:
+        own = d - (layout.ndim - x.ndim)
+        if own < 0 or x.shape[own] == 1 != layout.shape[d]:
+            continue
+        if not (isinstance(x, Subdomain) and x.layout.axes(own)):
+            local = take_local(local, own, layout.dims[d], layout.grid)
+    return local
+
+
+def volume(layout: Layout, dims: Sequence[int]) -> int:
+    """The number of elements along `dims` of the global tensor."""
+    return math.prod(layout.shape[d] for d in dims)

@@ -1,0 +1,71 @@
+"""Concatenation: along whole dims locally; along a split dim each rank fetches its output rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain import Subdomain
+from lightning_shard.halo import Span, fetch, needs_of
+from lightning_shard.layout import Layout
+from lightning_shard.ops.align import common_layout, local_part, simple
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view import unsqueeze
+
+Operand = Subdomain | Tensor
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kwargs: Any) -> Any:
+    dim = kwargs.get("axis", dim)
+    first = next(t for t in tensors if isinstance(t, Subdomain))
+    dim = first.layout.dim(dim)
+    axes = next((t.layout.axes(dim) for t in tensors if isinstance(t, Subdomain) and t.layout.axes(dim)), ())
+    layout = _without(tensors, dim)
+    extent = sum(t.shape[dim] for t in tensors)
+    target = layout.with_dim(dim, extent, axes)
+    parts, start = [], 0
+    for t in tensors:
+        local = local_part(t, layout.with_dim(dim, t.shape[dim], ())) if not axes else _rows(t, dim, start, target)
+        parts.append(local)
+        start += t.shape[dim]
+    return first.like(torch.cat(parts, dim), target)
+
+
+def _without(tensors: Sequence[Operand], dim: int) -> Layout:
+    """The common layout of all dims but `dim`."""
+    slices = []
+    for t in tensors:
+        if isinstance(t, Subdomain):
+            slices.append(t.like(t.local, t.layout.with_dim(dim, 1, ())))
+        else:
+            slices.append(t.narrow(dim, 0, 0).sum(dim, keepdim=True))
+    return common_layout(slices)
+
+
+def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
+    """The rows of `t`, which begin at `start` of the concatenation, that this rank's output holds."""
+    own = target.with_dim(dim, t.shape[dim], ())
+    (factor,) = target.dims[dim]
+    grid = target.grid
+
+    def inside(low: int, high: int) -> list[Span]:
+        first, last = max(low - start, 0), min(high - start, t.shape[dim])
+        return [(first, last)] if first < last else []
+
+    low, high = factor.bounds(grid)
+    if isinstance(t, Subdomain) and t.layout.axes(dim):
+        t = simple(t, dim)
+        rows = fetch(t, dim, needs_of(factor.extent, grid.parts(factor.axes), inside))
+        t = t.like(rows, t.layout.with_dim(dim, t.shape[dim], ()))
+        return local_part(t, own)
+    first, last = (inside(low, high) or [(0, 0)])[0]
+    return local_part(t, own).narrow(dim, first, last - first)
+
+
+@implements(torch.stack)
+def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) -> Any:
+    d = dim % (tensors[0].ndim + 1)
+    raised = [unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors]
+    return cat(torch.cat, raised, d)

@@ -1,0 +1,151 @@
+"""Products of tensors: a split dim that is kept stays split, one that is contracted is summed.
+
+Every function is one contraction with labelled dims. A plain operand gives its local slice of a split
+label; a label that is contracted while split leaves partial sums, which one all-reduce completes.
+"""
+
+from collections.abc import Callable, Sequence
+from string import ascii_letters
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.comm import all_reduce
+from lightning_shard.domain import Subdomain
+from lightning_shard.layout import Dim, Factor, Layout, merge
+from lightning_shard.ops.align import take_local
+from lightning_shard.ops.registry import UnsupportedOperationError, implements
+
+Operand = Subdomain | Tensor
+
+
+def contract(
+    compute: Callable[..., Tensor],
+    operands: Sequence[Operand],
+    inputs: Sequence[str],
+    output: str,
+) -> Operand:
+    """Compute on local parts what `compute` contracts over the labels that `output` lacks.
+
+    Args:
+        compute: Takes the local tensors of `operands`, returns the local result.
+        operands: Split and plain tensors.
+        inputs: One label for each dim of each operand.
+        output: The labels of the result.
+    """
+    first = next(o for o in operands if isinstance(o, Subdomain))
+    dims = _label_dims(operands, inputs)
+    axes = [a for factors in dims.values() for f in factors for a in f.axes]
+    if len(set(axes)) < len(axes):
+        raise UnsupportedOperationError(
+            "two dims of the product are split over the same ranks: "
+            + "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
+        )
+    grid = first.layout.grid
+    parts = []
+    for operand, labels in zip(operands, inputs, strict=True):
+        local = operand.local if isinstance(operand, Subdomain) else operand
+        for d, label in enumerate(labels):
+            split = isinstance(operand, Subdomain) and operand.layout.axes(d)
+            if any(f.axes for f in dims[label]) and not split and operand.shape[d] != 1:
+                local = take_local(local, d, dims[label], grid)
+        parts.append(local)
+    result = compute(*parts)
+    gone = {label for label in dims if label not in output}
+    summed = tuple(sorted(a for label in gone for f in dims[label] for a in f.axes))
+    if summed:
+        result = all_reduce(result, first.domain.group(summed))
+    layout = Layout(tuple(dims[label] for label in output), grid)
+    return first.like(result, layout) if layout.split_dims else result
+
+
+def _label_dims(operands: Sequence[Operand], inputs: Sequence[str]) -> dict[str, Dim]:
+    """The factors of each label: split if any operand is split there."""
+    dims: dict[str, Dim] = {}
+    for operand, labels in zip(operands, inputs, strict=True):
+        for d, label in enumerate(labels):
+            own = operand.layout.dims[d] if isinstance(operand, Subdomain) else (Factor(operand.shape[d]),)
+            known = dims.setdefault(label, own)
+            if not any(f.axes for f in known):
+                dims[label] = own if operand.shape[d] != 1 or len(known) == 0 else known
+            elif any(f.axes for f in own) and merge(own) != merge(known):
+                raise UnsupportedOperationError(
+                    "the operands are split differently: "
+                    + "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
+                )
+    return dims
+
+
+@implements(F.linear)
+def linear(
+    func: Callable[..., Tensor], x: Operand, weight: Operand, bias: Tensor | None = None
+) -> Operand:
+    free = ascii_letters[: x.ndim - 1]
+    if isinstance(x, Subdomain) and not x.layout.axes(x.ndim - 1) and isinstance(weight, Tensor):
+        layout = x.layout.with_dim(x.ndim - 1, weight.shape[0])
+        return x.like(func(x.local, weight, bias), layout)
+    result = contract(F.linear, [x, weight], [free + "Y", "ZY"], free + "Z")
+    if bias is None:
+        return result
+    return result.like(result.local + bias) if isinstance(result, Subdomain) else result + bias
+
+
+@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm,
+            torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
+def matmul(func: Callable[..., Tensor], a: Operand, b: Operand, **kwargs: Any) -> Operand:
+    if func is Tensor.__rmatmul__:
+        a, b = b, a
+    rank = max(a.ndim, b.ndim) - 2
+    batch = ascii_letters[: max(rank, 0)]
+    left = (batch + "XY")[-a.ndim :] if a.ndim > 1 else "Y"
+    right = (batch + "YZ")[-b.ndim :] if b.ndim > 1 else "Y"
+    output = batch + ("X" if a.ndim > 1 else "") + ("Z" if b.ndim > 1 else "")
+    return contract(torch.matmul, [a, b], [left, right], output)
+
+
+@implements(torch.einsum, torch.functional.einsum)
+def einsum(func: Callable[..., Tensor], equation: str, *operands: Any) -> Operand:
+    if not isinstance(equation, str):
+        raise UnsupportedOperationError("einsum with lists of dims; write the equation as a string")
+    tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    labels = inputs.split(",")
+    if "..." in equation:
+        labels, output = _expand_ellipsis(labels, output, tensors)
+    elif "->" not in equation:
+        joined = "".join(labels)
+        output = "".join(sorted(c for c in set(joined) if joined.count(c) == 1))
+    if any(len(set(each)) < len(each) for each in labels):
+        raise UnsupportedOperationError(f"einsum with a repeated label in one operand: {equation}")
+    local_equation = f"{','.join(labels)}->{output}"
+    return contract(lambda *parts: torch.einsum(local_equation, *parts), tensors, labels, output)
+
+
+def _expand_ellipsis(
+    labels: Sequence[str], output: str, tensors: Sequence[Operand]
+) -> tuple[list[str], str]:
+    free = [c for c in ascii_letters if c not in "".join(labels)]
+    widths = [t.ndim - len(each) + 3 if "..." in each else 0 for each, t in zip(labels, tensors, strict=True)]
+    names = "".join(free[: max(widths)])
+    expanded = [
+        each.replace("...", names[len(names) - width :]) for each, width in zip(labels, widths, strict=True)
+    ]
+    return expanded, output.replace("...", names)
+
+
+@implements(torch.tensordot, torch.functional.tensordot)
+def tensordot(func: Callable[..., Tensor], a: Operand, b: Operand, dims: Any = 2, **_: Any) -> Operand:
+    if isinstance(dims, int):
+        dims = (range(a.ndim - dims, a.ndim), range(dims))
+    left, right = ([d % t.ndim for d in each] for t, each in ((a, dims[0]), (b, dims[1])))
+    a_labels, b_labels = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim :][: b.ndim])
+    for i, j in zip(left, right, strict=True):
+        b_labels[j] = a_labels[i]
+    kept = [c for d, c in enumerate(a_labels) if d not in left]
+    kept += [c for d, c in enumerate(b_labels) if d not in right]
+    local = (list(left), list(right))
+    return contract(
+        lambda x, y: torch.tensordot(x, y, local), [a, b], ["".join(a_labels), "".join(b_labels)], "".join(kept)
+    )

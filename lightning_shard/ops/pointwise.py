@@ -1,0 +1,114 @@
+"""Elementwise functions: every rank computes its own part; nothing moves.
+
+The family is discovered: all of torch's functions whose ATen operator carries the pointwise tag, as
+`torch.f`, `Tensor.f`, `Tensor.f_`, `F.f` and `torch.special.f`, with the operators of `Tensor`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain import Subdomain
+from lightning_shard.ops.align import common_layout, local_part
+from lightning_shard.ops.registry import UnsupportedOperationError, implements
+
+OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv "
+    "rfloordiv ifloordiv mod rmod imod pow rpow ipow neg pos abs invert and rand iand or ror ior xor "
+    "rxor ixor lt le gt ge eq ne lshift rshift ilshift irshift"
+).split()
+# aliases and composites of pointwise operators, which carry no tag of their own
+UNTAGGED = (
+    "absolute negative multiply subtract divide floor_divide fix greater greater_equal less less_equal "
+    "not_equal arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj real imag isreal float_power "
+    "isclose softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex"
+).split()
+CONVERSIONS = (
+    "to type type_as float double half bfloat16 chalf cfloat cdouble bool int long short char byte cpu "
+    "cuda xpu clone detach detach_ contiguous requires_grad_ resolve_conj resolve_neg fill_ zero_ "
+    "zeros_like ones_like full_like empty_like nan_to_num nan_to_num_"
+).split()
+NOT_POINTWISE_IN_ALL_FORMS = {"max", "min"}  # also reductions: ops/reduce.py
+
+
+def _named(names: set[str], *owners: Any) -> list[Callable[..., Any]]:
+    found = {getattr(owner, name, None) for name in names for owner in owners}
+    return [f for f in found if callable(f) and not isinstance(f, type)]
+
+
+def _tagged_names() -> set[str]:
+    names = set()
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if isinstance(packet, torch._ops.OpOverloadPacket) and any(
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        ):
+            names.add(name.removeprefix("special_"))
+    return names - NOT_POINTWISE_IN_ALL_FORMS
+
+
+def _pointwise_functions() -> list[Callable[..., Any]]:
+    names = _tagged_names() | set(UNTAGGED)
+    names |= {f"{name}_" for name in names} | {f"__{name}__" for name in OPERATORS}
+    getters = [Tensor.real.__get__, Tensor.imag.__get__]  # pyright: ignore[reportAttributeAccessIssue]
+    functions = _named(names, torch, Tensor, torch.special, F, torch._C._nn)
+    conversions = set(_named(set(CONVERSIONS), torch, Tensor))
+    return [f for f in {*functions, *getters} if f not in conversions]
+
+
+@implements(*_pointwise_functions())
+def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Broadcast the layouts, then compute on the local parts."""
+    if kwargs.get("out") is not None:
+        raise UnsupportedOperationError("the argument out= is not supported")
+    if func is torch.where and len(args) + len(kwargs) < 3:
+        raise UnsupportedOperationError("where() of a condition alone has an output of unknown extent")
+    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Subdomain | Tensor)]
+    first = next(o for o in operands if isinstance(o, Subdomain))
+    layout = first.layout if len(operands) == 1 else common_layout(operands)
+    if is_in_place(func):
+        _refuse_in_place(args[0], layout)
+
+    def local(a: Any) -> Any:
+        return local_part(a, layout) if isinstance(a, Subdomain | Tensor) else a
+
+    result = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    if isinstance(result, tuple):
+        return tuple(first.like(r, layout) for r in result)
+    return first.like(result, layout)
+
+
+@implements(*_named(set(CONVERSIONS), torch, Tensor), Tensor.data.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another dtype, device or content, the same layout; a second tensor only lends its dtype."""
+    args = tuple(a.local if isinstance(a, Subdomain) else a for a in args)
+    if not isinstance(x, Subdomain):
+        return func(x, *args, **kwargs)
+    return x.like(func(x.local, *args, **kwargs))
+
+
+@implements(Tensor.copy_)
+def copy(func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any) -> Subdomain:
+    """Copy the rows that this rank holds."""
+    layout = common_layout([x, source])
+    _refuse_in_place(x, layout)
+    return x.like(func(x.local, local_part(source, layout), *args, **kwargs))
+
+
+def is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.startswith("__i") and name != "__invert__" or name.endswith("_") and name[-2:] != "__"
+
+
+def _refuse_in_place(target: Any, result: Any) -> None:
+    if not isinstance(target, Subdomain) or target.layout != result:
+        raise UnsupportedOperationError(
+            "an in-place operation cannot change how its tensor is split: the tensor is "
+            f"{target.layout if isinstance(target, Subdomain) else 'whole on every rank'}, the result "
+            f"is {result}"
+        )
+
+

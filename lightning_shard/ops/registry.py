@@ -1,0 +1,70 @@
+"""The one table from torch function to rule.
+
+A rule takes the function it stands for and that function's arguments, in which every domain tensor is
+a `Subdomain`; it returns `Subdomain`s, or plain tensors where the result is the same on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.nn.functional as F
+
+Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
+
+_RULES: dict[Callable[..., Any], Rule] = {}
+
+
+class UnsupportedOperationError(NotImplementedError):
+    """An operation, or this use of it, has no rule for tensors split over a domain mesh."""
+
+
+def implements(*functions: Callable[..., Any]) -> Callable[[R], R]:
+    """Register the decorated rule for `functions`.
+
+    Raises:
+        ValueError: A function has a rule already.
+    """
+
+    def register(rule: R) -> R:
+        for function in dict.fromkeys(functions):
+            if function in _RULES:
+                raise ValueError(
+                    f"{name_of(function)} already has the rule {name_of(_RULES[function])}; "
+                    f"cannot register {name_of(rule)} for it too."
+                )
+            _RULES[function] = rule
+        return rule
+
+    return register
+
+
+def rule_for(function: Callable[..., Any]) -> Rule | None:
+    return _RULES.get(function)
+
+
+def functions_with_rules() -> dict[Callable[..., Any], Rule]:
+    """A copy of the table."""
+    return dict(_RULES)
+
+
+def name_of(function: Any) -> str:
+    """A readable name: `torch.conv2d`, `torch.nn.functional.pad`, `Tensor.add_`, `Tensor.shape`."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
+    if "boolean_dispatch" in name:  # F.max_pool2d and its like, which have no name of their own
+        name = next((n for n, f in vars(F).items() if f is function), name)
+    if name.endswith(".__get__"):
+        return f"Tensor.{getattr(function.__self__, '__name__', function.__self__)}"
+    if name.startswith(("_TensorBase.", "TensorBase.", "method_descriptor.")):
+        return f"Tensor.{name.split('.', 1)[1]}"
+    if name.startswith("_VariableFunctionsClass."):
+        return f"torch.{name.split('.', 1)[1]}"
+    if name.startswith("_fft.") or name.startswith("fft_"):
+        return f"torch.fft.{name.rpartition('fft_')[2]}"
+    module = getattr(function, "__module__", None) or ""
+    module = {"torch._C._nn": "torch.nn.functional", "torch.functional": "torch", "torch._tensor": ""}.get(
+        module, module
+    )
+    return f"{module}.{name}" if module else name
+
+

@@ -1,0 +1,241 @@
+"""DomainTensor: a tensor that shows the global shape and holds this rank's part.
+
+It is a `torch.Tensor` subclass without storage. Every function on it arrives at `__torch_function__` and
+is served by its rule, on local tensors; autograd records only those. What has no rule raises: nothing
+ever falls through to a kernel that would see a part and take it for the whole.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.domain import Subdomain, domain_of
+from lightning_shard.halo import fetch_all
+from lightning_shard.layout import Layout
+from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
+from lightning_shard.ops.align import take_part, whole
+from lightning_shard.ops.pointwise import is_in_place
+
+_plain = torch._C.DisableTorchFunctionSubclass
+
+# Facts that the wrapper itself knows: shape, dtype, device.
+_OF_WRAPPER = {
+    Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.device.__get__,
+    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_cuda.__get__,
+    Tensor.is_cpu.__get__, Tensor.is_xpu.__get__, Tensor.is_meta.__get__, Tensor.is_mkldnn.__get__,
+    Tensor.is_nested.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.__hash__,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.element_size,
+    Tensor.get_device,
+    Tensor.ndimension, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch.is_signed, torch.is_inference, torch.get_device, Tensor.is_same_size,
+}  # fmt: skip
+# Facts of the autograd graph, which is the local tensor's.
+_OF_LOCAL = {
+    Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__,
+    Tensor.retains_grad.__get__, Tensor.retain_grad, Tensor.is_contiguous, Tensor.output_nr.__get__,
+    Tensor._version.__get__, Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
+}  # fmt: skip
+
+
+class DomainTensor(Tensor):
+    """A tensor split over a domain mesh; made by `shard` and `from_local`.
+
+    `shape`, `size()`, `numel()` are those of the global tensor; `to_local()` is this rank's part.
+    """
+
+    _subdomain: Subdomain
+
+    @staticmethod
+    def __new__(cls, subdomain: Subdomain) -> "DomainTensor":
+        local = subdomain.local
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, subdomain.layout.shape, dtype=local.dtype, device=local.device
+        )
+        wrapper._subdomain = subdomain
+        return wrapper
+
+    def __init__(self, subdomain: Subdomain) -> None:
+        """Everything is done in `__new__`."""
+
+    def to_local(self) -> Tensor:
+        """This rank's part: a plain tensor, connected to the autograd graph."""
+        return _checked(self).local
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise UnsupportedOperationError(
+            f"{func} reached a tensor split over ranks without passing a rule. "
+            "Register one (lightning_shard.register_rule) or gather first (lightning_shard.gather)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DomainTensor":
+        """A copy of this rank's part; as in torch, only of a leaf."""
+        part = _checked(self)
+        copied = DomainTensor(part.like(part.local.__deepcopy__(memo)))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DomainTensor holds one rank's part and cannot be pickled; pickle "
+            "lightning_shard.gather(tensor) instead."
+        )
+
+
+def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if func in _OF_WRAPPER:
+        with _plain():
+            return func(*args, **kwargs)
+    wrappers: dict[int, DomainTensor] = {}
+    local_args = [_unwrap(a, wrappers) for a in args]
+    local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()}
+    if func in _OF_LOCAL:
+        return func(local_args[0].local, *local_args[1:], **local_kwargs)
+    rule = rule_for(func)
+    parts = [w._subdomain for w in wrappers.values()]
+    if rule is None:
+        raise UnsupportedOperationError(_refusal(func, parts, "it has no rule for split tensors"))
+    if is_in_place(func) and isinstance(local_args[0], Subdomain) and local_args[0].moved:
+        raise UnsupportedOperationError(
+            _refusal(func, parts, "it would write into rows copied from another rank, not into the "
+                     "tensor that they came from; assign with x[index] = value")
+        )  # fmt: skip
+    try:
+        return _wrap(rule(func, *local_args, **local_kwargs), wrappers)
+    except UnsupportedOperationError as error:
+        raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
+    except TypeError as error:
+        if "got an unexpected keyword" in str(error) or "positional argument" in str(error):
+            raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
+        raise
+
+
+def _refusal(func: Callable[..., Any], parts: Sequence[Subdomain], reason: str) -> str:
+    if reason.startswith("cannot run "):
+        return reason
+    placements = "; ".join(dict.fromkeys(str(p.layout) for p in parts))
+    return (
+        f"cannot run {name_of(func)} on a tensor split over ranks ({placements}): {reason}. "
+        "Two ways out: register a rule with lightning_shard.register_rule, or compute on the whole "
+        "tensor with lightning_shard.gather and split the result again with lightning_shard.shard."
+    )
+
+
+def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
+    if isinstance(value, DomainTensor):
+        part = _checked(value)
+        wrappers[id(part.local)] = value
+        return part
+    if type(value) in (list, tuple):
+        return type(value)(_unwrap(v, wrappers) for v in value)
+    return value
+
+
+def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
+    if isinstance(value, Subdomain):
+        same = wrappers.get(id(value.local))
+        if same is not None and same._subdomain.layout == value.layout:
+            return same  # an in-place operation gives back its tensor
+        return DomainTensor(value)
+    if type(value) in (list, tuple):
+        return type(value)(_wrap(v, wrappers) for v in value)
+    return value
+
+
+def _checked(tensor: DomainTensor) -> Subdomain:
+    """The part of `tensor`, unless a foreign autograd.Function has put its history on the wrapper."""
+    with _plain():
+        foreign = tensor.grad_fn
+    if foreign is not None:
+        raise UnsupportedOperationError(
+            f"the autograd.Function behind {type(foreign).__name__} was applied to a tensor split over "
+            "ranks; it would compute on one part only. Apply it to t.to_local() and wrap the result with "
+            "lightning_shard.from_local if it works row by row, or gather first."
+        )
+    return tensor._subdomain
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> DomainTensor:
+    """Split a tensor that every rank holds whole.
+
+    Args:
+        tensor: The full tensor, equal on all ranks of `mesh`.
+        mesh: The domain mesh, of one or several axes.
+        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
+
+    Returns:
+        The same values as a `DomainTensor`; each rank keeps its rows (a view of `tensor`). Any extent
+        can be split over any number of ranks: rows are shared out as by `torch.tensor_split`.
+
+    Raises:
+        ValueError: `dims` does not fit the mesh or the tensor.
+    """
+    domain = domain_of(mesh)
+    layout = Layout.of(tensor.shape, _splits(tensor.ndim, domain.grid.sizes, dims), domain.grid)
+    return DomainTensor(Subdomain(take_part(tensor, layout), layout, domain))
+
+
+def from_local(
+    local: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int]
+) -> DomainTensor:
+    """Wrap this rank's part of a tensor of global `shape`.
+
+    Args:
+        local: This rank's rows, as many as `torch.tensor_split` gives it.
+        mesh: The domain mesh, of one or several axes.
+        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
+        shape: The global shape.
+
+    Raises:
+        ValueError: `local` is not this rank's part of a tensor of `shape`.
+    """
+    domain = domain_of(mesh)
+    layout = Layout.of(shape, _splits(len(shape), domain.grid.sizes, dims), domain.grid)
+    if tuple(local.shape) != layout.local_shape:
+        raise ValueError(
+            f"this rank's part of a tensor of {layout} has shape {layout.local_shape}; got "
+            f"{tuple(local.shape)}. Split the rows as torch.tensor_split does."
+        )
+    return DomainTensor(Subdomain(local, layout, domain))
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The full tensor on every rank; a plain tensor comes back unchanged.
+
+    Differentiable: each rank's gradient of the full tensor is a partial one, which is added up and
+    split again.
+    """
+    if not isinstance(tensor, DomainTensor):
+        return tensor
+    part = _checked(tensor)
+    flat = Layout(tuple((f,) for dim in part.layout.dims for f in dim), part.layout.grid)
+    x = part.like(part.local.reshape(flat.local_shape), flat)
+    for dim in x.layout.split_dims:
+        x = whole(x, dim) if x.shape[dim] else x.like(fetch_all(x, dim))
+    return x.local.reshape(part.layout.shape)
+
+
+def _splits(ndim: int, sizes: Sequence[int], dims: int | Sequence[int]) -> dict[int, tuple[int, ...]]:
+    chosen = [dims] if isinstance(dims, int) else list(dims)
+    if len(chosen) != len(sizes):
+        raise ValueError(
+            f"dims must name one tensor dim for each of the {len(sizes)} mesh axes; got {chosen}."
+        )
+    if any(not -ndim <= d < ndim for d in chosen):
+        raise ValueError(f"dims {chosen} must lie in a tensor of {ndim} dims: -{ndim} to {ndim - 1}.")
+    splits = {d % ndim: (axis,) for axis, d in enumerate(chosen)}
+    if len(splits) < len(chosen):
+        raise ValueError(f"each mesh axis must split a dim of its own; got dims {chosen}.")
+    return splits

@@ -1,0 +1,94 @@
+"""The oracle: one process. A function of split tensors must give its output and all its gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import lightning_shard
+from lightning_shard import DomainTensor
+
+_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """A CPU mesh over all ranks of the pool; made once."""
+    if shape not in _MESHES:
+        names = tuple(f"domain_{axis}" for axis in range(len(shape)))
+        _MESHES[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _MESHES[shape]
+
+
+def assert_parity(
+    function: Callable[..., Any],
+    shapes: Sequence[Sequence[int]],
+    split: dict[int, Sequence[int]],
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype = torch.float64,
+    make: Callable[[Sequence[int]], Tensor] = torch.randn,
+) -> None:
+    """`function` of split tensors equals the one-process run: outputs and gradients of every input.
+
+    Args:
+        function: Takes one tensor for each shape; returns a tensor or a tuple of tensors.
+        shapes: Global shapes of the inputs.
+        split: For each input to be split the dims that the mesh axes split; the others stay plain, as
+            parameters do.
+        mesh: The domain mesh: all ranks.
+        dtype: Of the inputs.
+        make: Makes an input of a shape.
+    """
+    torch.manual_seed(1)
+    inputs = [make(shape).to(dtype).requires_grad_() for shape in shapes]
+    expected = _tensors(function(*inputs))
+    seeds = [torch.randn_like(e) for e in expected]
+    wanted = _gradients(expected, inputs, seeds)
+
+    given = [x.detach().clone().requires_grad_() for x in inputs]
+    operands = [lightning_shard.shard(x, mesh, split[i]) if i in split else x for i, x in enumerate(given)]
+    results = _tensors(function(*operands))
+    assert len(results) == len(expected)
+    for result, value in zip(results, expected, strict=True):
+        assert result.shape == value.shape, f"shape {tuple(result.shape)}, expected {tuple(value.shape)}"
+        assert result.dtype == value.dtype
+        _assert_canonical(result)
+        torch.testing.assert_close(lightning_shard.gather(result).detach(), value.detach(), **_close(dtype))
+    ranks = dist.get_world_size()
+    wholes = [lightning_shard.gather(r) for r in results]
+    partial = _gradients(wholes, given, seeds)
+    for i, (gradient, value) in enumerate(zip(partial, wanted, strict=True)):
+        total = gradient / ranks  # every rank starts the backward of its replica
+        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+        torch.testing.assert_close(
+            total, value, **_close(dtype), msg=lambda m, i=i: f"gradient of input {i}: {m}"
+        )
+
+
+def _assert_canonical(result: Tensor) -> None:
+    if isinstance(result, DomainTensor):
+        part = result._subdomain
+        assert tuple(part.local.shape) == part.layout.local_shape, (part.local.shape, part.layout)
+
+
+def _close(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-10, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+
+
+def _gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> list[Tensor]:
+    pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in inputs]
+    loss = sum((o * s).sum().real if o.is_complex() else (o * s).sum() for o, s in pairs)
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, list(inputs), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [t for t in result if isinstance(t, Tensor)] if isinstance(result, tuple | list) else [result]
