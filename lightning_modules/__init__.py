@@ -2,4 +2,10 @@
 
 from lightning_modules.darcy_data import DarcyDataModule as DarcyDataModule
 from lightning_modules.gallery import PredictionGallery as PredictionGallery
+from lightning_modules.mnist import MNISTModule as MNISTModule
+from lightning_modules.mnist import MNISTNet as MNISTNet
+from lightning_modules.mnist_data import MNISTDataModule as MNISTDataModule
+from lightning_modules.simple_cnn import SimpleCNN as SimpleCNN
+from lightning_modules.simple_cnn import SimpleCNNModule as SimpleCNNModule
+from lightning_modules.simple_cnn import SyntheticImagesDataModule as SyntheticImagesDataModule
 from lightning_modules.tfno_darcy import TFNODarcy as TFNODarcy
