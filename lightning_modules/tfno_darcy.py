@@ -9,6 +9,7 @@ Source: Kossaifi et al., "Multi-Grid Tensorized Fourier Neural Operator for High
 (https://arxiv.org/abs/2310.00120); network and losses are neuraloperator's.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -17,13 +18,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from neuralop import H1Loss, LpLoss
 from neuralop.models import TFNO
-from torch import Tensor
-from torch.optim import Adam
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
 from typing_extensions import override
 
 from lightning_modules.darcy_data import DarcyDataModule
 
 Batch = dict[str, Tensor]
+
+
+# Not a lambda: jsonargparse would turn it into init_args, which survive a change of class in YAML.
+def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Adam with learning rate 5e-3 and weight decay 1e-4."""
+    return Adam(parameters, lr=5e-3, weight_decay=1e-4)
 
 
 class TFNODarcy(LightningModule):
@@ -41,8 +48,10 @@ class TFNODarcy(LightningModule):
         lifting_channel_ratio: Width of the lifting network, in units of `hidden_channels`.
         projection_channel_ratio: Width of the projection network, in units of `hidden_channels`.
         loss: Relative error to train on, "h1" (value and gradient) or "l2" (value).
-        optimizer: Makes the optimizer of the parameters.
-        lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch.
+        optimizer: Makes the optimizer of the parameters; Adam with lr 5e-3 and weight decay 1e-4
+            by default. Not stored in checkpoints.
+        lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; none by
+            default. Not stored in checkpoints.
     """
 
     x_mean: Tensor
@@ -60,7 +69,7 @@ class TFNODarcy(LightningModule):
         lifting_channel_ratio: float = 2,
         projection_channel_ratio: float = 2,
         loss: Literal["h1", "l2"] = "h1",
-        optimizer: OptimizerCallable = lambda p: Adam(p, lr=5e-3, weight_decay=1e-4),
+        optimizer: OptimizerCallable = adam,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
