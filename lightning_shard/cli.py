@@ -1,9 +1,9 @@
-"""The command line: `python -m lightning_shard fit|validate|test|predict --config a.yaml --config b.yaml`.
+"""The command line: `python -m lightning_shard fit|validate|test|predict --config a.yaml`.
 
 Lightning's own command line with this package's strategy as the default, an optimizer made after
-sharding, and errors of one sentence. A mistake in what was typed exits with 2, a refusal by a module, a
-data module or the strategy before the first batch with 1; later errors keep their traceback, and
-`LIGHTNING_SHARD_TRACEBACK=1` brings all others back.
+sharding, and errors of one sentence. A mistake in what was typed exits with 2; a refusal by a
+module, a data module or the strategy before the first batch with 1; later errors keep their
+traceback. `LIGHTNING_SHARD_TRACEBACK=1` shows the traceback of a refusal too.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightning_shard
@@ -40,30 +40,32 @@ REFUSALS = (ValueError, FileNotFoundError, NotImplementedError, Misconfiguration
 
 
 class SaveConfig(SaveConfigCallback):
-    """Save the resolved configuration on rank 0: in the log directory and beside checkpoints kept elsewhere."""
+    """Save the resolved configuration in the log directory and beside the checkpoints."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write beside the checkpoints and hand the options to the loggers as hyperparameters."""
         if stage != "fit":
             return
+        text = self.parser.dump(self.config, skip_none=False, format="yaml")
         for callback in trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None)
             if folder and "://" not in str(folder):
                 Path(folder).mkdir(parents=True, exist_ok=True)
-                file = Path(folder) / self.config_filename
-                self.parser.save(self.config, str(file), skip_none=False, overwrite=True)
-        options = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
+                (Path(folder) / self.config_filename).write_text(text, encoding="utf-8")
+        options = yaml.safe_load(text)
         for logger in trainer.loggers:
-            logger.log_hyperparams({key: options[key] for key in ("trainer", "model", "data") if key in options})
+            logger.log_hyperparams(
+                {key: options[key] for key in ("trainer", "model", "data") if key in options}
+            )
 
 
 class RunState(Callback):
-    """Whether batches have begun to flow: from then on an error is a bug and keeps its traceback."""
+    """Whether batches have begun to flow; from then on an error keeps its traceback."""
 
     def __init__(self) -> None:
         self.running = False
 
-    def _run(self, *_: Any) -> None:
+    def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.running = True
 
     on_sanity_check_start = on_train_start = on_validation_start = _run
@@ -71,7 +73,7 @@ class RunState(Callback):
 
 
 class ShardCLI(LightningCLI):
-    """LightningCLI for any LightningModule and LightningDataModule, with checks before anything is built.
+    """LightningCLI for any module and data module, with checks before anything is built.
 
     Args:
         args: The words of the command line.
@@ -100,7 +102,7 @@ class ShardCLI(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             trainer_defaults={
-                "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
+                "strategy": default_strategy(),
                 "accelerator": "xpu" if torch.xpu.is_available() else "auto",
                 "callbacks": [state],
             },
@@ -113,7 +115,7 @@ class ShardCLI(LightningCLI):
             "--test_after_fit",
             type=bool,
             default=False,
-            help="Run the test loaders on the final weights when fit ends; other subcommands ignore it.",
+            help="Run the test loaders on the final weights when fit ends (only fit uses it).",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -136,25 +138,39 @@ class ShardCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Say which given values the hyperparameters in a checkpoint replace."""
-        before = self.parser.dump(self.config, skip_none=False)
+        before = dict(self._model_options())
         try:
             super()._parse_ckpt_path()
         except (argparse.ArgumentError, pickle.UnpicklingError) as err:
             raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
-        after = self.parser.dump(self.config, skip_none=False)
-        if before != after and is_first_rank():
-            print("note: hyperparameters of the checkpoint replace those of the configuration", file=sys.stderr)
+        for key, value in self._model_options():
+            if key in before and before[key] != value and is_first_rank():
+                note = f"note: {key} is {value} as in ckpt_path, not {before[key]}"
+                print(note, file=sys.stderr)
+
+    def _model_options(self) -> list[tuple[str, Any]]:
+        config = self.config.get(str(self.config.get("subcommand")), self.config)
+        return [(f"model.{key}", value) for key, value in config["model"].items()]
 
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""
         if self.config["fit"]["test_after_fit"] and not is_overridden("test_step", self.model):
             name = type(self.model).__name__
-            raise UsageError(f"test_after_fit is true but {name} has no test_step; add one, or set it to false")
+            raise UsageError(
+                f"test_after_fit is true but {name} has no test_step; add one, or set it to false"
+            )
 
     def after_fit(self) -> None:
         """Test the final weights if `test_after_fit` asks for it."""
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
+
+
+def default_strategy() -> Any:
+    """This package's strategy, as the parser writes a class."""
+    if hasattr(lightning_shard, "HybridShardStrategy"):
+        return {"class_path": "lightning_shard.HybridShardStrategy"}
+    return "auto"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -164,6 +180,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: The words of the command line; those of the process if None.
     """
     state = RunState()
+    # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     try:
         _import_names()
         ShardCLI(sys.argv[1:] if args is None else args, state)

@@ -43,12 +43,28 @@ def _check_names(trainer: Any, given: Tree) -> None:
     ):
         value = trainer[option]
         if isinstance(value, str) and value not in {"auto", *names}:
+            if option == "strategy" and value.endswith("Strategy"):
+                kind = f"; to name a class write trainer.strategy.class_path: {value}"
+                raise UsageError(
+                    f"unknown strategy '{value}'{_at(given, 'trainer.strategy')}{kind}"
+                )
             kind = nearest(value, ["auto", *names], "use one of")
+            kind = kind or nearest(value, ["auto", *_families(names)], "use one of")
             raise UsageError(f"unknown {option} '{value}'{_at(given, f'trainer.{option}')}{kind}")
 
 
+def _families(names: list[str]) -> list[str]:
+    """Names without their variants, such as `ddp_spawn` beside `ddp`."""
+    return [n for n in names if not any(n != m and n.startswith(m + "_") for m in names)]
+
+
 def _check_checkpoint(path: Any, given: Tree) -> None:
-    if not isinstance(path, str) or path in CKPT_WORDS or "://" in path or path.startswith("registry:"):
+    if (
+        not isinstance(path, str)
+        or path in CKPT_WORDS
+        or "://" in path
+        or path.startswith("registry:")
+    ):
         return
     file = Path(path)
     if not file.exists():
@@ -83,17 +99,23 @@ def _check_processes(trainer: Any, given: Tree) -> None:
     if asked != started:
         per_node = os.environ.get("LOCAL_WORLD_SIZE", "")
         exact = per_node.isdigit() and int(per_node) > 0 and started % int(per_node) == 0
-        fix = f"devices {per_node} and num_nodes {started // int(per_node)}" if exact else "devices auto"
+        fix = (
+            f"devices {per_node} and num_nodes {started // int(per_node)}"
+            if exact
+            else "devices auto"
+        )
         raise UsageError(
-            f"trainer.devices asks for {_plural(asked)} (devices {devices} x num_nodes {trainer.num_nodes})"
-            f"{_at(given, 'trainer.devices')} but torchrun started {started}; use {fix}, "
-            f"or start {asked} with torchrun"
+            f"trainer.devices asks for {_plural(asked)} (devices {devices} x num_nodes "
+            f"{trainer.num_nodes}){_at(given, 'trainer.devices')} but torchrun started "
+            f"{started}; use {fix}, or start {asked} with torchrun"
         )
 
 
 def _check_mesh(trainer: Any, given: Tree) -> None:
     strategy = trainer.strategy
-    if isinstance(strategy, str) or not str(strategy.get("class_path", "")).endswith("HybridShardStrategy"):
+    if isinstance(strategy, str) or not str(strategy.get("class_path", "")).endswith(
+        "HybridShardStrategy"
+    ):
         return
     sizes = strategy.get("init_args") or {}
     domain, data = sizes.get("domain_parallel_size", 1), sizes.get("data_parallel_size", "auto")
@@ -106,12 +128,14 @@ def _check_mesh(trainer: Any, given: Tree) -> None:
     if total < 1 or world % total:
         fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         use = f"use one of {fits}" if world > 1 else "use 1, or more devices"
-        raise UsageError(f"{key} {_size(domain)}{place} does not divide the {_plural(world)} ({reason}); {use}")
+        raise UsageError(
+            f"{key} {_size(domain)}{place} does not divide the {_plural(world)} ({reason}); {use}"
+        )
     if isinstance(data, int) and data * total != world:
         raise UsageError(
             f"trainer.strategy.data_parallel_size {data} x domain_parallel_size {_size(domain)} is "
-            f"{data * total}{_at(given, 'trainer.strategy.data_parallel_size')}, not the {_plural(world)} "
-            f"({reason}); use data_parallel_size {world // total} or auto"
+            f"{data * total}{_at(given, 'trainer.strategy.data_parallel_size')}, "
+            f"not the {_plural(world)} ({reason}); use data_parallel_size {world // total} or auto"
         )
 
 

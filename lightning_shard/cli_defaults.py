@@ -1,12 +1,11 @@
-"""A class chosen by the user starts from its own defaults, and a value for a linked option is not dropped.
+"""A class chosen by the user starts from its own defaults; values for linked options are refused.
 
-The parser keeps the arguments of a former class when the new one has them too: with a default of AdamW,
+The parser keeps the arguments of a former class when the new one has them too: after AdamW,
 `--model.init_args.optimizer SGD` trains with AdamW's weight_decay of 0.01 (jsonargparse 4.53).
 """
 
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
@@ -15,28 +14,61 @@ from lightning_shard.cli_sources import Tree, UsageError
 
 
 def own_defaults(config: Any, given: Tree, parser: Any) -> None:
-    """Reset what a class chosen by the user inherited from the defaults of another one, in place.
+    """Reset, in place, what a class chosen by the user inherited from another one.
 
     Args:
         config: The resolved options of one subcommand.
         given: What the user gave.
         parser: The parser of the subcommand.
+
+    Raises:
+        UsageError: If a value was given for an option that is computed from another one.
     """
-    _check_links(config, given, parser)
-    for key, spec in list(config.items(branches=True)):
-        node = given.get(key)
-        if _is_spec(spec) and node is not None:
-            _reset(spec, node)
-
-
-def _check_links(config: Any, given: Tree, parser: Any) -> None:
-    everything = yaml.safe_load(parser.dump(config, skip_none=False, skip_link_targets=False))
-    kept = yaml.safe_load(parser.dump(config, skip_none=False, skip_link_targets=True))
-    for key in _missing(everything, kept, ""):
+    computed = _link_targets(config, parser)
+    for key in computed:
         if node := given.get(key):
             raise UsageError(
-                f"{key} {node.where} would be ignored: it is computed from another option; remove it"
+                f"{key} {node.where} would be ignored: it is computed from another "
+                "option; remove it"
             )
+    defaults = parser.get_defaults()
+    for key in ("model", "data", "trainer.strategy"):
+        node, spec = given.get(key), config.get(key)
+        if node and _is_spec(spec):
+            _reset(spec, node, defaults.get(key), key, computed)
+
+
+def _reset(
+    spec: Any, node: Tree, former: Any, key: str, computed: list[str], skip: int = 0
+) -> None:
+    cls, _ = find_class(spec["class_path"], [])
+    values = spec.get("init_args")
+    if cls is None or not values:
+        return
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(
+        cls, skip={skip} if skip else None, fail_untyped=False, sub_configs=True
+    )
+    own = parser.get_defaults()
+    same = _is_spec(former) and former["class_path"] == spec["class_path"]
+    start = former.get("init_args") or own if same else own
+    for name, hint in parameters(cls, skip).items():
+        place = f"{key}.init_args.{name}"
+        if name not in values or name not in start or place in computed:
+            continue
+        child = node.get(name)
+        if child is None:
+            values[name] = start[name]
+        elif _is_spec(values[name]):
+            inner = max((n for _, n in class_hints(hint)), default=0)
+            _reset(values[name], child, start[name], place, computed, inner)
+
+
+def _link_targets(config: Any, parser: Any) -> list[str]:
+    everything, kept = (
+        yaml.safe_load(parser.dump(config, skip_link_targets=skip)) for skip in (False, True)
+    )
+    return _missing(everything, kept, "")
 
 
 def _missing(everything: Any, kept: Any, prefix: str) -> list[str]:
@@ -49,17 +81,6 @@ def _missing(everything: Any, kept: Any, prefix: str) -> list[str]:
         else:
             found += _missing(value, kept[name], f"{prefix}{name}.")
     return found
-
-
-def _reset(spec: Any, node: Tree) -> None:
-    cls, _ = find_class(spec["class_path"], [])
-    chosen = "class_path" in node.children or isinstance(node.value, str)
-    if cls is None or not chosen or "init_args" not in spec:
-        return
-    skip = 1 if issubclass(cls, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)) else 0
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls, skip={skip} if skip else None, fail_untyped=False)
-    print(parser.get_defaults(), parameters, class_hints, Namespace)
 
 
 def _is_spec(value: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Why the parser refused: one sentence with the key, the place it was written and the nearest valid name.
+"""Why the parser refused: one sentence with the key, its place and the nearest valid name.
 
-The parser's own text is nested and names no file. So after a refusal the given options are walked from
-the top, class by class, and the first that cannot be right is reported; the text is only the last resort.
+The parser's own text is nested and names no file. So after a refusal the given options are walked
+from the top, class by class, and the first that cannot be right is reported; the text is only the
+last resort.
 """
 
 import re
@@ -15,6 +16,7 @@ from lightning_shard.cli_names import (
     class_hints,
     describe,
     find_class,
+    is_number,
     nearest,
     parameters,
     required,
@@ -52,13 +54,15 @@ def _problems(tree: Tree, known: set[str]) -> Iterator[str]:
         if key not in known:
             yield f"unknown option '{key}' {node.where}{nearest(key, known)}"
         elif key == "trainer":
-            yield from _arguments(node.children, Trainer, "trainer", 0, node.order)
+            yield from _arguments(node.children, Trainer, "trainer", 0, -1)
         elif key in GROUPS:
             yield from _class_spec(node, [(GROUPS[key], 0)], key)
-    if "model" not in tree.children:
-        yield (
-            "the option 'model' is missing: give --model ClassName, or a config file with 'model: class_path:'"
-        )
+    for key, base in GROUPS.items():
+        if key not in tree.children:
+            yield (
+                f"the option '{key}' is missing: it names the {base.__name__}; "
+                f"give --{key} ClassName, or a config file with '{key}: class_path:'"
+            )
 
 
 def _arguments(
@@ -71,12 +75,12 @@ def _arguments(
             if node.order >= since:  # older ones belonged to another class and were discarded
                 yield f"unknown option '{key}' {node.where}{nearest(name, accepted)}"
             continue
-        yield from _value(node, cls, name, key, skip, accepted[name])
+        for version in (node, *node.replaced):
+            if version.order >= since:
+                yield from _value(version, cls, name, key, skip, accepted[name])
 
 
-def _value(
-    node: Tree, cls: type, name: str, key: str, skip: int, hint: Any
-) -> Iterator[str]:
+def _value(node: Tree, cls: type, name: str, key: str, skip: int, hint: Any) -> Iterator[str]:
     bases = class_hints(hint)
     items = node.children.items() if node.is_list else [("", node)]
     for index, item in items:
@@ -89,7 +93,7 @@ def _value(
     value = node.plain()
     if accepts(cls, name, value, skip):
         return
-    if bases and isinstance(value, str):
+    if bases and isinstance(value, str) and not is_number(hint):
         yield from _class_spec(node, bases, key)
     text = f"{key} must be {describe(hint)}; got '{value}' {node.where}"
     literals = re.findall(r"[\w-]+", describe(hint)) if "one of" in describe(hint) else []
@@ -115,7 +119,8 @@ def _class_spec(node: Tree, bases: list[tuple[type, int]], key: str) -> Iterator
     extra = node.children.get("dict_kwargs", Tree()).children
     for name in required(cls, skip):
         if name not in inner and name not in extra:
-            yield f"the option '{key}.init_args.{name}' is missing: {cls.__name__} needs it ({spec.where})"
+            option = f"{key}.init_args.{name}"
+            yield f"the option '{option}' is missing: {cls.__name__} needs it ({spec.where})"
 
 
 def _last_resort(tree: Tree, message: str) -> UsageError:

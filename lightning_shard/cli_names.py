@@ -1,4 +1,4 @@
-"""Names and types in words: the nearest valid name, the classes that fit, what a type hint accepts."""
+"""Names and types in words: the nearest name, the classes that fit, what a type hint accepts."""
 
 import difflib
 import importlib
@@ -24,7 +24,10 @@ WORDS = {
 
 
 def nearest(
-    name: str, choices: Iterable[str], label: str = "accepted here:", quote_parent: Path | None = None
+    name: str,
+    choices: Iterable[str],
+    label: str = "accepted here:",
+    quote_parent: Path | None = None,
 ) -> str:
     """The end of a sentence: the nearest valid name, or the choices when they are few."""
     names = sorted(set(choices))
@@ -40,8 +43,10 @@ def nearest(
 
 def describe(hint: Any) -> str:
     """A type hint in words."""
-    parts = list(flatten(hint))
-    literals = [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    parts = [p for p in flatten(hint) if not (is_number(hint) and class_hints(p))]
+    literals = [
+        str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)
+    ]
     words = [_word(part) for part in parts if get_origin(part) is not Literal]
     if literals:
         words.insert(0, "one of " + ", ".join(dict.fromkeys(literals)))
@@ -49,6 +54,11 @@ def describe(hint: Any) -> str:
         words.remove("null")
         words.append("null")
     return " or ".join(dict.fromkeys(words))
+
+
+def is_number(hint: Any) -> bool:
+    """Whether a number fits, so that a word can only be a mistyped number."""
+    return any(part in (int, float) for part in flatten(hint))
 
 
 def flatten(hint: Any) -> Iterator[Any]:
@@ -102,7 +112,7 @@ def find_class(path: str, bases: list[type]) -> tuple[type | None, str]:
 
 @cache
 def parameters(cls: type, skip: int = 0) -> dict[str, Any]:
-    """Names and type hints that the parser accepts for a class, inherited keyword arguments included."""
+    """Names and type hints that the parser accepts for a class, inherited ones included."""
     parser = ArgumentParser(exit_on_error=False)
     added = parser.add_class_arguments(cls, skip={skip} if skip else None, fail_untyped=False)
     hints: dict[str, Any] = {}
@@ -125,7 +135,7 @@ def required(cls: type, skip: int = 0) -> list[str]:
 
 def accepts(cls: type, name: str, value: object, skip: int = 0) -> bool:
     """Whether the parser takes this value for one argument of a class."""
-    others: set[str | int] = {*parameters(cls, skip)} - {name}
+    others: set[str | int] = {other for other in parameters(cls, skip) if other != name}
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(
         cls, skip=others | ({skip} if skip else set()), fail_untyped=False, sub_configs=True

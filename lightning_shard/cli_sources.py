@@ -1,13 +1,13 @@
-"""What the user gave: every option with the file and line, the variable or the command line it came from.
+"""What the user gave: every option with the file and line, variable or command line it is from.
 
-`Tree` merges the sources in the order in which the parser does, later ones winning, and remembers for
-each node where it was written. Reading happens before parsing, so a missing file, a YAML mistake or a
-misplaced subcommand is reported here and nothing else has to be understood.
+`Tree` merges the sources in the order in which the parser does, later ones winning, and remembers
+for each node where it was written. Reading happens before parsing, so a missing file, a YAML
+mistake or a misplaced subcommand is reported here and nothing else has to be understood.
 """
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -36,6 +36,7 @@ class Tree:
         value: The scalar, for a leaf.
         children: Sub-nodes by key, or by index for a list.
         is_list: Whether the children are list items.
+        replaced: Earlier nodes that this one replaced; the parser checks them too.
     """
 
     where: str = COMMAND_LINE
@@ -43,9 +44,10 @@ class Tree:
     value: object = None
     children: dict[str, "Tree"] = field(default_factory=dict)
     is_list: bool = False
+    replaced: list["Tree"] = field(default_factory=list)
 
     def get(self, key: str) -> "Tree | None":
-        """The node at a dotted key, if the user gave it; `init_args` may be left out as in the parser."""
+        """The node at a dotted key, if given; `init_args` may be left out, as in the parser."""
         node = self
         for part in key.split("."):
             children = node.children
@@ -68,13 +70,17 @@ class Tree:
 
     def merge(self, other: "Tree") -> None:
         """Put a later source on top: mappings merge, everything else replaces."""
+        before = replace(self)
         self.where, self.order = other.where, other.order
         if other.is_list or self.is_list or not other.children:
             short_class = isinstance(other.value, str) and "class_path" in self.children
-            if short_class:  # `--model Name` over a class_path keeps the init_args, as the parser does
+            if (
+                short_class
+            ):  # `--model Name` over a class_path keeps the init_args, as the parser does
                 self.children["class_path"] = other
                 return
             self.children, self.is_list, self.value = other.children, other.is_list, other.value
+            self.replaced = [*self.replaced, before]
             return
         for key, child in other.children.items():
             if key in self.children:
@@ -117,7 +123,7 @@ def read_sources(args: Sequence[str], subcommand: str) -> Tree:
 
 
 def split_subcommand(args: Sequence[str], names: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The subcommand and what follows it; None where the parser itself has to answer (help, completion)."""
+    """The subcommand and what follows it; None where the parser answers (help, completion)."""
     if {"-h", "--help", "--print_shtab", "--print_completion"} & set(args[:1]):
         return None
     usage = f"python -m lightning_shard {'|'.join(names)} --config file.yaml"
@@ -147,7 +153,9 @@ def read_yaml(path: str) -> Tree:
     """Compose one file into a tree with line numbers."""
     file = Path(path)
     if not file.is_file():
-        siblings = sorted(p.name for p in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
+        siblings = (
+            sorted(p.name for p in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
+        )
         close = nearest(file.name, siblings, f"{file.parent} has", quote_parent=file.parent)
         raise UsageError(f"config file '{path}' does not exist{close}")
     try:
