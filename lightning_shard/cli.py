@@ -27,7 +27,7 @@ import lightning_shard
 from lightning_shard.cli_checks import check
 from lightning_shard.cli_defaults import own_defaults
 from lightning_shard.cli_errors import diagnose
-from lightning_shard.cli_report import exit_with, is_first_rank
+from lightning_shard.cli_report import exit_with, is_first_rank, origin
 from lightning_shard.cli_sources import (
     ENV_PREFIX,
     Tree,
@@ -187,9 +187,11 @@ def main(args: Sequence[str] | None = None) -> None:
         ShardCLI(sys.argv[1:] if args is None else args, state)
     except UsageError as err:
         exit_with(err, code=2)
-    except REFUSALS as err:
-        if state.running or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
-            raise
+    except Exception as wrapped:
+        err = origin(wrapped)
+        refused = isinstance(err, REFUSALS) and not state.running
+        if not refused or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
+            raise err from err.__cause__
         exit_with(err, code=1)
 
 

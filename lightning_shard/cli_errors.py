@@ -21,9 +21,8 @@ from lightning_shard.cli_names import (
     parameters,
     required,
 )
-from lightning_shard.cli_sources import COMMAND_LINE, Tree, UsageError
+from lightning_shard.cli_sources import COMMAND_LINE, SPEC, Tree, UsageError
 
-SPEC = ("class_path", "init_args", "dict_kwargs")
 PARSER_ONLY = ("config", "print_config", "help", "print_shtab")
 GROUPS = {"model": LightningModule, "data": LightningDataModule}
 

@@ -44,6 +44,18 @@ def exit_with(err: Exception, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def origin(err: Exception) -> Exception:
+    """The error that user code raised: the parser wraps one in its own (jsonargparse 4.53)."""
+    while err.__traceback__ is not None:
+        inner = err.__cause__ or err.__context__
+        raiser = [frame for frame, _ in traceback.walk_tb(err.__traceback__)][-1]
+        parser = raiser.f_globals.get("__name__", "").startswith("jsonargparse.")
+        if not parser or not isinstance(inner, Exception):
+            break
+        err = inner
+    return err
+
+
 def _rank() -> str:
     return next(os.environ[name] for name in RANKS if os.environ.get(name, "0") not in ("0", ""))
 

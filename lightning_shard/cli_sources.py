@@ -15,6 +15,7 @@ import yaml
 from lightning_shard.cli_names import nearest
 
 ENV_PREFIX = "LIGHTNING_SHARD"
+SPEC = ("class_path", "init_args", "dict_kwargs")
 COMMAND_LINE = "on the command line"
 
 
@@ -90,6 +91,7 @@ class Tree:
 
     def put(self, key: str, given: "Tree") -> None:
         """Merge a node at a dotted key, as an option on the command line does."""
+        key = self._long_form(key)
         head, _, rest = key.partition(".")
         if self.is_list and not head.isdigit() and self.children:
             next(reversed(self.children.values())).put(key, given)
@@ -108,6 +110,15 @@ class Tree:
             node.put(rest, given)
         else:
             node.merge(given)
+
+    def _long_form(self, key: str) -> str:
+        """Options of a class belong under `init_args`, whichever of the two forms came first."""
+        if key.split(".")[0] in SPEC:
+            short = {name: self.children.pop(name) for name in [*self.children] if name not in SPEC}
+            if short:
+                self.children["init_args"] = Tree(self.where, self.order, children=short)
+            return key
+        return f"init_args.{key}" if self.children.keys() & set(SPEC) else key
 
 
 def read_sources(args: Sequence[str], subcommand: str) -> Tree:

@@ -2,7 +2,8 @@
 
 | primitive                         | this rank gets                    | adjoint                        |
 | --------------------------------- | --------------------------------- | ------------------------------ |
-| exchange(x, dim, route)           | pieces of other ranks' rows       | add the pieces to their owners |
+| exchange(x, dim, route)           | pieces of other ranks' rows       | add_to_owners                  |
+| add_to_owners(y, dim, rows, route)| the sum of what others hold of its rows | exchange                 |
 | all_reduce(x)                     | the sum over ranks                | all_reduce                     |
 | transpose(x, rows, columns)       | all rows of its own columns       | transpose(x, columns, rows)    |
 
@@ -48,6 +49,13 @@ def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Ten
         rank = dist.get_rank(group)
         return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
     return _Exchange.apply(x, dim, route, group)
+
+
+def add_to_owners(
+    y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup
+) -> Tensor:
+    """Send each piece of `y` back along `route`; the owners, of `rows` rows each, add them up."""
+    return _ExchangeAdjoint.apply(y, dim, rows, route, group)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,10 @@ class Subdomain:
     @property
     def ndim(self) -> int:
         return self.layout.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
 
     def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
         """A new tensor on the same domain."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_shard.comm import Route, exchange
+from lightning_shard.comm import Route, add_to_owners, exchange
 from lightning_shard.domain import Subdomain
 from lightning_shard.layout import partition
 
@@ -66,6 +66,18 @@ def fetch_all(x: Subdomain, dim: int) -> Tensor:
     (factor,) = x.layout.dims[dim]
     parts = x.layout.grid.parts(factor.axes)
     return fetch(x, dim, (((0, factor.extent),),) * parts)
+
+
+def scatter_sum(x: Subdomain, dim: int, axes: tuple[int, ...]) -> Subdomain:
+    """Add up the partial sums `x` of the ranks along `axes`; each keeps its canonical rows of `dim`.
+
+    The adjoint of `fetch_all`, and a reduce-scatter.
+    """
+    grid, extent = x.layout.grid, x.shape[dim]
+    layout = x.layout.with_dim(dim, extent, axes)
+    plan = route(extent, grid.index(axes), (((0, extent),),) * grid.parts(axes))
+    rows = layout.local_shape[dim]
+    return x.like(add_to_owners(x.local, dim, rows, plan, x.domain.group(axes)), layout)
 
 
 def needs_of(extent: int, parts: int, spans: Callable[[int, int], Sequence[Span]]) -> Needs:

@@ -18,6 +18,9 @@ from lightning_shard.layout import Layout
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import take_part, whole
 from lightning_shard.ops.pointwise import is_in_place
+from lightning_shard.ops.spectrum import Canvas, Spectrum
+
+Part = Subdomain | Spectrum | Canvas
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -47,23 +50,21 @@ class DomainTensor(Tensor):
     `shape`, `size()`, `numel()` are those of the global tensor; `to_local()` is this rank's part.
     """
 
-    _subdomain: Subdomain
+    _part: Part
 
     @staticmethod
-    def __new__(cls, subdomain: Subdomain) -> "DomainTensor":
-        local = subdomain.local
-        wrapper = Tensor._make_wrapper_subclass(
-            cls, subdomain.layout.shape, dtype=local.dtype, device=local.device
-        )
-        wrapper._subdomain = subdomain
+    def __new__(cls, part: Part, device: torch.device | None = None) -> "DomainTensor":
+        device = device or part.local.device
+        wrapper = Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype, device=device)
+        wrapper._part = part
         return wrapper
 
-    def __init__(self, subdomain: Subdomain) -> None:
+    def __init__(self, part: Part, device: torch.device | None = None) -> None:
         """Everything is done in `__new__`."""
 
     def to_local(self) -> Tensor:
         """This rank's part: a plain tensor, connected to the autograd graph."""
-        return _checked(self).local
+        return _read(_checked(self)).local
 
     @classmethod
     def __torch_function__(
@@ -82,7 +83,7 @@ class DomainTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DomainTensor":
         """A copy of this rank's part; as in torch, only of a leaf."""
-        part = _checked(self)
+        part = _read(_checked(self))
         copied = DomainTensor(part.like(part.local.__deepcopy__(memo)))
         memo[id(self)] = copied
         return copied
@@ -103,29 +104,61 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()}
     if func in _OF_LOCAL:
         return func(local_args[0].local, *local_args[1:], **local_kwargs)
-    rule = rule_for(func)
-    parts = [w._subdomain for w in wrappers.values()]
-    if rule is None:
-        raise UnsupportedOperationError(_refusal(func, parts, "it has no rule for split tensors"))
-    if is_in_place(func) and isinstance(local_args[0], Subdomain) and local_args[0].moved:
-        raise UnsupportedOperationError(
-            _refusal(func, parts, "it would write into rows copied from another rank, not into the "
-                     "tensor that they came from; assign with x[index] = value")
-        )  # fmt: skip
+    parts = [w._part for w in wrappers.values()]
     try:
+        if func is Tensor.__setitem__ and _is_spectral_canvas(args[0], local_args[-1]):
+            local_args[0] = _become_canvas(args[0])
+            parts.append(local_args[0])
+        rule = None
+        if any(not isinstance(p, Subdomain) for p in parts):
+            rule = rule_for(func, lazy=True)
+            if rule is None:
+                local_args = [_read(a) for a in local_args]
+                local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
+        rule = rule or rule_for(func)
+        if rule is None:
+            raise UnsupportedOperationError("it has no rule for split tensors")
+        if is_in_place(func) and isinstance(local_args[0], Subdomain) and local_args[0].moved:
+            raise UnsupportedOperationError(
+                "it would write into rows copied from another rank, not into the tensor that they came "
+                "from; assign with x[index] = value"
+            )
         return _wrap(rule(func, *local_args, **local_kwargs), wrappers)
     except UnsupportedOperationError as error:
         raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
     except TypeError as error:
-        if "got an unexpected keyword" in str(error) or "positional argument" in str(error):
+        if "unexpected keyword" in str(error) or "positional argument" in str(error):
             raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
         raise
 
 
-def _refusal(func: Callable[..., Any], parts: Sequence[Subdomain], reason: str) -> str:
+def _is_spectral_canvas(target: Any, value: Any) -> bool:
+    plain = isinstance(target, Tensor) and not isinstance(target, DomainTensor)
+    return plain and target.is_complex() and isinstance(value, Subdomain | Spectrum)
+
+
+def _become_canvas(plain: Tensor) -> Canvas:
+    """Turn the caller's tensor of zeros into a canvas, as the same Python object."""
+    canvas = Canvas.like(plain)
+    torch.utils.swap_tensors(plain, DomainTensor(canvas, plain.device))
+    return canvas
+
+
+def _read(value: Any) -> Any:
+    """`value` with lazy spectra computed."""
+    if isinstance(value, Spectrum):
+        return value.read()
+    if isinstance(value, Canvas):
+        raise UnsupportedOperationError("only an inverse transform can follow an assignment of modes")
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    return value
+
+
+def _refusal(func: Callable[..., Any], parts: Sequence[Part], reason: str) -> str:
     if reason.startswith("cannot run "):
         return reason
-    placements = "; ".join(dict.fromkeys(str(p.layout) for p in parts))
+    placements = "; ".join(dict.fromkeys(str(p.layout) for p in parts if p.layout))
     return (
         f"cannot run {name_of(func)} on a tensor split over ranks ({placements}): {reason}. "
         "Two ways out: register a rule with lightning_shard.register_rule, or compute on the whole "
@@ -146,15 +179,17 @@ def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
 def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
     if isinstance(value, Subdomain):
         same = wrappers.get(id(value.local))
-        if same is not None and same._subdomain.layout == value.layout:
+        if same is not None and isinstance(same._part, Subdomain) and same._part.layout == value.layout:
             return same  # an in-place operation gives back its tensor
+        return DomainTensor(value)
+    if isinstance(value, Spectrum | Canvas):
         return DomainTensor(value)
     if type(value) in (list, tuple):
         return type(value)(_wrap(v, wrappers) for v in value)
     return value
 
 
-def _checked(tensor: DomainTensor) -> Subdomain:
+def _checked(tensor: DomainTensor) -> Part:
     """The part of `tensor`, unless a foreign autograd.Function has put its history on the wrapper."""
     with _plain():
         foreign = tensor.grad_fn
@@ -164,7 +199,7 @@ def _checked(tensor: DomainTensor) -> Subdomain:
             "ranks; it would compute on one part only. Apply it to t.to_local() and wrap the result with "
             "lightning_shard.from_local if it works row by row, or gather first."
         )
-    return tensor._subdomain
+    return tensor._part
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> DomainTensor:
@@ -219,7 +254,7 @@ def gather(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DomainTensor):
         return tensor
-    part = _checked(tensor)
+    part = _read(_checked(tensor))
     flat = Layout(tuple((f,) for dim in part.layout.dims for f in dim), part.layout.grid)
     x = part.like(part.local.reshape(flat.local_shape), flat)
     for dim in x.layout.split_dims:

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lightning_shard
 from lightning_shard import DomainTensor
+from lightning_shard.domain import Subdomain
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 
@@ -43,7 +44,7 @@ def assert_parity(
         make: Makes an input of a shape.
     """
     torch.manual_seed(1)
-    inputs = [make(shape).to(dtype).requires_grad_() for shape in shapes]
+    inputs = [_cast(make(shape), dtype).requires_grad_() for shape in shapes]
     expected = _tensors(function(*inputs))
     seeds = [torch.randn_like(e) for e in expected]
     wanted = _gradients(expected, inputs, seeds)
@@ -68,10 +69,49 @@ def assert_parity(
         )
 
 
+def assert_parity_of_module(
+    module: nn.Module,
+    shapes: Sequence[int] | Sequence[Sequence[int]],
+    dims: Sequence[int],
+    mesh: DeviceMesh,
+    **options: Any,
+) -> None:
+    """The same for an unmodified module: gradients of its inputs and of all its parameters."""
+    inputs = [shapes] if isinstance(shapes[0], int) else list(shapes)
+    names = [name for name, _ in module.named_parameters()]
+    values = [p.detach().clone() for p in module.parameters()]
+    count = len(inputs)
+
+    def function(*tensors: Tensor) -> Any:
+        weights = dict(zip(names, tensors[count:], strict=True))
+        return torch.func.functional_call(module, weights, tensors[:count])
+
+    made = iter(range(count + len(values)))
+
+    def make(shape: Sequence[int]) -> Tensor:
+        i = next(made)
+        return torch.randn(shape, dtype=torch.float64) if i < count else values[i - count]
+
+    assert_parity(
+        function,
+        [*inputs, *(v.shape for v in values)],
+        {i: dims for i in range(count)},
+        mesh,
+        make=make,
+        **options,
+    )
+
+
 def _assert_canonical(result: Tensor) -> None:
     if isinstance(result, DomainTensor):
-        part = result._subdomain
+        part = result._part
+        if not isinstance(part, Subdomain):
+            return
         assert tuple(part.local.shape) == part.layout.local_shape, (part.local.shape, part.layout)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().clone() if x.is_complex() else x.detach().to(dtype, copy=True)
 
 
 def _close(dtype: torch.dtype) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The rules, by family; importing this package registers all of them."""
 
 from lightning_shard.ops import conv as conv
+from lightning_shard.ops import fft as fft
 from lightning_shard.ops import index as index
 from lightning_shard.ops import join as join
 from lightning_shard.ops import linear as linear

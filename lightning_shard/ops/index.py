@@ -67,7 +67,7 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
     if not isinstance(x, Subdomain):
         raise UnsupportedOperationError("indexing a plain tensor with a split one")
     d = 0
-    for entry in _expanded(x, index):
+    for entry in expanded_index(x.ndim, index):
         if entry is None:
             x = unsqueeze(func, x, d)
             d += 1
@@ -79,16 +79,16 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
     return x if x.layout.split_dims else x.local
 
 
-def _expanded(x: Subdomain, index: Any) -> list[Any]:
-    """One entry (int, slice or None) for each dim; the ellipsis written out."""
+def expanded_index(ndim: int, index: Any) -> list[Any]:
+    """One entry (int, slice or None) for each of `ndim` dims; the ellipsis written out."""
     index = list(index) if isinstance(index, tuple) else [index]
     index = [int(i) if isinstance(i, Tensor) and i.ndim == 0 and not i.dtype.is_floating_point
              and i.dtype != torch.bool else i for i in index]  # fmt: skip
     if any(not isinstance(i, int | slice | None | type(...)) or isinstance(i, bool) for i in index):
         raise UnsupportedOperationError("indexing with tensors, lists or masks")
-    missing = x.ndim - sum(i is not None and i is not ... for i in index)
+    missing = ndim - sum(i is not None and i is not ... for i in index)
     if missing < 0:
-        raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
+        raise IndexError(f"too many indices for tensor of dimension {ndim}")
     where = index.index(...) if ... in index else len(index)
     return index[:where] + [slice(None)] * missing + index[where + 1 :]
 
@@ -239,7 +239,7 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
             "a plain tensor, whole on every rank, cannot take split rows; make it like the split tensor "
             "(torch.zeros_like, new_zeros)"
         )
-    entries = _expanded(x, index)
+    entries = expanded_index(x.ndim, index)
     if None in entries:
         raise UnsupportedOperationError("assignment through an index with None")
     rows = [range(_row(x, d, e), _row(x, d, e) + 1) if isinstance(e, int) else _range(x.shape[d], e)

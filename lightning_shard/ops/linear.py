@@ -4,6 +4,7 @@ Every function is one contraction with labelled dims. A plain operand gives its 
 label; a label that is contracted while split leaves partial sums, which one all-reduce completes.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from string import ascii_letters
 from typing import Any
@@ -149,3 +150,14 @@ def tensordot(func: Callable[..., Tensor], a: Operand, b: Operand, dims: Any = 2
     return contract(
         lambda x, y: torch.tensordot(x, y, local), [a, b], ["".join(a_labels), "".join(b_labels)], "".join(kept)
     )
+
+
+def _tell_opt_einsum() -> None:
+    """opt_einsum (under neuraloperator) picks a backend by the module of its operands' class."""
+    if importlib.util.find_spec("opt_einsum") is not None:
+        from opt_einsum.backends import dispatch
+
+        dispatch._aliases["lightning_shard"] = dispatch._aliases["torch"]
+
+
+_tell_opt_einsum()

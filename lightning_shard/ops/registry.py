@@ -4,7 +4,8 @@ A rule takes the function it stands for and that function's arguments, in which 
 a `Subdomain`; it returns `Subdomain`s, or plain tensors where the result is the same on every rank.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
+_LAZY_RULES: dict[Callable[..., Any], Rule] = {}
 
 
 class UnsupportedOperationError(NotImplementedError):
@@ -25,22 +27,27 @@ def implements(*functions: Callable[..., Any]) -> Callable[[R], R]:
     Raises:
         ValueError: A function has a rule already.
     """
-
-    def register(rule: R) -> R:
-        for function in dict.fromkeys(functions):
-            if function in _RULES:
-                raise ValueError(
-                    f"{name_of(function)} already has the rule {name_of(_RULES[function])}; "
-                    f"cannot register {name_of(rule)} for it too."
-                )
-            _RULES[function] = rule
-        return rule
-
-    return register
+    return functools.partial(_register, _RULES, functions)
 
 
-def rule_for(function: Callable[..., Any]) -> Rule | None:
-    return _RULES.get(function)
+def implements_lazily(*functions: Callable[..., Any]) -> Callable[[R], R]:
+    """Register a rule that takes lazy spectra as they are; without one they are read first."""
+    return functools.partial(_register, _LAZY_RULES, functions)
+
+
+def _register(table: dict[Callable[..., Any], Rule], functions: Iterable[Any], rule: R) -> R:
+    for function in dict.fromkeys(functions):
+        if function in table:
+            raise ValueError(
+                f"{name_of(function)} already has the rule {name_of(table[function])}; "
+                f"cannot register {name_of(rule)} for it too."
+            )
+        table[function] = rule
+    return rule
+
+
+def rule_for(function: Callable[..., Any], *, lazy: bool = False) -> Rule | None:
+    return (_LAZY_RULES if lazy else _RULES).get(function)
 
 
 def functions_with_rules() -> dict[Callable[..., Any], Rule]:

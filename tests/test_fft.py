@@ -1,0 +1,135 @@
+"""Spectral layers, unmodified, on split tensors: neuraloperator 2.0.0 and the original code of 2020."""
+
+import sys
+import types
+
+import neuralop.layers.spectral_convolution as source
+import pytest
+import torch
+from neuralop.losses import H1Loss, LpLoss
+from neuralop.models import FNO
+from torch import nn
+
+from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+
+
+def double_spectral_conv():
+    """neuraloperator's layer with complex128 where it says complex64, to compare in float64."""
+    name = "neuralop.layers.double_spectral_convolution"
+    if name not in sys.modules:
+        module = types.ModuleType(name)
+        module.__package__ = "neuralop.layers"
+        with open(source.__file__) as file:
+            exec(file.read().replace("torch.cfloat", "torch.cdouble"), module.__dict__)
+        sys.modules[name] = module
+    return sys.modules[name].SpectralConv
+
+
+def spectral_conv(**options):
+    torch.manual_seed(3)
+    layer = double_spectral_conv()(3, 4, **options)
+    for p in layer.parameters():
+        p.data = p.data.to(torch.complex128 if p.is_complex() else torch.float64)
+    return layer
+
+
+LAYERS = {
+    "dense": (lambda: spectral_conv(n_modes=(6, 6)), (13, 10)),
+    "dense_odd": (lambda: spectral_conv(n_modes=(6, 6)), (21, 15)),
+    "tucker": (lambda: spectral_conv(n_modes=(6, 6), factorization="tucker", rank=0.4, implementation="factorized"), (13, 10)),
+    "cp": (lambda: spectral_conv(n_modes=(6, 6), factorization="cp", rank=0.4, implementation="factorized"), (13, 10)),
+    "tt": (lambda: spectral_conv(n_modes=(6, 6), factorization="tt", rank=0.4, implementation="factorized"), (13, 10)),
+    "reconstructed": (lambda: spectral_conv(n_modes=(6, 6), factorization="tucker", rank=0.4), (13, 10)),
+    "fewer_rows": (lambda: spectral_conv(n_modes=(8, 8)), (6, 5)),
+    "three_dims": (lambda: spectral_conv(n_modes=(4, 4, 4)), (6, 7, 8)),
+}
+
+
+class Original(nn.Module):
+    """The layer of Li et al. (2020), as published: two corners of the spectrum."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.weights1 = nn.Parameter(torch.rand(3, 4, 4, 4, dtype=torch.cdouble))
+        self.weights2 = nn.Parameter(torch.rand(3, 4, 4, 4, dtype=torch.cdouble))
+
+    def forward(self, x):
+        ft = torch.fft.rfft2(x)
+        out = torch.zeros(x.shape[0], 4, x.size(-2), x.size(-1) // 2 + 1, dtype=torch.cdouble)
+        out[:, :, :4, :4] = torch.einsum("bixy,ioxy->boxy", ft[:, :, :4, :4], self.weights1)
+        out[:, :, -4:, :4] = torch.einsum("bixy,ioxy->boxy", ft[:, :, -4:, :4], self.weights2)
+        return torch.fft.irfft2(out, s=(x.size(-2), x.size(-1)))
+
+
+LAYERS["original"] = (Original, (13, 10))
+
+
+def check_layer(name, dims, mesh):
+    make, extents = LAYERS[name]
+    layer = make()
+    assert_parity_of_module(layer, (2, 3, *extents), dims, mesh)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_spectral_layer_on_three_ranks(name, dim):
+    check_layer(name, [dim], mesh_of(3))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", LAYERS)
+def test_spectral_layer_on_two_by_two(name):
+    check_layer(name, [2, 3], mesh_of(2, 2))
+
+
+TRANSFORMS = {
+    "fft": lambda x: torch.fft.fft(x, dim=2, norm="ortho"),
+    "rfft_n": lambda x: torch.fft.rfft(x, 6, dim=2),
+    "rfft_padded": lambda x: torch.fft.rfft(x, 11, dim=2),
+    "fftn": lambda x: torch.fft.fftn(x),
+    "rfft2": lambda x: torch.fft.rfft2(x, norm="forward"),
+    "roundtrip": lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]),
+    "ifft": lambda x: torch.fft.ifft2(torch.fft.fft2(x) * 2).real,
+    "shift": lambda x: torch.fft.ifftshift(torch.fft.fftshift(x, dim=(2,)) * 2, dim=(2, 3)),
+    "shifted": lambda x: torch.fft.fftshift(torch.fft.fft2(x), dim=(2, 3))[:, :, 1:5, 2:4],
+}
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transform(name, dim):
+    assert_parity(TRANSFORMS[name], [(2, 3, 7, 5)], {0: [dim]}, mesh_of(3))
+
+
+def fno(factorization):
+    torch.manual_seed(3)
+    net = FNO(
+        n_modes=(6, 6), in_channels=1, out_channels=1, hidden_channels=4, n_layers=2, rank=0.5,
+        factorization=factorization, implementation="factorized", conv_module=double_spectral_conv(),
+    )  # fmt: skip
+    for p in net.parameters():
+        p.data = p.data.to(torch.complex128 if p.is_complex() else torch.float64)
+    return net
+
+
+class WithLoss(nn.Module):
+    def __init__(self, net, loss):
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x, y):
+        return self.loss(self.net(x), y)
+
+
+LOSSES = {"l2": LpLoss(d=2, reduction="mean"), "l1": LpLoss(d=2, p=1), "h1": H1Loss(d=2, reduction="mean"),
+          "h1_walls": H1Loss(d=2, periodic_in_x=False, periodic_in_y=False)}  # fmt: skip
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("dims", [[2, 3], [3, 2]])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_whole_tfno_with_loss(loss, dims):
+    assert_parity_of_module(WithLoss(fno("tucker"), LOSSES[loss]), [(2, 1, 13, 10)] * 2, dims, mesh_of(2, 2))
