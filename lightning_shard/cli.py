@@ -20,7 +20,11 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightning_shard
@@ -60,10 +64,19 @@ class SaveConfig(SaveConfigCallback):
 
 
 class RunState(Callback):
-    """Whether batches have begun to flow; from then on an error keeps its traceback."""
+    """The last error while building, and whether batches flow: then errors keep their traceback."""
 
     def __init__(self) -> None:
         self.running = False
+        self.error: Exception | None = None
+
+    def build(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        """Build for the parser, and keep the error that it would replace by its own."""
+        try:
+            return class_type(*args, **kwargs)
+        except Exception as err:
+            self.error = err
+            raise
 
     def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.running = True
@@ -81,7 +94,7 @@ class ShardCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str], state: RunState) -> None:
-        self.given = Tree()
+        self.given, self.state = Tree(), state
         names = tuple(self.subcommands())
         options = {
             "default_env": True,
@@ -152,6 +165,11 @@ class ShardCLI(LightningCLI):
         config = self.config.get(str(self.config.get("subcommand")), self.config)
         return [(f"model.{key}", value) for key, value in config["model"].items()]
 
+    def before_instantiate_classes(self) -> None:
+        """Watch what is built for the trainer."""
+        for base in (Strategy, Accelerator, Logger, Profiler, Callback):
+            self.parser.add_instantiator(self.state.build, base)
+
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""
         if self.config["fit"]["test_after_fit"] and not is_overridden("test_step", self.model):
@@ -188,7 +206,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except UsageError as err:
         exit_with(err, code=2)
     except Exception as wrapped:
-        err = origin(wrapped)
+        err = origin(wrapped, state.error)
         refused = isinstance(err, REFUSALS) and not state.running
         if not refused or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
             raise err from err.__cause__

@@ -44,16 +44,25 @@ def exit_with(err: Exception, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def origin(err: Exception) -> Exception:
-    """The error that user code raised: the parser wraps one in its own (jsonargparse 4.53)."""
-    while err.__traceback__ is not None:
-        inner = err.__cause__ or err.__context__
-        raiser = [frame for frame, _ in traceback.walk_tb(err.__traceback__)][-1]
-        parser = raiser.f_globals.get("__name__", "").startswith("jsonargparse.")
-        if not parser or not isinstance(inner, Exception):
-            break
-        err = inner
-    return err
+def origin(err: Exception, seen: Exception | None) -> Exception:
+    """The error that a constructor raised: the parser replaces it by a list of the types it tried.
+
+    Args:
+        err: What arrived.
+        seen: The last error seen while building, if the chain lacks it (jsonargparse 4.53).
+
+    Returns:
+        The first error in the chain that is not the parser's own, else the one seen, else `err`.
+    """
+    inner: BaseException | None = err
+    while isinstance(inner, Exception) and _by_parser(inner):
+        inner = inner.__cause__ or inner.__context__
+    return inner if isinstance(inner, Exception) else seen or err
+
+
+def _by_parser(err: Exception) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("jsonargparse.")
 
 
 def _rank() -> str:

@@ -11,6 +11,8 @@ import yaml
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
@@ -239,6 +241,30 @@ def test_traceback_on_request_and_for_bugs_in_training(monkeypatch):
     monkeypatch.setenv("LIGHTNING_SHARD_TRACEBACK", "1")
     with pytest.raises(ValueError, match="modes 8 needs"):
         fit("--model.fail_in", "init")
+
+
+class Refuses(DDPStrategy):
+    def __init__(self, shape: int = 1) -> None:
+        raise ValueError("65 rows cannot be split over 4 ranks")
+
+
+class RefusesToLog(CSVLogger):
+    def __init__(self, save_dir: str = "x") -> None:
+        raise ValueError("65 rows cannot be split over 4 ranks")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--trainer.strategy.class_path", f"{HERE}.Refuses", "--trainer.strategy.shape", "2"),
+        (f"--trainer.logger={HERE}.RefusesToLog",),
+    ],
+)
+def test_refusal_inside_a_union_of_types(capsys, words):
+    code, lines = refusal(capsys, *words)
+    assert code == 1
+    assert lines[-2] == "error: 65 rows cannot be split over 4 ranks"
+    assert "raised in test_cli.py:" in lines[-1]
 
 
 def test_bug_in_a_constructor_keeps_its_type():

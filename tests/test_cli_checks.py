@@ -1,0 +1,75 @@
+"""Options that this machine or launcher cannot satisfy are refused before anything is built."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli_errors import error_of
+from tests.test_cli_errors import one_quiet_process as one_quiet_process
+
+
+def test_more_devices_than_visible(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    options = ("--trainer.accelerator", "gpu", "--trainer.devices", "8")
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *options)
+    assert "asks for 8 cuda devices (on the command line) but 2 are visible" in sentence
+
+
+DOMAIN = "trainer.strategy.domain_parallel_size"
+MESHES = {
+    "not a divisor": (
+        ["--trainer.devices=4", f"--{DOMAIN}=3"],
+        f"{DOMAIN} 3 (on the command line) does not divide the 4 processes "
+        "(devices 4 x num_nodes 1); use one of 1, 2, 4",
+    ),
+    "two dims and nodes": (
+        ["--trainer.devices=3", "--trainer.num_nodes=2", f"--{DOMAIN}=[2, 2]"],
+        f"{DOMAIN} 2 x 2 (on the command line) does not divide the 6 processes "
+        "(devices 3 x num_nodes 2); use one of 1, 2, 3, 6",
+    ),
+    "zero": (["--trainer.devices=2", f"--{DOMAIN}=0"], f"{DOMAIN} 0"),
+    "one process": (
+        ["--trainer.devices=1", f"--{DOMAIN}=2"],
+        "does not divide the 1 process (devices 1 x num_nodes 1); use 1, or more devices",
+    ),
+    "both sizes": (
+        [
+            "--trainer.devices=8",
+            f"--{DOMAIN}=2",
+            "--trainer.strategy.init_args.data_parallel_size=2",
+        ],
+        "data_parallel_size 2 x domain_parallel_size 2 is 4 (on the command line), not the "
+        "8 processes (devices 8 x num_nodes 1); use data_parallel_size 4 or auto",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), MESHES.values(), ids=MESHES.keys())
+def test_mesh_must_fit_the_processes(capsys, words, expected):
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *words)
+    assert expected in sentence
+
+
+def test_mesh_error_names_the_file(capsys):
+    size = "trainer:\n  devices: 4\n  strategy:\n    init_args:\n      domain_parallel_size: 3\n"
+    Path("x.yaml").write_text(size)
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", "--config", "x.yaml")
+    assert sentence.startswith(f"{DOMAIN} 3 (at x.yaml:5) does not divide the 4 processes")
+
+
+def test_torchrun_started_another_number(capsys, monkeypatch):
+    for name, value in {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", "--trainer.devices", "8")
+    assert sentence == (
+        "trainer.devices asks for 8 processes (devices 8 x num_nodes 1) (on the command line) "
+        "but torchrun started 4; use devices 2 and num_nodes 2, or start 8 with torchrun"
+    )
+
+
+def test_mesh_is_checked_against_torchrun(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", f"--{DOMAIN}", "3")
+    assert "does not divide the 4 processes (WORLD_SIZE 4); use one of 1, 2, 4" in sentence
