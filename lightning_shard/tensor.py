@@ -6,6 +6,7 @@ ever falls through to a kernel that would see a part and take it for the whole.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -260,6 +261,16 @@ def gather(tensor: Tensor) -> Tensor:
     for dim in x.layout.split_dims:
         x = whole(x, dim) if x.shape[dim] else x.like(fetch_all(x, dim))
     return x.local.reshape(part.layout.shape)
+
+
+def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:
+    """The local tensor, and what `pack` needs to wrap another one like it."""
+    part = _read(_checked(tensor))
+    return part.local, part
+
+
+def pack(local: Tensor, like: Subdomain) -> DomainTensor:
+    return DomainTensor(replace(like, local=local))
 
 
 def _splits(ndim: int, sizes: Sequence[int], dims: int | Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -1,0 +1,182 @@
+"""The mesh, and FSDP2 over all of its ranks.
+
+Parameters know nothing of the domain: they are sharded over data x domain ranks alike, so their memory
+falls with every rank. Each rank's gradient of the replicated loss is a partial one (comm.py), and the
+mean over all ranks, which FSDP2 takes by itself, is the gradient.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_shard.complex_params import pair_names, store_as_pairs
+from lightning_shard.tensor import DomainTensor, pack, unpack
+
+MIN_BLOCK_NUMEL = 100_000  # smaller blocks are gathered with the root: one collective less
+
+
+def make_mesh(device_type: str, data: int, domain: Sequence[int]) -> DeviceMesh:
+    """The mesh `("data", "domain")`, or `("data", "domain_0", "domain_1", ...)` for several dims.
+
+    Neighbouring ranks share a domain, so that halos stay within a node where they can.
+
+    Raises:
+        ValueError: The sizes do not multiply to the number of processes.
+    """
+    world = dist.get_world_size()
+    if data * math.prod(domain) != world:
+        raise ValueError(
+            f"data_parallel_size {data} x domain_parallel_size {_times(domain)} must be the number of "
+            f"processes, {world}; change one of the sizes or start {data * math.prod(domain)} processes."
+        )
+    return init_device_mesh(device_type, (data, *domain), mesh_dim_names=mesh_names(len(domain)))
+
+
+def mesh_names(domain_axes: int) -> tuple[str, ...]:
+    if domain_axes == 1:
+        return ("data", "domain")
+    return ("data", *(f"domain_{axis}" for axis in range(domain_axes)))
+
+
+def _times(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def parallelize(
+    module: nn.Module, mesh: DeviceMesh, *, methods: Sequence[str] = ()
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Shard `module`'s parameters over all ranks of `mesh`, in place; its classes stay theirs.
+
+    Weights and buffers of the first rank go to all ranks. After `loss.backward()` of a loss that is
+    the same on all ranks of a domain, each parameter's `.grad` holds this rank's shard of the gradient
+    of the mean loss over data ranks: nothing is left to all-reduce.
+
+    Args:
+        module: An ordinary module on the mesh's device; complex parameters are stored as real pairs.
+        mesh: The whole mesh, data and domain axes.
+        methods: Methods other than `forward` that run the module, such as `training_step`.
+
+    Returns:
+        The new parameter for each old one, to mend an optimizer that was made before.
+    """
+    if isinstance(module, FSDPModule):
+        return {}
+    before = dict(module.named_parameters(remove_duplicate=False))
+    for tensor in (*module.parameters(), *module.buffers()):
+        _broadcast(tensor.detach())
+    if mesh.size() == 1:
+        return {}
+    store_as_pairs(module)
+    flat = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("fsdp",))
+    scalars = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
+    for scalar in scalars:
+        scalar.register_hook(_mean_over_ranks)
+    for block in (*blocks(module), module):
+        _shard_block(block, flat, scalars)
+    for method in methods:
+        register_fsdp_forward_method(module, method)
+    module.register_load_state_dict_pre_hook(_split_loaded)
+    after = dict(module.named_parameters(remove_duplicate=False))
+    return {before[name]: after[name] for name in before}
+
+
+def _shard_block(block: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    sharded = fully_shard(block, mesh=mesh, ignored_params=ignored)
+    if mesh.device_type == "cpu":  # gloo has no pre-multiplied sum
+        sharded.set_force_sum_reduction_for_comms(True)
+    _show_local_tensors_to_fsdp(block)
+
+
+def blocks(root: nn.Module) -> Iterator[nn.Module]:
+    """The elements of module lists and sequences, from the outside, that are worth their own gather."""
+    shared = _shared_parameters(root)
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        for child in module.children():
+            own = set(child.parameters())
+            large = sum(p.numel() for p in own) >= MIN_BLOCK_NUMEL
+            if repeated and large and not own & shared and not isinstance(child, nn.ModuleList):
+                yield child
+            else:
+                yield from walk(child)
+
+    return walk(root)
+
+
+def _shared_parameters(root: nn.Module) -> set[nn.Parameter]:
+    seen: set[nn.Parameter] = set()
+    shared: set[nn.Parameter] = set()
+    for module in root.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                (shared if p in seen else seen).add(p)
+    return shared
+
+
+def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
+    """FSDP2's hooks apply autograd functions to a block's inputs and outputs: give them local tensors.
+
+    Of the four hooks one runs before FSDP's and one after it, on the way in and on the way out.
+    """
+    waiting: list[Any] = []
+
+    def strip(value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        packed = [unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None) for leaf in leaves]
+        waiting.append([layout for _, layout in packed])
+        return tree_unflatten([leaf for leaf, _ in packed], spec)
+
+    def restore(value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        layouts = waiting.pop()
+        return tree_unflatten(
+            [pack(leaf, x) if x is not None else leaf for leaf, x in zip(leaves, layouts, strict=True)], spec
+        )
+
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: strip((args, kwargs)), prepend=True, with_kwargs=True
+    )
+    block.register_forward_pre_hook(lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True)
+    block.register_forward_hook(lambda _, __, output: strip(output), prepend=True)
+    block.register_forward_hook(lambda _, __, output: restore(output))
+
+
+def _split_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let plain full tensors load into the sharded module."""
+    pairs = pair_names(module)
+    for name, p in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            state[prefix + name] = split_like(value, p, name in pairs)
+
+
+def split_like(value: Tensor, parameter: Tensor, pairs: bool = False) -> Tensor:
+    """This rank's shard of the full tensor `value`, laid out as `parameter`."""
+    if pairs and value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    value = value.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(
+        value, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
+def _mean_over_ranks(gradient: Tensor) -> Tensor:
+    total = gradient / dist.get_world_size()
+    dist.all_reduce(total)
+    return total
+
+
+def _broadcast(tensor: Tensor) -> None:
+    if dist.get_world_size() > 1:
+        dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor, src=0)
