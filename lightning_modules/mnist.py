@@ -88,10 +88,9 @@ class MNISTModule(LightningModule):
         self.network = MNISTNet(conv_dropout, linear_dropout)
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
-        self.accuracy = nn.ModuleDict(
-            # micro: torchmetrics' default is the mean over classes
-            {stage: MulticlassAccuracy(10, average="micro") for stage in ("val", "test")}
-        )
+        # micro: torchmetrics' default is the mean over classes
+        self.val_accuracy = MulticlassAccuracy(10, average="micro")
+        self.test_accuracy = MulticlassAccuracy(10, average="micro")
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -107,11 +106,11 @@ class MNISTModule(LightningModule):
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._shared_step("val", batch)
+        self._shared_step("val", batch, self.val_accuracy)
 
     @override
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._shared_step("test", batch)
+        self._shared_step("test", batch, self.test_accuracy)
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -122,11 +121,11 @@ class MNISTModule(LightningModule):
         optimizer = self.make_optimizer(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
 
-    def _shared_step(self, stage: str, batch: Batch) -> None:
+    def _shared_step(self, stage: str, batch: Batch, accuracy: MulticlassAccuracy) -> None:
         images, labels = batch
         log_probabilities = self(images)
         loss = F.nll_loss(log_probabilities, labels)
-        self.accuracy[stage].update(log_probabilities.argmax(dim=1), labels)
+        accuracy.update(log_probabilities.argmax(dim=1), labels)
         size = len(labels)
         self.log(f"{stage}/loss", loss, on_epoch=True, sync_dist=True, batch_size=size)
-        self.log(f"{stage}/accuracy", self.accuracy[stage], prog_bar=True, batch_size=size)
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=size)

@@ -141,8 +141,8 @@ def _read_mnist(root: Path, *, train: bool) -> tuple[Tensor, Tensor]:
     ]
     if missing:
         raise FileNotFoundError(
-            f"MNIST needs the file {missing[0]} in {folder}, which is not there: set `download: true`"
-            " to fetch it, or `source: digits` to train offline on scikit-learn's digits."
+            f"MNIST needs the file {missing[0]} in {folder}, which is not there: set `download:"
+            " true` to fetch it, or `source: digits` to train offline on scikit-learn's digits."
         )
     data = MNIST(root, train=train)
     return data.data.unsqueeze(1).float() / 255, data.targets.long()
