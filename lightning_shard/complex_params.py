@@ -17,6 +17,9 @@ class _ComplexView:
 
     _pairs: frozenset[str]
 
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing to register: the class stands for its base (tltorch would list it by name)."""
+
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
         if name in self.__dict__.get("_pairs", ()) and not value.is_complex():
