@@ -123,7 +123,7 @@ class PredictionGallery(Callback):
 
 def _log_picture(logger: Any, figure: Figure, path: Path, *, step: int) -> None:
     """Hand the picture to a logger that has a way to take it; loggers share no interface for it."""
-    experiment = getattr(logger, "experiment", None)
+    experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_figure"):  # TensorBoard
         experiment.add_figure("gallery", figure, step)
     elif hasattr(logger, "log_image"):  # Weights & Biases
