@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,13 @@ class RunState(Callback):
     def __init__(self) -> None:
         self.running = False
         self.error: Exception | None = None
+        self.trainer: Trainer | None = None
+
+    def stop_children(self) -> None:
+        """Stop the ranks launched from here, which would report the same refusal once more."""
+        launcher = self.trainer.strategy.launcher if self.trainer else None
+        if launcher:
+            launcher.kill(signal.SIGKILL)
 
     def build(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
         """Build for the parser, and keep the error that it would replace by its own."""
@@ -170,6 +178,10 @@ class ShardCLI(LightningCLI):
         for base in (Strategy, Accelerator, Logger, Profiler, Callback):
             self.parser.add_instantiator(self.state.build, base)
 
+    def after_instantiate_classes(self) -> None:
+        """Let a refusal stop the processes that the trainer launches."""
+        self.state.trainer = self.trainer
+
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""
         if self.config["fit"]["test_after_fit"] and not is_overridden("test_step", self.model):
@@ -210,6 +222,7 @@ def main(args: Sequence[str] | None = None) -> None:
         refused = isinstance(err, REFUSALS) and not state.running
         if not refused or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
             raise err from err.__cause__
+        state.stop_children()
         exit_with(err, code=1)
 
 
