@@ -28,7 +28,6 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-import lightning_shard
 from lightning_shard.cli_checks import check
 from lightning_shard.cli_defaults import own_defaults
 from lightning_shard.cli_errors import diagnose
@@ -123,7 +122,7 @@ class ShardCLI(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             trainer_defaults={
-                "strategy": default_strategy(),
+                "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
                 "accelerator": "xpu" if torch.xpu.is_available() else "auto",
                 "callbacks": [state],
             },
@@ -194,13 +193,6 @@ class ShardCLI(LightningCLI):
         """Test the final weights if `test_after_fit` asks for it."""
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
-
-
-def default_strategy() -> Any:
-    """This package's strategy, as the parser writes a class."""
-    if hasattr(lightning_shard, "HybridShardStrategy"):
-        return {"class_path": "lightning_shard.HybridShardStrategy"}
-    return "auto"
 
 
 def main(args: Sequence[str] | None = None) -> None:
