@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class _ComplexView:
@@ -22,9 +23,9 @@ class _ComplexView:
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
-        if name in self.__dict__.get("_pairs", ()) and not value.is_complex():
+        if name in self.__dict__.get("_pairs", ()) and not isinstance(value, DTensor):
             return torch.view_as_complex(value)
-        return value
+        return value  # a sharded one is FSDP2's own
 
 
 def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

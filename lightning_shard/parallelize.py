@@ -5,6 +5,7 @@ falls with every rank. Each rank's gradient of the replicated loss is a partial 
 mean over all ranks, which FSDP2 takes by itself, is the gradient.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -82,6 +83,7 @@ def parallelize(
     for block in (*blocks(module), module):
         _shard_block(block, flat, scalars)
     for method in methods:
+        setattr(module, method, _returning_no_view(getattr(module, method)))
         register_fsdp_forward_method(module, method)
     module.register_load_state_dict_pre_hook(_split_loaded)
     after = dict(module.named_parameters(remove_duplicate=False))
@@ -110,6 +112,17 @@ def blocks(root: nn.Module) -> Iterator[nn.Module]:
                 yield from walk(child)
 
     return walk(root)
+
+
+def _returning_no_view(method: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 warns of an output that is a view, as a squeezed loss is; it hooks a copy instead."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        return output.clone() if type(output) is Tensor and output._is_view() else output
+
+    return wrapped
 
 
 def _shared_parameters(root: nn.Module) -> set[nn.Parameter]:

@@ -378,7 +378,14 @@ class HybridShardStrategy(ParallelStrategy):
         if self._failure is not None:
             self._failure.close()
             self._failure = None
-        super().teardown()
+        if not isinstance(self.lightning_module, FSDPModule):
+            super().teardown()
+            return
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()  # shards stay on the device of their mesh
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
 
 def register() -> None:
