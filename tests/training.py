@@ -1,0 +1,150 @@
+"""Models to train, the plain loop of one process, and the same training under the strategy."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor
+from torch.optim import Adam
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_modules import MNISTModule, SimpleCNNModule, TFNODarcy
+from lightning_shard import HybridShardStrategy
+from lightning_shard.checkpoint import full_module_state
+from tests.double_fno import to_double
+
+STEPS = 10
+
+
+class Fields(Dataset):
+    """Random samples of a kind; the same for the same index."""
+
+    def __init__(self, make: Callable[[int], Any], samples: int) -> None:
+        self.make, self.samples = make, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def generator(index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(index)
+
+
+def darcy_sample(index: int) -> dict[str, Tensor]:
+    x, y = torch.randn(2, 1, 14, 11, generator=generator(index), dtype=torch.float64)
+    return {"x": x, "y": y}
+
+
+def image_sample(channels: int, extent: int) -> Callable[[int], tuple[Tensor, int]]:
+    def sample(index: int) -> tuple[Tensor, int]:
+        image = torch.randn(channels, extent, extent, generator=generator(index), dtype=torch.float64)
+        return image, index % 10
+
+    return sample
+
+
+def tfno() -> LightningModule:
+    return TFNODarcy(n_modes=(6, 6), hidden_channels=4, n_layers=2)
+
+
+def simple_cnn() -> LightningModule:
+    return SimpleCNNModule()
+
+
+def mnist() -> LightningModule:
+    return MNISTModule(conv_dropout=0.0, linear_dropout=0.0)
+
+
+MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[int], Any]]] = {
+    "tfno": (tfno, darcy_sample),
+    "simple_cnn": (simple_cnn, image_sample(3, 13)),
+    "mnist": (mnist, image_sample(1, 28)),
+}
+
+
+def make(name: str, dtype: torch.dtype) -> LightningModule:
+    torch.manual_seed(7)
+    module = MODELS[name][0]()
+    module.configure_model()
+    if name == "mnist":  # Adadelta amplifies rounding of gradients near zero by 1 / eps
+        module.make_optimizer = lambda parameters: Adam(parameters, lr=1e-3, eps=1e-3)
+    if dtype == torch.float64:
+        to_double(module)
+    return module
+
+
+def loader(
+    name: str, dtype: torch.dtype, batch_size: int, samples: int, *, alone: bool = False
+) -> DataLoader:
+    """Batches of the model's samples; `alone` in the order in which Lightning's sampler has them."""
+
+    def collate(items: list[Any]) -> Any:
+        batch = torch.utils.data.default_collate(items)
+        if isinstance(batch, dict):
+            return {key: value.to(dtype) for key, value in batch.items()}
+        return [batch[0].to(dtype), batch[1]]
+
+    data = Fields(MODELS[name][1], samples)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0) if alone else None
+    return DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)
+
+
+class Losses(Callback):
+    """The loss of each training step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(float(outputs["loss"]))
+
+
+def train_alone(name: str, dtype: torch.dtype, batch_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """A loop of one process, written by hand."""
+    module = make(name, dtype)
+    configured = module.configure_optimizers()
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    losses = []
+    for step, batch in enumerate(loader(name, dtype, batch_size, STEPS * batch_size, alone=True)):
+        loss = module.training_step(batch, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, module.state_dict()
+
+
+def trainer(domain: tuple[int, ...], **options: Any) -> Trainer:
+    """A trainer over all ranks of the pool."""
+    world = torch.distributed.get_world_size()
+    settings = {
+        "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }  # fmt: skip
+    return Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=HybridShardStrategy(domain_parallel_size=domain),
+        plugins=TorchElasticEnvironment(),
+        **(settings | options),
+    )
+
+
+def train_sharded(
+    name: str, dtype: torch.dtype, batch_size: int, domain: tuple[int, ...], **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training by the Trainer on all ranks; the losses are averaged over data replicas."""
+    module, losses = make(name, dtype), Losses()
+    world = torch.distributed.get_world_size()
+    replicas = world // math.prod(domain)
+    runner = trainer(domain, callbacks=[losses], **options)
+    runner.fit(module, loader(name, dtype, batch_size // replicas, STEPS * batch_size))
+    mean = torch.tensor(losses.values, dtype=torch.float64)
+    torch.distributed.all_reduce(mean)
+    return (mean / world).tolist(), full_module_state(module)
