@@ -19,6 +19,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import take_part, whole
 from lightning_shard.ops.pointwise import is_in_place
+from lightning_shard.ops.registry import canonical_names, set_wrapper
 from lightning_shard.ops.spectrum import Canvas, Spectrum
 
 Part = Subdomain | Spectrum | Canvas
@@ -121,9 +122,10 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             raise UnsupportedOperationError("it has no rule for split tensors")
         if is_in_place(func) and isinstance(local_args[0], Subdomain) and local_args[0].moved:
             raise UnsupportedOperationError(
-                "it would write into rows copied from another rank, not into the tensor that they came "
-                "from; assign with x[index] = value"
+                "it would write into a copy, not into the tensor that the rows came from; assign with "
+                "x[index] = value"
             )
+        local_args, local_kwargs = canonical_names(tuple(local_args), local_kwargs)
         return _wrap(rule(func, *local_args, **local_kwargs), wrappers)
     except UnsupportedOperationError as error:
         raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
@@ -185,9 +187,12 @@ def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
         return DomainTensor(value)
     if isinstance(value, Spectrum | Canvas):
         return DomainTensor(value)
-    if type(value) in (list, tuple):
-        return type(value)(_wrap(v, wrappers) for v in value)
+    if type(value) in (list, tuple) or type(value).__module__ == "torch.return_types":
+        return type(value)([_wrap(v, wrappers) for v in value])
     return value
+
+
+set_wrapper(lambda value: _wrap(value, {}))
 
 
 def _checked(tensor: DomainTensor) -> Part:

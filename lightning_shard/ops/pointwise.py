@@ -100,7 +100,8 @@ def copy(func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: An
 
 def is_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return name.startswith("__i") and name != "__invert__" or name.endswith("_") and name[-2:] != "__"
+    operator = name.startswith("__i") and name[2:-2] in OPERATORS and name != "__invert__"
+    return operator or (name.endswith("_") and name[-2:] != "__")
 
 
 def _refuse_in_place(target: Any, result: Any) -> None:

@@ -15,6 +15,8 @@ R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
 _LAZY_RULES: dict[Callable[..., Any], Rule] = {}
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+_WRAPPER: list[Callable[[Any], Any]] = []
 
 
 class UnsupportedOperationError(NotImplementedError):
@@ -53,6 +55,29 @@ def rule_for(function: Callable[..., Any], *, lazy: bool = False) -> Rule | None
 def functions_with_rules() -> dict[Callable[..., Any], Rule]:
     """A copy of the table."""
     return dict(_RULES)
+
+
+def canonical_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments under torch's first names: numpy's `axis` and `keepdims` are `dim` and `keepdim`.
+
+    A tensor given as `input=` becomes the first positional argument.
+    """
+    if not kwargs:
+        return args, kwargs
+    kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if not args and "input" in kwargs and "condition" not in kwargs:
+        args = (kwargs.pop("input"),)
+    return args, kwargs
+
+
+def set_wrapper(wrap: Callable[[Any], Any]) -> None:
+    """Tell the rules how a `Subdomain` is shown to users; called once, by the tensor's module."""
+    _WRAPPER[:] = [wrap]
+
+
+def wrapped(value: Any) -> Any:
+    """`value` as users see it: for the rules that call functions written for whole tensors."""
+    return _WRAPPER[0](value)
 
 
 def name_of(function: Any) -> str:
