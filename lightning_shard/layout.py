@@ -131,3 +131,18 @@ def merge(dim: Sequence[Factor]) -> Dim:
         else:
             merged.append(factor)
     return tuple(merged) or (Factor(1),)
+
+
+def splits_of(ndim: int, sizes: Sequence[int], dims: int | Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The mesh axes that split each tensor dim, from the dim that each mesh axis splits."""
+    chosen = [dims] if isinstance(dims, int) else list(dims)
+    if len(chosen) != len(sizes):
+        raise ValueError(
+            f"dims must name one tensor dim for each of the {len(sizes)} mesh axes; got {chosen}."
+        )
+    if any(not -ndim <= d < ndim for d in chosen):
+        raise ValueError(f"dims {chosen} must lie in a tensor of {ndim} dims: -{ndim} to {ndim - 1}.")
+    splits = {d % ndim: (axis,) for axis, d in enumerate(chosen)}
+    if len(splits) < len(chosen):
+        raise ValueError(f"each mesh axis must split a dim of its own; got dims {chosen}.")
+    return splits

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain import Subdomain, domain_of
 from lightning_shard.halo import fetch_all
-from lightning_shard.layout import Layout
+from lightning_shard.layout import Layout, splits_of
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import take_part, whole
 from lightning_shard.ops.pointwise import is_in_place
@@ -44,6 +44,7 @@ _OF_LOCAL = {
     Tensor.retains_grad.__get__, Tensor.retain_grad, Tensor.is_contiguous, Tensor.output_nr.__get__,
     Tensor._version.__get__, Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
 }  # fmt: skip
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class DomainTensor(Tensor):
@@ -57,7 +58,11 @@ class DomainTensor(Tensor):
     @staticmethod
     def __new__(cls, part: Part, device: torch.device | None = None) -> "DomainTensor":
         device = device or part.local.device
-        wrapper = Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype, device=device)
+        # the wrapper requires grad too: a foreign autograd.Function then marks it, see `_checked`
+        wanted = not isinstance(part, Canvas) and part.local.requires_grad
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=part.dtype, device=device, requires_grad=wanted
+        )
         wrapper._part = part
         return wrapper
 
@@ -101,6 +106,9 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if func in _OF_WRAPPER:
         with _plain():
             return func(*args, **kwargs)
+    if func == _SET_REQUIRES_GRAD:  # of the wrapper too, see __new__
+        with _plain():
+            func(*args)
     wrappers: dict[int, DomainTensor] = {}
     local_args = [_unwrap(a, wrappers) for a in args]
     local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()}
@@ -111,12 +119,11 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if func is Tensor.__setitem__ and _is_spectral_canvas(args[0], local_args[-1]):
             local_args[0] = _become_canvas(args[0])
             parts.append(local_args[0])
-        rule = None
-        if any(not isinstance(p, Subdomain) for p in parts):
-            rule = rule_for(func, lazy=True)
-            if rule is None:
-                local_args = [_read(a) for a in local_args]
-                local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
+        lazy = any(not isinstance(p, Subdomain) for p in parts)
+        rule = rule_for(func, lazy=True) if lazy else None
+        if lazy and rule is None:
+            local_args = [_read(a) for a in local_args]
+            local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
         rule = rule or rule_for(func)
         if rule is None:
             raise UnsupportedOperationError("it has no rule for split tensors")
@@ -183,6 +190,8 @@ def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
     if isinstance(value, Subdomain):
         same = wrappers.get(id(value.local))
         if same is not None and isinstance(same._part, Subdomain) and same._part.layout == value.layout:
+            with _plain():
+                same.requires_grad_(value.local.requires_grad)
             return same  # an in-place operation gives back its tensor
         return DomainTensor(value)
     if isinstance(value, Spectrum | Canvas):
@@ -202,8 +211,9 @@ def _checked(tensor: DomainTensor) -> Part:
     if foreign is not None:
         raise UnsupportedOperationError(
             f"the autograd.Function behind {type(foreign).__name__} was applied to a tensor split over "
-            "ranks; it would compute on one part only. Apply it to t.to_local() and wrap the result with "
-            "lightning_shard.from_local if it works row by row, or gather first."
+            "ranks; its gradients would be lost. Apply it to t.to_local() and wrap the result with "
+            "lightning_shard.from_local if it works row by row, or gather first; a checkpoint takes "
+            "use_reentrant=False."
         )
     return tensor._part
 
@@ -224,7 +234,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
         ValueError: `dims` does not fit the mesh or the tensor.
     """
     domain = domain_of(mesh)
-    layout = Layout.of(tensor.shape, _splits(tensor.ndim, domain.grid.sizes, dims), domain.grid)
+    layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
     return DomainTensor(Subdomain(take_part(tensor, layout), layout, domain))
 
 
@@ -243,7 +253,7 @@ def from_local(
         ValueError: `local` is not this rank's part of a tensor of `shape`.
     """
     domain = domain_of(mesh)
-    layout = Layout.of(shape, _splits(len(shape), domain.grid.sizes, dims), domain.grid)
+    layout = Layout.of(shape, splits_of(len(shape), domain.grid.sizes, dims), domain.grid)
     if tuple(local.shape) != layout.local_shape:
         raise ValueError(
             f"this rank's part of a tensor of {layout} has shape {layout.local_shape}; got "
@@ -276,17 +286,3 @@ def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:
 
 def pack(local: Tensor, like: Subdomain) -> DomainTensor:
     return DomainTensor(replace(like, local=local))
-
-
-def _splits(ndim: int, sizes: Sequence[int], dims: int | Sequence[int]) -> dict[int, tuple[int, ...]]:
-    chosen = [dims] if isinstance(dims, int) else list(dims)
-    if len(chosen) != len(sizes):
-        raise ValueError(
-            f"dims must name one tensor dim for each of the {len(sizes)} mesh axes; got {chosen}."
-        )
-    if any(not -ndim <= d < ndim for d in chosen):
-        raise ValueError(f"dims {chosen} must lie in a tensor of {ndim} dims: -{ndim} to {ndim - 1}.")
-    splits = {d % ndim: (axis,) for axis, d in enumerate(chosen)}
-    if len(splits) < len(chosen):
-        raise ValueError(f"each mesh axis must split a dim of its own; got dims {chosen}.")
-    return splits
