@@ -46,7 +46,7 @@ def assert_parity(
     torch.manual_seed(1)
     inputs = [_cast(make(shape), dtype).requires_grad_() for shape in shapes]
     expected = _tensors(function(*inputs))
-    seeds = [torch.randn_like(e) for e in expected]
+    seeds = [torch.randn_like(e) if e.requires_grad else e for e in expected]
     wanted = _gradients(expected, inputs, seeds)
 
     given = [x.detach().clone().requires_grad_() for x in inputs]
@@ -62,7 +62,7 @@ def assert_parity(
     wholes = [lightning_shard.gather(r) for r in results]
     partial = _gradients(wholes, given, seeds)
     for i, (gradient, value) in enumerate(zip(partial, wanted, strict=True)):
-        total = gradient / ranks  # every rank starts the backward of its replica
+        total = gradient.contiguous() / ranks  # every rank starts the backward of its replica
         dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         torch.testing.assert_close(
             total, value, **_close(dtype), msg=lambda m, i=i: f"gradient of input {i}: {m}"
@@ -132,3 +132,41 @@ def _gradients(
 
 def _tensors(result: Any) -> list[Tensor]:
     return [t for t in result if isinstance(t, Tensor)] if isinstance(result, tuple | list) else [result]
+
+
+def assert_double_backward(
+    function: Callable[..., Any],
+    shapes: Sequence[Sequence[int]],
+    split: dict[int, Sequence[int]],
+    mesh: DeviceMesh,
+    *,
+    make: Callable[[Sequence[int]], Tensor] = torch.randn,
+) -> None:
+    """The gradient of a squared gradient norm, and the gradient itself, equal the one-process run."""
+    torch.manual_seed(1)
+    inputs = [_cast(make(shape), torch.float64).requires_grad_() for shape in shapes]
+    wanted = _penalty(function, inputs)
+    expected = torch.autograd.grad(wanted, inputs, allow_unused=True)
+
+    given = [x.detach().clone().requires_grad_() for x in inputs]
+    operands = [lightning_shard.shard(x, mesh, split[i]) if i in split else x for i, x in enumerate(given)]
+    penalty = _penalty(function, operands)
+    torch.testing.assert_close(penalty, wanted, **_close(torch.float64))
+    found = torch.autograd.grad(penalty, given, allow_unused=True)
+    for i, (gradient, value) in enumerate(zip(found, expected, strict=True)):
+        total = torch.zeros_like(given[i]) if gradient is None else gradient.contiguous()
+        total = total / dist.get_world_size()
+        dist.all_reduce(total)
+        wanted_i = torch.zeros_like(inputs[i]) if value is None else value
+        torch.testing.assert_close(
+            total, wanted_i, **_close(torch.float64), msg=lambda m, i=i: f"second gradient of input {i}: {m}"
+        )
+
+
+def _penalty(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Tensor:
+    """The squared norm of the gradient of the squared outputs, by every input."""
+    loss = sum((o * o).sum() for o in _tensors(function(*inputs)))
+    gradients = torch.autograd.grad(loss, list(inputs), create_graph=True)
+    total = sum((g * g).sum() for g in gradients)
+    assert isinstance(total, Tensor)
+    return total

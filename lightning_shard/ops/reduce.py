@@ -3,20 +3,18 @@
 What is reduced over every split dim comes back as a plain tensor, the same on every rank.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.comm import all_reduce, all_reduce_extreme
+from lightning_shard.comm import all_reduce
 from lightning_shard.domain import Subdomain
-from lightning_shard.layout import Factor
+from lightning_shard.halo import fetch_all
+from lightning_shard.layout import Factor, Layout
 from lightning_shard.ops.align import common_layout, local_part, volume
-from lightning_shard.ops.registry import UnsupportedOperationError, implements
+from lightning_shard.ops.registry import implements
 
 Dims = int | Sequence[int] | None
 
@@ -87,52 +85,46 @@ def var(
     return result(x, value.sqrt() if func.__name__ == "std" else value, dims, keepdim)
 
 
-@implements(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
-def extreme(
-    func: Callable[..., Tensor], x: Subdomain, dim: Dims = (), keepdim: bool = False
+@implements(torch.std_mean, torch.var_mean)
+def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    spread = torch.std if func.__name__ == "std_mean" else torch.var
+    dim = args[0] if args and not isinstance(args[0], bool) else kwargs.get("dim")
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    return var(spread, x, *args, **kwargs), mean(torch.mean, x, dim, keepdim)
+
+
+@implements(torch.nanmean, Tensor.nanmean)
+def nanmean(
+    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Subdomain | Tensor:
-    """The extreme; as torch does, ties share the gradient."""
     dims = reduced_dims(x, dim)
-    axes = x.layout.axes(*dims)
-    if not axes:
-        return result(x, func(x.local, dims, keepdim), dims, keepdim)
-    top = func.__name__ == "amax"
-    x_ = x.local.detach()
-    if any(x_.shape[d] == 0 for d in dims):  # this rank has no rows: the neutral element
-        neutral = -torch.inf if top else torch.inf
-        shape = [1 if d in dims else n for d, n in enumerate(x_.shape)]
-        if not x_.is_floating_point():
-            neutral = torch.iinfo(x_.dtype).min if top else torch.iinfo(x_.dtype).max
-        best = x_.new_full(shape, neutral)
-    else:
-        best = func(x_, dims, True)
-    op = dist.ReduceOp.MAX if top else dist.ReduceOp.MIN
-    best = all_reduce_extreme(best, op, x.domain.group(axes))
-    if x.local.is_floating_point():
-        chosen = (x.local == best) | (x.local != x.local)
-        ties = sum_over(x, chosen.sum(dims, keepdim=True).to(x.local.dtype), dims)
-        picked = torch.where(chosen, x.local, torch.zeros_like(x.local))
-        best = sum_over(x, picked.sum(dims, keepdim=True), dims) / ties
-    return result(x, best if keepdim else _squeeze(best, dims), dims, keepdim)
+    total = sum_over(x, torch.nansum(x.local, dims, keepdim, dtype=dtype), dims)
+    return result(x, total / sum_over(x, (~x.local.isnan()).sum(dims, keepdim), dims), dims, keepdim)
 
 
-@implements(torch.max, Tensor.max, torch.min, Tensor.min)
-def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`max(x)` and `max(x, other)`; with a dim also the index, which must not be split."""
-    name = func.__name__
-    if not args and not kwargs:
-        return extreme(getattr(torch, f"a{name}"), x)
-    other = args[0] if args else kwargs.get("other")
-    if isinstance(other, Subdomain | Tensor):
-        layout = common_layout([x, other])
-        owner = x if isinstance(x, Subdomain) else other
-        return owner.like(func(local_part(x, layout), local_part(other, layout)), layout)
-    dim = x.layout.dim(args[0] if args else kwargs["dim"])
-    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
-    if x.layout.axes(dim):
-        raise UnsupportedOperationError(f"{name} with indices over the split dim {dim}")
-    values, indices = func(x.local, dim, keepdim)
-    return result(x, values, (dim,), keepdim), result(x, indices, (dim,), keepdim)
+@implements(torch.count_nonzero, Tensor.count_nonzero)
+def count_nonzero(func: Callable[..., Tensor], x: Subdomain, dim: Dims = None) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    return result(x, sum_over(x, (x.local != 0).sum(dims), dims), dims, False)
+
+
+@implements(torch.prod, Tensor.prod)
+def prod(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Subdomain | Tensor:
+    """The product of all ranks' products, so that a zero on one of them has its gradient."""
+    if dim is None:
+        return torch.prod(one_of_all(x, x.layout.axes(), x.local.prod(dtype=dtype)), 0)
+    d = x.layout.dim(dim)
+    local = x.local.prod(d, keepdim, dtype=dtype)
+    if x.layout.axes(d):
+        local = torch.prod(one_of_all(x, x.layout.axes(d), local), 0)
+    return result(x, local, (d,), keepdim)
 
 
 @implements(torch.all, Tensor.all, torch.any, Tensor.any)
@@ -146,61 +138,24 @@ def truth(
     return result(x, decided if func.__name__ == "any" else ~decided, dims, keepdim)
 
 
-@implements(torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.functional.norm)
-def norm(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    p: Any = 2,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: Any = None,
-    **kwargs: Any,
-) -> Subdomain | Tensor:
-    """Vector norms of finite order above 0, and the two infinite ones."""
-    p = kwargs.pop("ord", 2.0 if p in (None, "fro") else p)
-    if kwargs or not isinstance(p, int | float) or p == 0:
-        raise UnsupportedOperationError(f"norm of order {p!r} with {sorted(kwargs)}")
-    size = x.like(x.local.to(dtype).abs() if dtype else x.local.abs())
-    if p in (float("inf"), float("-inf")):
-        return extreme(torch.amax if p > 0 else torch.amin, size, dim or (), keepdim)
-    dims = reduced_dims(x, dim)
-    total = sum_over(x, size.local.pow(p).sum(dims, keepdim=keepdim), dims)
-    return result(x, total.pow(1 / p), dims, keepdim)
+@implements(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
+def same(func: Callable[..., bool], x: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """One answer for all ranks."""
+    if func.__name__ == "equal" and tuple(x.shape) != tuple(other.shape):
+        return False
+    layout = common_layout([x, other])
+    owner = x if isinstance(x, Subdomain) else other
+    agrees = func(local_part(x, layout), local_part(other, layout), *args, **kwargs)
+    wrong = torch.tensor(float(not agrees), device=owner.local.device)
+    return not sum_over(owner.like(owner.local, layout), wrong, range(layout.ndim)).item()
 
 
-def _squeeze(x: Tensor, dims: Sequence[int]) -> Tensor:
+def one_of_all(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
+    """The `part`s of all ranks along `axes` (alike in shape), stacked in order, on every rank."""
+    grid = x.layout.grid
+    layout = Layout.of((grid.parts(axes), *part.shape), {0: axes}, grid)
+    return fetch_all(x.like(part.unsqueeze(0), layout), 0)
+
+
+def squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x.reshape([n for d, n in enumerate(x.shape) if d not in dims])
-
-
-def _elementwise_loss(func: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A loss that is a pointwise function with a reduction after it."""
-
-    def loss(
-        _: Callable[..., Tensor],
-        input: Any,  # noqa: A002 - torch's name of the argument
-        target: Any,
-        *args: Any,
-        reduction: str = "mean",
-        size_average: bool | None = None,
-        reduce: bool | None = None,
-        **kwargs: Any,
-    ) -> Subdomain | Tensor:
-        if size_average is not None or reduce is not None:
-            raise UnsupportedOperationError("the deprecated arguments size_average and reduce")
-        weight = kwargs.pop("weight", None)
-        operands = [input, target] if weight is None else [input, target, weight]
-        layout = common_layout(operands)
-        parts = [local_part(o, layout) for o in operands]
-        owner = next(o for o in operands if isinstance(o, Subdomain))
-        local = func(*parts[:2], *args, reduction="none", **kwargs)
-        local = local if weight is None else local * parts[2]
-        per_element = owner.like(local, layout)
-        if reduction == "none":
-            return per_element
-        return (mean if reduction == "mean" else sum_)(getattr(torch, reduction), per_element)
-
-    return functools.wraps(func)(loss)
-
-
-for _loss in (F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy):
-    implements(_loss)(_elementwise_loss(_loss))

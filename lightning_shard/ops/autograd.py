@@ -1,0 +1,158 @@
+"""Gradients of split tensors, as the user of the whole tensor expects them.
+
+A backward pass of a loss starts on every rank of the domain, each with its replica, so inside it every
+cotangent is as many times too large as there are ranks (the mean over the ranks is the gradient; see
+comm.py). What users see of it -- `grad`, hooks, the result of `torch.autograd.grad` -- is divided by the
+number of ranks, and what they put into it is multiplied: then numbers are those of one process.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.comm import all_reduce
+from lightning_shard.domain import Domain, Subdomain
+from lightning_shard.layout import Layout
+from lightning_shard.ops.align import local_part, subdomains
+from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
+
+Operand = Subdomain | Tensor
+
+
+@implements(torch.autograd.grad)
+def grad(
+    func: Callable[..., Any],
+    outputs: Sequence[Operand],
+    inputs: Sequence[Operand],
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    is_grads_batched: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Split inputs get their rows of the gradient, plain inputs all of it."""
+    if is_grads_batched:
+        raise UnsupportedOperationError("batched gradients (is_grads_batched=True, vmap)")
+    domain = subdomains([outputs, inputs])[0].domain
+    found = func(
+        [_local(o) for o in outputs],
+        [_local(i) for i in inputs],
+        _seeds(outputs, grad_outputs, domain),
+        retain_graph,
+        create_graph,
+        **options,
+    )
+    return tuple(_shown(i, g, domain) for i, g in zip(inputs, found, strict=True))
+
+
+@implements(torch.autograd.backward, Tensor.backward)
+def backward(
+    func: Callable[..., Any],
+    tensors: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    grad_tensors: Any = None,
+) -> None:
+    """Of a split tensor: the same as the backward of `(tensor * gradient).sum()`."""
+    outputs = tensors if isinstance(tensors, list | tuple) else [tensors]
+    inputs = inputs if inputs is None or isinstance(inputs, list | tuple) else [inputs]
+    domain = subdomains([outputs, inputs])[0].domain
+    given = gradient if gradient is not None else grad_tensors
+    torch.autograd.backward(
+        [_local(o) for o in outputs],
+        _seeds(outputs, given, domain),
+        retain_graph,
+        create_graph,
+        inputs=None if inputs is None else [_local(i) for i in inputs],
+    )
+
+
+@implements(Tensor.register_hook)
+def register_hook(func: Callable[..., Any], x: Subdomain, hook: Callable[[Any], Any]) -> Any:
+    layout, domain = x.layout, x.domain  # not x: a hook must not keep its own tensor alive
+
+    def local_hook(gradient: Tensor) -> Tensor | None:
+        changed = hook(wrapped(Subdomain(gradient / _ranks(domain), layout, domain)))
+        return None if changed is None else _part_of(changed, layout) * _ranks(domain)
+
+    return x.local.register_hook(local_hook)
+
+
+@implements(Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(
+    func: Callable[..., Any], x: Subdomain, hook: Callable[[Any], None]
+) -> Any:
+    layout, domain = x.layout, x.domain
+    return func(x.local, lambda local: hook(wrapped(Subdomain(local, layout, domain))))
+
+
+@implements(Tensor.grad.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
+    """A copy: the gradient of one process, where the accumulated one is the sum over replicas."""
+    if x.local.grad is None:
+        return None
+    return Subdomain(x.local.grad / _ranks(x.domain), x.layout, x.domain, moved=True)
+
+
+@implements(Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> None:
+    if value is None:
+        x.local.grad = None
+    else:
+        x.local.grad = local_part(value, x.layout) * _ranks(x.domain)
+
+
+@implements(Tensor.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue]
+def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
+    x.local.grad = None
+
+
+@implements(Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+def set_requires_grad(func: Callable[..., Any], x: Subdomain, value: bool) -> None:
+    x.local.requires_grad = value
+
+
+def _ranks(domain: Domain) -> int:
+    return math.prod(domain.grid.sizes)
+
+
+def _local(x: Operand) -> Tensor:
+    if not isinstance(x, Subdomain | Tensor):
+        raise UnsupportedOperationError("gradient edges beside split tensors")
+    return x.local if isinstance(x, Subdomain) else x
+
+
+def _seeds(outputs: Sequence[Operand], given: Any, domain: Domain) -> list[Tensor]:
+    """The cotangent from which each output's backward starts on this rank."""
+    seeds = list(given) if isinstance(given, list | tuple) else [given] * len(outputs)
+    if given is not None and len(seeds) != len(outputs):
+        raise RuntimeError(f"got {len(outputs)} tensors and {len(seeds)} gradients")
+    started = []
+    for output, seed in zip(outputs, seeds, strict=True):
+        if seed is None and math.prod(output.shape) != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if isinstance(output, Subdomain):
+            local = torch.ones_like(output.local) if seed is None else local_part(seed, output.layout)
+            started.append(local * _ranks(domain))
+        elif isinstance(seed, Subdomain):
+            raise UnsupportedOperationError(f"a split gradient ({seed.layout}) of a plain output")
+        else:
+            started.append(torch.ones_like(output) if seed is None else seed)
+    return started
+
+
+def _shown(x: Operand, gradient: Tensor | None, domain: Domain) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(x, Subdomain):
+        return x.like(gradient / _ranks(domain))
+    return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / _ranks(domain)
+
+
+def _part_of(value: Any, layout: Layout) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else local_part(value, layout)

@@ -1,0 +1,104 @@
+"""Order statistics: local along whole dims; over a split dim only `topk`, from each rank's own top k.
+
+A sort, a median or a quantile over a split dim would need all rows on one rank, so it is refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain import Subdomain
+from lightning_shard.halo import empty_attached, fetch_all
+from lightning_shard.layout import Factor, Layout, partition
+from lightning_shard.ops.align import simple
+from lightning_shard.ops.registry import UnsupportedOperationError, implements
+
+
+@implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.msort, Tensor.msort,
+            torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin)  # fmt: skip
+def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    """Functions along one whole dim that keep the shape."""
+    default = 0 if func.__name__ == "msort" else -1
+    _whole_dim(func, x, _named_dim(args, kwargs, default))
+    found = func(x.local, *args, **kwargs)
+    return x.like(found) if isinstance(found, Tensor) else type(found)([x.like(f) for f in found])
+
+
+@implements(torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian, torch.mode, Tensor.mode,
+            torch.kthvalue, Tensor.kthvalue, torch.quantile, Tensor.quantile, torch.nanquantile,
+            Tensor.nanquantile)  # fmt: skip
+def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    """Functions that reduce one whole dim; `quantile` of several q has them as the first dim."""
+    name = func.__name__
+    numbered = name in ("kthvalue", "quantile", "nanquantile") and not kwargs.keys() & {"k", "q"}
+    asked = _named_dim(args[numbered:], kwargs, -1 if name in ("mode", "kthvalue") else None)
+    d = _whole_dim(func, x, asked)
+    rows = x.local if x.local.numel() else empty_attached([max(n, 1) for n in x.local.shape], x.local)
+    found = func(rows, *args, **kwargs)  # some of these functions refuse a tensor without elements
+
+    def layout_of(value: Tensor) -> Layout:
+        missing = x.ndim - value.ndim
+        dims = list(x.layout.dims)
+        dims[d : d + 1] = [(Factor(1),)]
+        several = name.endswith("quantile") and _count(args, kwargs) is not None
+        if missing + several:
+            del dims[d]
+        return Layout((*([(Factor(value.shape[0]),)] if several else []), *dims), x.layout.grid)
+
+    def own(value: Tensor) -> Subdomain:
+        layout = layout_of(value)
+        for dim, n in enumerate(layout.local_shape):
+            value = value.narrow(dim, 0, n)
+        return x.like(value, layout)
+
+    return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
+
+
+@implements(torch.topk, Tensor.topk)
+def topk(
+    func: Callable[..., Any],
+    x: Subdomain,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # noqa: A002 - torch's name of the argument
+) -> Any:
+    """The best of the ranks' own k best: each rank gets up to k rows of every other."""
+    d = x.layout.dim(dim)
+    if k > x.shape[d]:
+        raise RuntimeError(f"selected index k out of range: {k} of {x.shape[d]} rows")
+    layout = x.layout.with_dim(d, k, ())
+    if not x.layout.axes(d):
+        return torch.return_types.topk([x.like(f, layout) for f in func(x.local, k, d, largest, sorted)])
+    x = simple(x, d)
+    low, high = x.layout.dims[d][0].bounds(x.layout.grid)
+    own = func(x.local, min(k, high - low), d, largest, sorted)
+    offsets = partition(x.shape[d], x.layout.grid.parts(x.layout.axes(d)))
+    count = sum(min(k, b - a) for a, b in zip(offsets, offsets[1:], strict=False))
+    candidates = x.layout.with_dim(d, count)  # canonical: all ranks give k, or all they have
+    values, indices = (fetch_all(x.like(f, candidates), d) for f in (own[0], own[1] + low))
+    best, place = func(values, k, d, largest, sorted)
+    found = (best, indices.gather(d, place))
+    return torch.return_types.topk([x.like(f, layout) if layout.split_dims else f for f in found])
+
+
+def _named_dim(args: tuple[Any, ...], kwargs: dict[str, Any], default: int | None) -> int | None:
+    return kwargs.get("dim", next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), default))
+
+
+def _whole_dim(func: Callable[..., Any], x: Subdomain, dim: int | None) -> int:
+    name = func.__name__
+    if dim is None:
+        raise UnsupportedOperationError(f"{name} of all elements needs them in order on one rank; name a dim")
+    d = x.layout.dim(dim)
+    if x.layout.axes(d):
+        raise UnsupportedOperationError(f"{name} needs all rows of the split dim {d} in order on one rank")
+    return d
+
+
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many q a quantile takes; None for a single number."""
+    q = kwargs.get("q", args[0] if args else None)
+    return q.numel() if isinstance(q, Tensor) and q.ndim else None
