@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from lightning_shard import cli, cli_report
+from lightning_shard.cli import main as cli
+from lightning_shard.cli import report
 from tests.test_cli_errors import HybridShardStrategy as HybridShardStrategy
 
 HERE = __name__
@@ -100,7 +101,7 @@ class Data(LightningDataModule):
 
 @pytest.fixture(autouse=True)
 def one_process_in_its_own_folder(monkeypatch, tmp_path):
-    for name in (*cli_report.RANKS, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in (*report.RANKS, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Net, "tested", ())
@@ -274,7 +275,7 @@ def test_bug_in_a_constructor_keeps_its_type():
 
 
 def test_refusal_on_another_rank_alone_is_still_said(capsys, monkeypatch):
-    monkeypatch.setattr(cli_report, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(report, "PATIENCE_S", 0.0)
     monkeypatch.setenv("RANK", "3")
     code, lines = refusal(capsys, "--model.fail_in", "init")
     assert code == 1

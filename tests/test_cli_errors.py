@@ -8,7 +8,8 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 
-from lightning_shard import cli, cli_report
+from lightning_shard.cli import main as cli
+from lightning_shard.cli import report
 
 HERE = __name__
 BASE = f"""\
@@ -54,7 +55,7 @@ class NeedsWidth(LightningModule):
 
 @pytest.fixture(autouse=True)
 def one_quiet_process(monkeypatch, tmp_path):
-    for name in (*cli_report.RANKS, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in (*report.RANKS, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -269,7 +270,7 @@ def test_environment_variable_is_named(capsys, monkeypatch):
     assert sentence.endswith("got 'x' in the variable LIGHTNING_SHARD_FIT__TRAINER__MAX_EPOCHS")
 
 
-@pytest.mark.parametrize("name", cli_report.RANKS)
+@pytest.mark.parametrize("name", report.RANKS)
 def test_other_ranks_exit_silently(capsys, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     with pytest.raises(SystemExit) as exit_info:

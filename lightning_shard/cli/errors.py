@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from lightning_shard.cli_names import (
+from lightning_shard.cli.names import (
     accepts,
     class_hints,
     describe,
@@ -21,7 +21,7 @@ from lightning_shard.cli_names import (
     parameters,
     required,
 )
-from lightning_shard.cli_sources import COMMAND_LINE, SPEC, Tree, UsageError
+from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Tree, UsageError
 
 PARSER_ONLY = ("config", "print_config", "help", "print_shtab")
 GROUPS = {"model": LightningModule, "data": LightningDataModule}

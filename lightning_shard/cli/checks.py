@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard.cli_names import nearest
-from lightning_shard.cli_sources import Tree, UsageError
+from lightning_shard.cli.names import nearest
+from lightning_shard.cli.sources import Tree, UsageError
 
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from lightning_shard.cli_names import nearest
+from lightning_shard.cli.names import nearest
 
 ENV_PREFIX = "LIGHTNING_SHARD"
 SPEC = ("class_path", "init_args", "dict_kwargs")

@@ -28,11 +28,11 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli_checks import check
-from lightning_shard.cli_defaults import own_defaults
-from lightning_shard.cli_errors import diagnose
-from lightning_shard.cli_report import exit_with, is_first_rank, origin
-from lightning_shard.cli_sources import (
+from lightning_shard.cli.checks import check
+from lightning_shard.cli.defaults import own_defaults
+from lightning_shard.cli.errors import diagnose
+from lightning_shard.cli.report import exit_with, is_first_rank, origin
+from lightning_shard.cli.sources import (
     ENV_PREFIX,
     Tree,
     UsageError,

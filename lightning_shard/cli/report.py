@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_shard.cli_sources import ENV_PREFIX, UsageError
+from lightning_shard.cli.sources import ENV_PREFIX, UsageError
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed

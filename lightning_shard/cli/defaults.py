@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_shard.cli_names import class_hints, find_class, parameters
-from lightning_shard.cli_sources import Tree, UsageError
+from lightning_shard.cli.names import class_hints, find_class, parameters
+from lightning_shard.cli.sources import Tree, UsageError
 
 
 def own_defaults(config: Any, given: Tree, parser: Any) -> None:

@@ -1,0 +1,1 @@
+"""The command line: LightningCLI, with errors of one sentence."""
