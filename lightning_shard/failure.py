@@ -5,6 +5,7 @@ start a collective of its own while it handles its exception (a checkpoint on ex
 settled here: after the first failure the others are given a short time, then end with its reason.
 """
 
+import itertools
 import os
 import sys
 import threading
@@ -15,8 +16,8 @@ import torch.distributed as dist
 
 POLL_S = 0.5
 GRACE_S = 10.0  # for a rank to end by itself, once another has failed
-KEY = "lightning_shard/failed"
-COUNT = "lightning_shard/failures"
+AGREE_S = 2.0  # for all ranks to report the same failure, as after Ctrl-C
+_runs = itertools.count()  # the ranks begin their watches in the same order
 
 
 class FailureWatch:
@@ -24,6 +25,7 @@ class FailureWatch:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self._run = f"lightning_shard/run_{next(_runs)}"
         self._stop = threading.Event()
         store = dist.distributed_c10d._get_default_store()  # no public way to the store
         self._store = store.clone()  # a connection of its own: the first may be busy waiting
@@ -31,22 +33,19 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="failure-watch")
         self._thread.start()
 
-    def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one fails; the first report counts."""
-        reason = f"rank {self.rank}: {type(error).__name__}: {error}".encode()
+    def reported_alone(self, error: BaseException | None, world_size: int) -> bool:
+        """Report that this rank fails; whether others do not, so that no collective may begin."""
+        self.close()  # what is left to do on this rank is its own affair
+        reason = f"rank {self.rank}: {type(error).__name__}: {error}"
+        deadline = time.monotonic() + AGREE_S
         try:
-            self._store.add(COUNT, 1)
-            self._store.compare_set(KEY, "", reason)
-        except (RuntimeError, ConnectionError):
-            self._stop.set()  # the store died with the rank that held it: the others notice by themselves
-
-    def alone(self, world_size: int) -> bool:
-        """Whether only some ranks have failed, so that no collective can be started any more."""
-        deadline = time.monotonic() + 2.0
-        try:
-            while (failed := self._store.add(COUNT, 0)) < world_size and time.monotonic() < deadline:
+            self._store.compare_set(f"{self._run}/reason", "", reason)
+            self._store.add(f"{self._run}/failures", 1)
+            while (failed := self._store.add(f"{self._run}/failures", 0)) < world_size:
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(0.05)
-        except (RuntimeError, ConnectionError):
+        except (RuntimeError, ConnectionError):  # the rank that held the store is gone
             return True
         return failed < world_size
 
@@ -56,9 +55,9 @@ class FailureWatch:
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
             try:
-                if not self._store.check([KEY]):
+                if not self._store.check([f"{self._run}/reason"]):
                     continue
-                reason = self._store.get(KEY).decode()
+                reason = self._store.get(f"{self._run}/reason").decode()
             except (RuntimeError, ConnectionError):
                 return
             if self._stop.wait(GRACE_S):

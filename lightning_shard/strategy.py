@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,7 +26,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
@@ -45,6 +46,7 @@ from lightning_shard.checkpoint import (
 from lightning_shard.clip import clip_grad_norm_
 from lightning_shard.failure import FailureWatch
 from lightning_shard.parallelize import make_mesh, mesh_names, parallelize
+from lightning_shard.resumable import make_resumable
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -187,7 +189,7 @@ class HybridShardStrategy(ParallelStrategy):
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **place)
             self.device_mesh = make_mesh(device.type, data, self.domain_sizes)
         if self._failure is None and self.world_size > 1:
-            self._failure = FailureWatch(self.global_rank)
+            self._failure, self._alone = FailureWatch(self.global_rank), None
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.device_mesh
 
@@ -278,9 +280,12 @@ class HybridShardStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loader workers by data replica: the ranks of a domain must augment a sample alike."""
-        if isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
-            replica = self.distributed_sampler_kwargs["rank"]
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+        if isinstance(dataloader, DataLoader):
+            if dataloader.worker_init_fn is None:
+                replica = self.distributed_sampler_kwargs["rank"]
+                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+            assert self.lightning_module is not None
+            make_resumable(dataloader, self.lightning_module.trainer)
         return dataloader
 
     @override
@@ -336,16 +341,16 @@ class HybridShardStrategy(ParallelStrategy):
 
     def _cut_off(self) -> bool:
         """Whether an exception on some of the ranks forbids collectives."""
-        return bool(self._alone)
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if self._failure is None or trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        if self._alone is None:  # callbacks hear of an exception before the strategy does
+            self._alone = self._failure.reported_alone(sys.exception(), self.world_size)
+        return self._alone
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._note_failure(exception)
-
-    def _note_failure(self, exception: BaseException) -> None:
-        if self._failure is not None and self._alone is None:
-            self._failure.report(exception)
-            self._alone = self._failure.alone(self.world_size)
+        self._cut_off()
 
     # -- checkpoints
 

@@ -8,10 +8,11 @@ from tests.training import MODELS, STEPS, train_alone, train_sharded
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def check(name, domain, dtype):
+def check(name, domain, dtype, *, accumulate=1, clip=None):
     batch_size = 4
-    losses, state = train_alone(name, dtype, batch_size)
-    sharded_losses, sharded_state = train_sharded(name, dtype, batch_size, domain)
+    losses, state = train_alone(name, dtype, batch_size, accumulate=accumulate, clip=clip)
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    sharded_losses, sharded_state = train_sharded(name, dtype, batch_size, domain, **options)
     assert len(losses) == len(sharded_losses) == STEPS
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(sharded_losses, losses, rtol=tolerance, atol=0)
@@ -55,3 +56,10 @@ def test_three_ranks_that_do_not_divide_the_extent(name, dtype):
 @models
 def test_four_ranks(name, dtype, domain):
     check(name, domain, dtype)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=["4x1", "2x2", "1x(2x2)"])
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip": 0.05}], ids=str)
+def test_accumulation_and_clipping(domain, options):
+    check("tfno", domain, torch.float64, **options)

@@ -105,7 +105,9 @@ class Losses(Callback):
         self.values.append(float(outputs["loss"]))
 
 
-def train_alone(name: str, dtype: torch.dtype, batch_size: int) -> tuple[list[float], dict[str, Tensor]]:
+def train_alone(
+    name: str, dtype: torch.dtype, batch_size: int, *, accumulate: int = 1, clip: float | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """A loop of one process, written by hand."""
     module = make(name, dtype)
     configured = module.configure_optimizers()
@@ -113,10 +115,13 @@ def train_alone(name: str, dtype: torch.dtype, batch_size: int) -> tuple[list[fl
     losses = []
     for step, batch in enumerate(loader(name, dtype, batch_size, STEPS * batch_size, alone=True)):
         loss = module.training_step(batch, step)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        (loss / accumulate).backward()
+        losses.append(loss.item() / accumulate)
+        if (step + 1) % accumulate == 0:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
     return losses, module.state_dict()
 
 

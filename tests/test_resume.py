@@ -1,0 +1,81 @@
+"""A run that stops inside an epoch and resumes equals the uninterrupted one, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_shard.checkpoint import full_module_state
+from tests.training import Losses, loader, make, trainer
+
+SAVE_AT = 4
+
+
+class SaveOnce(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == SAVE_AT:
+            trainer.save_checkpoint(self.path)
+
+
+def shared_path(name: str) -> Path:
+    """A file that all ranks of the pool see."""
+    import tempfile
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0]) / name
+
+
+def run(domain, name, *callbacks, path=None, epochs=2):
+    module, losses = make(name, torch.float32), Losses()
+    runner = trainer(domain, callbacks=[losses, *callbacks], max_epochs=epochs)
+    batch_size = 4 // (dist.get_world_size() // torch.tensor(domain).prod().item())
+    runner.fit(module, loader(name, torch.float32, batch_size, 24), ckpt_path=path)
+    return losses.values, full_module_state(module)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(2,), (2, 2)], ids=["2x2", "1x(2x2)"])
+@pytest.mark.parametrize("name", ["tfno", "simple_cnn"])
+def test_resume_inside_an_epoch(name, domain):
+    path = shared_path("middle.ckpt")
+    losses, state = run(domain, name, SaveOnce(path))
+    assert len(losses) == 12
+    resumed, resumed_state = run(domain, name, path=path)
+    assert resumed == losses[SAVE_AT:]
+    for key, value in state.items():
+        assert torch.equal(resumed_state[key], value), key
+
+
+@pytest.mark.spmd(4)
+def test_checkpoint_is_a_plain_one():
+    """Names, shapes and dtypes of the plain module; loads without the strategy."""
+    path = shared_path("middle.ckpt")
+    run((2,), "tfno", SaveOnce(path))
+    saved = torch.load(path, weights_only=True)
+    plain = make("tfno", torch.float32)
+    expected = {key: (v.shape, v.dtype) for key, v in plain.state_dict().items()}
+    assert {key: (v.shape, v.dtype) for key, v in saved["state_dict"].items()} == expected
+    plain.load_state_dict(saved["state_dict"])
+    optimizer = plain.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    for p, entry in optimizer.state.items():
+        assert entry["exp_avg"].shape == p.shape
+        assert entry["exp_avg"].dtype == p.dtype
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("meshes", [((2,), (4,)), ((4,), (1,)), ((2, 2), (2,))], ids=str)
+def test_resume_on_another_mesh(meshes):
+    path = shared_path("middle.ckpt")
+    losses, _ = run(meshes[0], "simple_cnn", SaveOnce(path))
+    means = torch.tensor(losses)
+    dist.all_reduce(means)
+    resumed = torch.tensor(run(meshes[1], "simple_cnn", path=path)[0])
+    dist.all_reduce(resumed)
+    torch.testing.assert_close(resumed, means[SAVE_AT:], rtol=1e-5, atol=0)
