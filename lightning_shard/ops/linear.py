@@ -1,10 +1,13 @@
 """Products of tensors: a split dim that is kept stays split, one that is contracted is summed.
 
 Every function is one contraction with labelled dims. A plain operand gives its local slice of a split
-label; a label that is contracted while split leaves partial sums, which one all-reduce completes.
+label; a label that is contracted while split leaves partial sums, which one all-reduce completes. Where
+two labels are split over the same ranks, the first one of the output keeps its rows and those of the
+other are gathered: queries times keys, and weights times values, keep the rows of the queries.
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from string import ascii_letters
 from typing import Any
@@ -16,7 +19,7 @@ from torch import Tensor
 from lightning_shard.comm import all_reduce
 from lightning_shard.domain import Subdomain
 from lightning_shard.layout import Dim, Factor, Layout, merge
-from lightning_shard.ops.align import take_local
+from lightning_shard.ops.align import common_layout, local_part, subdomains, take_local, whole
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 Operand = Subdomain | Tensor
@@ -37,16 +40,14 @@ def contract(
         output: The labels of the result.
     """
     first = next(o for o in operands if isinstance(o, Subdomain))
-    dims = _label_dims(operands, inputs)
-    axes = [a for factors in dims.values() for f in factors for a in f.axes]
-    if len(set(axes)) < len(axes):
-        raise UnsupportedOperationError(
-            "two dims of the product are split over the same ranks: "
-            + "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
-        )
+    dims = _each_axis_once(_label_dims(operands, inputs), output)
     grid = first.layout.grid
     parts = []
     for operand, labels in zip(operands, inputs, strict=True):
+        if isinstance(operand, Subdomain):
+            for d in operand.layout.split_dims:
+                if not any(f.axes for f in dims[labels[d]]):
+                    operand = whole(operand, d)  # noqa: PLW2901 - the operand as the product needs it
         local = operand.local if isinstance(operand, Subdomain) else operand
         for d, label in enumerate(labels):
             split = isinstance(operand, Subdomain) and operand.layout.axes(d)
@@ -79,6 +80,18 @@ def _label_dims(operands: Sequence[Operand], inputs: Sequence[str]) -> dict[str,
     return dims
 
 
+def _each_axis_once(dims: dict[str, Dim], output: str) -> dict[str, Dim]:
+    """The labels' dims with every mesh axis splitting one label only, output labels first."""
+    taken: set[int] = set()
+    for label in dict.fromkeys((*output, *dims)):
+        axes = {a for f in dims[label] for a in f.axes}
+        if axes & taken:
+            dims[label] = (Factor(math.prod(f.extent for f in dims[label])),)
+        else:
+            taken |= axes
+    return dims
+
+
 @implements(F.linear)
 def linear(
     func: Callable[..., Tensor], x: Operand, weight: Operand, bias: Tensor | None = None
@@ -104,6 +117,25 @@ def matmul(func: Callable[..., Tensor], a: Operand, b: Operand, **kwargs: Any) -
     right = (batch + "YZ")[-b.ndim :] if b.ndim > 1 else "Y"
     output = batch + ("X" if a.ndim > 1 else "") + ("Z" if b.ndim > 1 else "")
     return contract(torch.matmul, [a, b], [left, right], output)
+
+
+@implements(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
+def add_product(
+    func: Callable[..., Tensor], x: Operand, a: Operand, b: Operand, *, beta: float = 1, alpha: float = 1
+) -> Operand:
+    """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
+    product = matmul(torch.matmul, a, b)
+    operands = [x, product] if beta else [product]
+    split = subdomains(operands)
+    layout = common_layout(operands) if split else None
+    parts = [local_part(o, layout) if layout else o for o in operands]
+    result = alpha * parts[-1] + (beta * parts[0] if beta else 0)
+    return split[0].like(result, layout) if layout else result
+
+
+@implements(torch.outer, Tensor.outer, torch.ger, Tensor.ger)
+def outer(func: Callable[..., Tensor], a: Operand, b: Operand) -> Operand:
+    return contract(torch.outer, [a, b], ["X", "Z"], "XZ")
 
 
 @implements(torch.einsum, torch.functional.einsum)
