@@ -31,7 +31,8 @@ CONVERSIONS = (
     "cuda xpu clone detach detach_ contiguous requires_grad_ resolve_conj resolve_neg fill_ zero_ "
     "zeros_like ones_like full_like empty_like nan_to_num nan_to_num_"
 ).split()
-NOT_POINTWISE_IN_ALL_FORMS = {"max", "min"}  # also reductions: ops/reduce.py
+# tagged, but also a reduction (ops/reduce.py) or drawn at random (ops/random.py)
+NOT_POINTWISE_IN_ALL_FORMS = {"max", "min", "equal", "rrelu"}
 
 
 def _named(names: set[str], *owners: Any) -> list[Callable[..., Any]]:
@@ -40,9 +41,12 @@ def _named(names: set[str], *owners: Any) -> list[Callable[..., Any]]:
 
 
 def _tagged_names() -> set[str]:
+    # all of them: dir(torch.ops.aten) lists only the operators that something has used already
+    schemas = (schema.name for schema in torch._C._jit_get_all_schemas())
+    aten = {name.removeprefix("aten::") for name in schemas if name.startswith("aten::")}
     names = set()
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
+    for name in aten:
+        packet = getattr(torch.ops.aten, name, None)
         if isinstance(packet, torch._ops.OpOverloadPacket) and any(
             torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
         ):
