@@ -37,7 +37,7 @@ class TFNODarcy(LightningModule):
     """Tucker-factorized FNO for Darcy flow, trained on the relative H1 or L2 error.
 
     Evaluation logs relative errors per resolution, such as `val/l2_64` and `test/h1_128`, and
-    beside them those of a trivial guess, the mean training solution (`test/l2_64_mean_baseline`).
+    beside them those of a trivial guess, the mean training solution (`test/l2_64_baseline`).
     `val/loss` is the training loss on the first validation set.
 
     Args:
@@ -157,7 +157,7 @@ class TFNODarcy(LightningModule):
             mean = F.interpolate(
                 self.mean_solution, size=y.shape[-2:], mode="bilinear", align_corners=True
             )
-            values |= self._errors(stage, mean + torch.zeros_like(y), y, suffix="_mean_baseline")
+            values |= self._errors(stage, mean + torch.zeros_like(y), y, suffix="_baseline")
         if stage == "val" and dataloader_idx == 0:
             self._log_epoch({"val/loss": self.loss(prediction, y)}, len(y), prog_bar=True)
         self._log_epoch(values, len(y))

@@ -77,7 +77,7 @@ def test_state_dict_holds_tensors_only():
     assert all(isinstance(value, torch.Tensor) for value in model.state_dict().values())
 
 
-def test_mean_baseline(trainer, data):
+def test_baseline(trainer, data):
     coarse, fine = trainer.test(TFNODarcy(**SMALL), datamodule=data, verbose=False)
     mean = data.train_dataloader().dataset.y.mean(0, keepdim=True)
     loaders = data.test_dataloader()
@@ -85,11 +85,11 @@ def test_mean_baseline(trainer, data):
         guess = F.interpolate(mean, size=2 * [resolution], mode="bilinear", align_corners=True)
         y = loader.dataset.y
         expected = LpLoss(d=2, reduction="mean")(guess.expand_as(y), y)
-        assert got[f"test/l2_{resolution}_mean_baseline"] == pytest.approx(expected.item())
+        assert got[f"test/l2_{resolution}_baseline"] == pytest.approx(expected.item())
         assert set(got) == {
             f"test/{norm}_{resolution}{suffix}"
             for norm in ("h1", "l2")
-            for suffix in ("", "_mean_baseline")
+            for suffix in ("", "_baseline")
         }
 
 
