@@ -2,6 +2,7 @@
 
 from lightning_shard.ops import adaptive_max_pool as adaptive_max_pool
 from lightning_shard.ops import adaptive_pool as adaptive_pool
+from lightning_shard.ops import assign as assign
 from lightning_shard.ops import attention as attention
 from lightning_shard.ops import autograd as autograd
 from lightning_shard.ops import composite as composite
@@ -17,14 +18,19 @@ from lightning_shard.ops import layer_norm as layer_norm
 from lightning_shard.ops import linear as linear
 from lightning_shard.ops import loss as loss
 from lightning_shard.ops import norm as norm
+from lightning_shard.ops import pad as pad
 from lightning_shard.ops import pointwise as pointwise
 from lightning_shard.ops import pool as pool
 from lightning_shard.ops import random as random
 from lightning_shard.ops import reduce as reduce
+from lightning_shard.ops import repeat as repeat
 from lightning_shard.ops import scan as scan
+from lightning_shard.ops import select as select
+from lightning_shard.ops import shift as shift
 from lightning_shard.ops import show as show
 from lightning_shard.ops import softmax as softmax
 from lightning_shard.ops import sort as sort
+from lightning_shard.ops import split as split
 from lightning_shard.ops import unpool as unpool
 from lightning_shard.ops import view as view
 from lightning_shard.ops.registry import UnsupportedOperationError as UnsupportedOperationError

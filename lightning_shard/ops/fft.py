@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lightning_shard.domain import Subdomain
 from lightning_shard.ops.dft import scale
-from lightning_shard.ops.index import expanded_index, getitem, roll
+from lightning_shard.ops.index import expanded_index, getitem
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, implements_lazily
+from lightning_shard.ops.shift import roll
 from lightning_shard.ops.spectrum import Canvas, Positions, Spectrum, Write, inverse
 
 Lazy = Spectrum | Canvas

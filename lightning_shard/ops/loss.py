@@ -79,7 +79,7 @@ def _class_layout(x: Operand, target: Operand, class_dim: int) -> Layout:
     """The common layout of input and target; all classes must be on one rank."""
     if target.ndim < x.ndim:
         split = isinstance(target, Subdomain)
-        target = unsqueeze(None, target, class_dim) if split else target.unsqueeze(class_dim)
+        target = unsqueeze(torch.unsqueeze, target, class_dim) if split else target.unsqueeze(class_dim)
     layout = common_layout([x, target])
     if layout.axes(class_dim):
         raise UnsupportedOperationError(

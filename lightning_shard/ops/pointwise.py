@@ -94,6 +94,12 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     return x.like(func(x.local, *args, **kwargs))
 
 
+@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
+def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor of the shape that is given: whole on every rank."""
+    return func(x.local, *args, **kwargs)
+
+
 @implements(Tensor.copy_)
 def copy(func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any) -> Subdomain:
     """Copy the rows that this rank holds."""

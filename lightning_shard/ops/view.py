@@ -169,21 +169,3 @@ def expand(func: Callable[..., Any], x: Subdomain, *sizes: Any, **kwargs: Any) -
     )
     layout = Layout(dims, x.layout.grid)
     return x.view(x.local.expand(layout.local_shape), layout)
-
-
-@implements(Tensor.repeat, torch.tile, Tensor.tile)
-def repeat(func: Callable[..., Any], x: Subdomain, *sizes: Any, **kwargs: Any) -> Subdomain:
-    first = (sizes or tuple(kwargs.values()))[0]
-    counts = [int(n) for n in (first if isinstance(first, Sequence) else sizes)]
-    counts = [1] * (x.ndim - len(counts)) + counts
-    added = len(counts) - x.ndim
-    for d in x.layout.split_dims:
-        if counts[added + d] != 1:
-            raise UnsupportedOperationError(f"repeat along the split dim {d}")
-    dims = tuple(
-        (Factor(n * (1 if d < added else x.shape[d - added])),)
-        if d < added or n != 1
-        else x.layout.dims[d - added]
-        for d, n in enumerate(counts)
-    )
-    return x.like(x.local.repeat(counts), Layout(dims, x.layout.grid))

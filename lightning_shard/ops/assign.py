@@ -1,0 +1,97 @@
+"""Assignment by index: each rank writes the assigned rows that it owns."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain import Subdomain
+from lightning_shard.halo import Span, fetch, needs_of
+from lightning_shard.ops.align import local_part, simple
+from lightning_shard.ops.index import expanded_index, range_of, row_of
+from lightning_shard.ops.registry import UnsupportedOperationError, implements
+from lightning_shard.ops.view import unsqueeze
+
+
+@implements(Tensor.__setitem__)
+def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
+    """Each rank writes the assigned rows that it owns."""
+    if not isinstance(x, Subdomain):
+        raise UnsupportedOperationError(
+            "a plain tensor, whole on every rank, cannot take split rows; make it like the split tensor "
+            "(torch.zeros_like, new_zeros)"
+        )
+    if isinstance(index, Subdomain | Tensor) and index.dtype == torch.bool and index.ndim:
+        return _fill_where(x, index, value)
+    entries = expanded_index(x.ndim, index)
+    if None in entries:
+        raise UnsupportedOperationError("assignment through an index with None")
+    rows = [range(row_of(x, d, e), row_of(x, d, e) + 1) if isinstance(e, int) else range_of(x.shape[d], e)
+            for d, e in enumerate(entries)]  # fmt: skip
+    if isinstance(value, Subdomain | Tensor) and value.ndim:
+        value = _with_dims(func, value, [isinstance(e, int) for e in entries])
+    place: list[slice] = []
+    for d, chosen in enumerate(rows):
+        if not x.layout.axes(d):
+            place.append(slice(chosen.start, chosen.stop, chosen.step))
+            continue
+        x = simple(x, d)
+        value, where = _owned(x, d, chosen, value)
+        place.append(where)
+    x.local[tuple(place)] = value.local if isinstance(value, Subdomain) else value
+
+
+def _fill_where(x: Subdomain, mask: Any, value: Any) -> None:
+    """Write one number where the mask, of the first dims of `x`, is true."""
+    if isinstance(value, Subdomain) or (isinstance(value, Tensor) and value.ndim):
+        raise UnsupportedOperationError(
+            "assignment of many values through a mask: which of them go to this rank is not known before"
+        )
+    for _ in range(x.ndim - mask.ndim):
+        mask = unsqueeze(torch.unsqueeze, mask, mask.ndim) if isinstance(mask, Subdomain) else mask.unsqueeze(-1)
+    x.local.masked_fill_(local_part(mask, x.layout), value)
+
+
+def _with_dims(func: Callable[..., Any], value: Any, single_rows: Sequence[bool]) -> Any:
+    """`value` with a dim of extent 1 for each dim that is indexed by one row."""
+    own = value.ndim
+    for d in range(len(single_rows) - 1, -1, -1):
+        if single_rows[d]:
+            value = unsqueeze(func, value, own) if isinstance(value, Subdomain) else value.unsqueeze(own)
+        elif own == 0:
+            break
+        else:
+            own -= 1
+    return value
+
+
+def _owned(x: Subdomain, dim: int, rows: range, value: Any) -> tuple[Any, slice]:
+    """The part of `value` that goes to this rank's rows among `rows`, and their local places."""
+    ((factor,), grid) = x.layout.dims[dim], x.layout.grid
+    parts = grid.parts(factor.axes)
+
+    def positions(low: int, high: int) -> list[Span]:
+        first = -(-max(low - rows.start, 0) // rows.step)
+        last = min(-(-max(high - rows.start, 0) // rows.step), len(rows))
+        return [(first, last)] if first < last else []
+
+    low, high = factor.bounds(grid)
+    mine = positions(low, high) if high > low else []
+    first, last = mine[0] if mine else (0, 0)
+    where = slice(0, 0)
+    if mine:
+        where = slice(rows[first] - low, rows[last - 1] - low + 1, rows.step)
+    own = dim - x.ndim if isinstance(value, Subdomain | Tensor) else 0
+    if not own or value.ndim < -own or value.shape[own] == 1 != len(rows):
+        return value, where
+    d = value.ndim + own
+    if isinstance(value, Subdomain) and value.layout.axes(d):
+        value = simple(value, d)
+        if value.layout.axes(d) != factor.axes:
+            raise UnsupportedOperationError(f"assignment of rows split as {value.layout}")
+        local = fetch(value, d, needs_of(factor.extent, parts, positions))
+        return value.like(local, value.layout.with_dim(d, len(rows), axes=())), where
+    if isinstance(value, Subdomain):
+        return value.like(value.local.narrow(d, first, last - first)), where
+    return value.narrow(d, first, last - first), where

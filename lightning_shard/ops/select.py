@@ -1,0 +1,168 @@
+"""Elements picked or written by an index tensor along one dim, which must be whole.
+
+The other dims of operand and index are taken alike, so every rank has what its part of the index names.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain import Subdomain
+from lightning_shard.layout import Factor, Layout
+from lightning_shard.ops.align import subdomains, take_local
+from lightning_shard.ops.extreme import extreme
+from lightning_shard.ops.index import take_rows
+from lightning_shard.ops.registry import UnsupportedOperationError, implements
+from lightning_shard.ops.view import expand
+
+Operand = Subdomain | Tensor
+
+
+@implements(torch.index_select, Tensor.index_select)
+def index_select(func: Callable[..., Any], x: Operand, dim: int, index: Operand) -> Subdomain:
+    if isinstance(x, Tensor) or isinstance(index, Subdomain):
+        raise UnsupportedOperationError("index_select with a split index; use indexing or embedding")
+    return take_rows(x, x.layout.dim(dim), index.reshape(-1))
+
+
+@implements(torch.gather, Tensor.gather)
+def gather(
+    func: Callable[..., Any], x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False
+) -> Subdomain:
+    d = dim % x.ndim
+    _whole(d, x)
+    layout = _layout(d, index.shape, x, index)
+    picked = torch.gather(_part(x, layout, d), d, _part(index, layout, d))
+    if isinstance(index, Subdomain):  # any of its rows may be here
+        layout = layout.with_dims({d: index.layout.dims[d]})
+    return subdomains([x, index])[0].like(picked, layout)
+
+
+@implements(torch.take_along_dim, Tensor.take_along_dim)
+def take_along_dim(func: Callable[..., Any], x: Operand, indices: Operand, dim: int | None = None) -> Subdomain:
+    if dim is None:
+        raise UnsupportedOperationError("take_along_dim of the flattened tensor; name the dim")
+    d = dim % x.ndim
+    both = [max(a, b) if min(a, b) else 0 for a, b in zip(x.shape, indices.shape, strict=True)]
+    x, indices = (_spread(t, [t.shape[i] if i == d else n for i, n in enumerate(both)]) for t in (x, indices))
+    return gather(torch.gather, x, d, indices)
+
+
+@implements(torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add, Tensor.scatter_add,
+            Tensor.scatter_add_, torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_)  # fmt: skip
+def scatter(
+    func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
+) -> Subdomain:
+    """Index and source extend as far as the operand along split dims."""
+    source = kwargs.pop("src", kwargs.pop("value", args[0] if args else None))
+    d = dim % x.ndim
+    operands = [o for o in (x, index, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
+    _whole(d, *operands)
+    layout = _layout(d, x.shape, *operands)
+    in_place = func.__name__.endswith("_")
+    if in_place and not (isinstance(x, Subdomain) and x.layout == layout):
+        raise UnsupportedOperationError("an in-place scatter into a tensor that is not split as its index is")
+    written = source if len(operands) < 3 else _part(source, layout, d)
+    result = func(_part(x, layout, d), d, _part(index, layout, d), written, *args[1:], **kwargs)
+    return subdomains(operands)[0].like(result, layout)
+
+
+@implements(torch.index_add, Tensor.index_add, Tensor.index_add_, torch.index_copy, Tensor.index_copy,
+            Tensor.index_copy_, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)  # fmt: skip
+def write_rows(
+    func: Callable[..., Any], x: Operand, dim: int, index: Tensor, source: Any, **kwargs: Any
+) -> Subdomain:
+    if not isinstance(x, Subdomain) or isinstance(index, Subdomain):
+        raise UnsupportedOperationError(f"{func.__name__} into a plain tensor, or with a split index")
+    d = x.layout.dim(dim)
+    operands = [o for o in (x, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
+    _whole(d, *operands)
+    layout = _layout(d, x.shape, *operands)
+    if layout != x.layout:
+        raise UnsupportedOperationError(f"{func.__name__} of rows that are split otherwise")
+    rows = _part(source, layout, d) if len(operands) > 1 else source
+    return x.like(func(x.local, d, index, rows, **kwargs))
+
+
+@implements(F.embedding)
+def embedding(
+    func: Callable[..., Any],
+    input: Operand,  # noqa: A002 - torch's name of the argument
+    weight: Operand,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Subdomain:
+    """Split row numbers look up a plain table."""
+    if isinstance(weight, Subdomain) or not isinstance(input, Subdomain):
+        raise UnsupportedOperationError("embedding with a split table")
+    if max_norm is not None or scale_grad_by_freq:
+        raise UnsupportedOperationError("embedding with max_norm or scale_grad_by_freq")
+    dims = (*input.layout.dims, (Factor(weight.shape[1]),))
+    found = func(input.local, weight, padding_idx, sparse=sparse)
+    return input.like(found, Layout(dims, input.layout.grid))
+
+
+@implements(F.one_hot)
+def one_hot(func: Callable[..., Any], x: Subdomain, num_classes: int = -1) -> Subdomain:
+    if num_classes < 0:
+        largest = extreme(torch.amax, x)
+        assert isinstance(largest, Tensor)
+        num_classes = int(largest.item()) + 1
+    dims = (*x.layout.dims, (Factor(num_classes),))
+    if not x.local.numel():
+        empty = x.local.new_zeros((*x.local.shape, num_classes))
+        return x.like(empty, Layout(dims, x.layout.grid))
+    return x.like(func(x.local, num_classes), Layout(dims, x.layout.grid))
+
+
+@implements(torch.masked_select, Tensor.masked_select, torch.nonzero, Tensor.nonzero, torch.argwhere,
+            Tensor.argwhere, torch.unique, Tensor.unique, torch.functional.unique,
+            torch.unique_consecutive, Tensor.unique_consecutive)  # fmt: skip
+def refuse_counts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedOperationError(
+        "its result has as many rows as the values decide, so no rank knows its part; mask with "
+        "torch.where instead"
+    )
+
+
+def _layout(dim: int, shape: Sequence[int], *operands: Operand) -> Layout:
+    """The layout of a result of `shape`: every dim but `dim` split where any operand is.
+
+    Along such dims all operands must have the same rows.
+    """
+    owner = subdomains(operands)[0]
+    layout = Layout.of(shape, {}, owner.layout.grid)
+    for d in (d for d in range(len(shape)) if d != dim):
+        split = [o for o in subdomains(operands) if o.layout.axes(d)]
+        alike = all(o.shape[d] == shape[d] for o in operands)
+        if split and not (alike and all(o.layout.dims[d] == split[0].layout.dims[d] for o in split)):
+            raise UnsupportedOperationError(
+                f"operand and index must be split alike along dim {d}, with the same extent; the shapes "
+                f"are {[tuple(o.shape) for o in operands]}"
+            )
+        layout = layout.with_dims({d: split[0].layout.dims[d]}) if split else layout
+    return layout
+
+
+def _whole(dim: int, *operands: Operand) -> None:
+    if any(o.layout.axes(dim) for o in subdomains(operands)):
+        raise UnsupportedOperationError(f"an index tensor along the split dim {dim}")
+
+
+def _part(x: Operand, layout: Layout, dim: int) -> Tensor:
+    """This rank's part of `x` along all dims but `dim`."""
+    local = x.local if isinstance(x, Subdomain) else x
+    for d in layout.split_dims:
+        if d != dim and not (isinstance(x, Subdomain) and x.layout.axes(d)):
+            local = take_local(local, d, layout.dims[d], layout.grid)
+    return local
+
+
+def _spread(x: Operand, shape: Sequence[int]) -> Operand:
+    return expand(Tensor.expand, x, shape) if isinstance(x, Subdomain) else x.expand(*shape)
