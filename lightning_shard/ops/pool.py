@@ -1,43 +1,77 @@
-"""Pooling: windows as in a convolution; adaptive averages as one small matrix per dim."""
+"""Pooling over windows of fixed size: the rows under this rank's windows, then torch's function."""
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.comm import all_reduce
 from lightning_shard.domain import Subdomain
-from lightning_shard.halo import empty_attached, fetch, needs_of
-from lightning_shard.layout import Factor
-from lightning_shard.ops.align import simple
+from lightning_shard.halo import empty_attached
+from lightning_shard.layout import Layout
 from lightning_shard.ops.conv import per_dim, window_rows
-from lightning_shard.ops.registry import UnsupportedOperationError, implements
+from lightning_shard.ops.registry import implements
 
+MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+MAX_WITH_INDICES = (
+    F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices,
+)  # fmt: skip
+AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 SPATIAL_DIMS: dict[Callable[..., Any], int] = {
-    torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3,
-    F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3,
-    F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3,
-    F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3,
+    torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3, torch.max_pool1d_with_indices: 1,
+    **{f: n for n, f in enumerate(MAX, 1)}, **{f: n for n, f in enumerate(MAX_WITH_INDICES, 1)},
+    **{f: n for n, f in enumerate(AVERAGE, 1)},
+    F.lp_pool1d: 1, F.lp_pool2d: 2, F.lp_pool3d: 3,
 }  # fmt: skip
 
 
 def pooled_extent(
     extent: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool
 ) -> int:
-    """Output rows of a pooling; with `ceil_mode` the last window may hang over, but starts inside."""
+    """Output rows of a pooling; with `ceil_mode` the last window may hang over the edge."""
+    if padding > (dilation * (kernel - 1) + 1) // 2:
+        raise RuntimeError(
+            "pad should be at most half of effective kernel size, but got "
+            f"pad={padding}, kernel_size={kernel} and dilation={dilation}"
+        )
     reach = extent + 2 * padding - dilation * (kernel - 1) - 1
-    if not ceil_mode:
-        return reach // stride + 1
-    output = -(-reach // stride) + 1
-    return output - 1 if (output - 1) * stride >= extent + padding else output
+    output = (-(-reach // stride) if ceil_mode else reach // stride) + 1
+    if ceil_mode and (output - 1) * stride >= extent + padding:
+        output -= 1
+    if output < 1:
+        raise RuntimeError(f"pooling of {extent} rows with kernel_size={kernel} leaves no rows")
+    return output
 
 
-@implements(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d, F.max_pool1d, F.max_pool2d,
-            F.max_pool3d)  # fmt: skip
+def _pooled(
+    x: Subdomain,
+    n: int,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+) -> tuple[Subdomain, Layout, tuple[list[int], ...]]:
+    """Rows to pool, `-inf` beyond the edges of split dims; the output's layout; the windows."""
+    kernels, dilations = per_dim(kernel_size, n), per_dim(dilation, n)
+    strides, inner = per_dim(stride or kernels, n), per_dim(padding, n)
+    fill = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    layout = x.layout
+    for i, (k, s, p, d) in enumerate(zip(kernels, strides, inner, dilations, strict=True)):
+        dim = x.ndim - n + i
+        output = pooled_extent(x.shape[dim], k, s, p, d, ceil_mode)
+        if x.layout.axes(dim):
+            x = window_rows(x, dim, output, kernel=k, stride=s, padding=p, dilation=d, fill=fill)
+            inner[i] = 0
+            layout = layout.with_dims({dim: x.layout.dims[dim]})
+        else:
+            layout = layout.with_dim(dim, output)
+    return x, layout, (kernels, strides, inner, dilations)
+
+
+@implements(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d, *MAX)
 def max_pool(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -48,32 +82,61 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Subdomain:
-    if return_indices:
-        raise UnsupportedOperationError("max pooling with return_indices=True")
-    x, n = input, SPATIAL_DIMS[func]
-    kernels, dilations = per_dim(kernel_size, n), per_dim(dilation, n)
-    strides = per_dim(stride or kernels, n)
-    inner = per_dim(padding, n)
-    layout = x.layout
-    for i in range(n):
-        dim = x.ndim - n + i
-        k, s, p, d = kernels[i], strides[i], inner[i], dilations[i]
-        output = pooled_extent(x.shape[dim], k, s, p, d, ceil_mode)
-        if x.layout.axes(dim):
-            x = window_rows(
-                x, dim, output, kernel=k, stride=s, padding=p, dilation=d, fill=-math.inf
-            )
-            inner[i] = 0
-            layout = layout.with_dims({dim: x.layout.dims[dim]})
-        else:
-            layout = layout.with_dim(dim, output)
+    n = SPATIAL_DIMS[func]
+    x, layout, windows = _pooled(input, n, kernel_size, stride, padding, dilation, ceil_mode)
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
-    local = func(x.local, kernels, strides, inner, dilations, ceil_mode)
-    return x.like(local, layout)
+    return x.like(MAX[n - 1](x.local, *windows, ceil_mode), layout)
 
 
-@implements(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+@implements(torch.max_pool1d_with_indices, *MAX_WITH_INDICES)
+def max_pool_with_indices(
+    func: Callable[..., Any],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = True,
+) -> tuple[Subdomain, Subdomain]:
+    """Indices are those of the flattened global image, as torch gives them."""
+    n = SPATIAL_DIMS[func]
+    x, layout, windows = _pooled(input, n, kernel_size, stride, padding, dilation, ceil_mode)
+    if 0 in layout.local_shape:
+        values = empty_attached(layout.local_shape, x.local)
+        return x.like(values, layout), x.like(values.detach().long(), layout)
+    values, places = MAX_WITH_INDICES[n - 1](x.local, *windows, ceil_mode)
+    firsts = []
+    paddings = per_dim(padding, n)
+    for i in range(n):
+        dim = input.ndim - n + i
+        low, _ = layout.dims[dim][0].bounds(layout.grid)
+        firsts.append(low * windows[1][i] - paddings[i] if layout.axes(dim) else 0)
+    indices = _global_indices(places, x.local.shape[-n:], firsts, input.shape[-n:])
+    return x.like(values, layout), x.like(indices, layout)
+
+
+def _global_indices(
+    places: Tensor, local: Sequence[int], firsts: Sequence[int], extents: Sequence[int]
+) -> Tensor:
+    """Flat places in `local` rows, which begin at global rows `firsts`, as places in `extents`."""
+    indices = torch.zeros_like(places)
+    for coordinate, first, extent in zip(unflat(places, local), firsts, extents, strict=True):
+        indices = indices * extent + (coordinate + first).clamp(0, extent - 1)
+    return indices
+
+
+def unflat(places: Tensor, extents: Sequence[int]) -> list[Tensor]:
+    """The coordinates of flat places in an array of `extents`."""
+    coordinates = []
+    for extent in reversed(extents):
+        coordinates.append(places % extent)
+        places = places.div(extent, rounding_mode="floor")
+    return coordinates[::-1]
+
+
+@implements(*AVERAGE)
 def avg_pool(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -84,14 +147,14 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Subdomain:
-    """Sums over the windows, divided by how many rows each one counts."""
+    """Averages over full windows of zero-padded rows, corrected by what each one counts."""
     x, n = input, SPATIAL_DIMS[func]
     kernels = per_dim(kernel_size, n)
     strides, paddings = per_dim(stride or kernels, n), per_dim(padding, n)
-    counts = []
-    for i in range(n):
+    corrections = []
+    for i, (k, s, p) in enumerate(zip(kernels, strides, paddings, strict=True)):
         dim = x.ndim - n + i
-        k, s, p, extent = kernels[i], strides[i], paddings[i], x.shape[dim]
+        extent = x.shape[dim]
         output = pooled_extent(extent, k, s, p, 1, ceil_mode)
         if x.layout.axes(dim):
             x = window_rows(x, dim, output, kernel=k, stride=s, padding=p)
@@ -100,80 +163,49 @@ def avg_pool(
             padded = F.pad(x.local, [0, 0] * (x.ndim - dim - 1) + [p, max(after, 0)])
             x = x.like(padded, x.layout.with_dim(dim, output))
         low, high = x.layout.dims[dim][0].bounds(x.layout.grid)
-        counts.append(_window_counts(low, high, k, s, p, extent, count_include_pad))
+        edges = (-p, extent + p) if count_include_pad else (0, extent)
+        corrections.append(_corrections(range(low, high), k, s, p, edges))
     if 0 in x.layout.local_shape:
         return x.like(empty_attached(x.layout.local_shape, x.local))
-    sums = func(x.local, kernels, strides) * math.prod(kernels)
-    if divisor_override:
-        return x.like(sums / divisor_override)
-    for i, count in enumerate(counts):
-        sums = sums / torch.tensor(count, dtype=sums.dtype, device=sums.device).view(
-            -1, *[1] * (n - 1 - i)
-        )
-    return x.like(sums)
+    averages = AVERAGE[n - 1](x.local, kernels, strides)
+    if divisor_override is not None:
+        return x.like(averages * (math.prod(kernels) / divisor_override))
+    for i, correction in enumerate(corrections):
+        if any(c != 1 for c in correction):
+            factor = torch.tensor(correction, dtype=averages.dtype, device=averages.device)
+            averages = averages * factor.view(-1, *[1] * (n - 1 - i))
+    return x.like(averages)
 
 
-def _window_counts(
-    low: int, high: int, kernel: int, stride: int, padding: int, extent: int, with_pad: bool
-) -> list[int]:
-    """For each output row how many input rows its window counts."""
-    first, last = (-padding, extent + padding) if with_pad else (0, extent)
-    starts = [row * stride - padding for row in range(low, high)]
-    return [min(start + kernel, last) - max(start, first) for start in starts]
+def _corrections(
+    rows: range, kernel: int, stride: int, padding: int, edges: tuple[int, int]
+) -> list[float]:
+    """For each output row the size of a window over how many input rows this one counts."""
+    starts = [row * stride - padding for row in rows]
+    return [kernel / (min(start + kernel, edges[1]) - max(start, edges[0])) for start in starts]
 
 
-@implements(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-def adaptive_avg_pool(
-    func: Callable[..., Tensor], input: Subdomain, output_size: Any  # noqa: A002
-) -> Subdomain | Tensor:
-    """Each dim is a product with a (output rows, input rows) matrix of averages.
-
-    With fewer output rows than ranks, partial averages are added up and the dim is whole afterwards;
-    otherwise each rank fetches the rows of its own output rows.
-    """
+@implements(F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)
+def lp_pool(
+    func: Callable[..., Tensor],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    norm_type: float,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    ceil_mode: bool = False,
+) -> Subdomain:
+    """As torch composes it of its other poolings."""
     x, n = input, SPATIAL_DIMS[func]
-    sizes: list[int | None] = [output_size] * n if isinstance(output_size, int) else [*output_size]
-    sizes = sizes * n if len(sizes) == 1 else sizes
-    for i, size in enumerate(sizes):
-        dim = x.ndim - n + i
-        x = _average_dim(simple(x, dim), dim, x.shape[dim] if size is None else size)
-    return x if x.layout.split_dims else x.local
-
-
-def _average_dim(x: Subdomain, dim: int, output: int) -> Subdomain:
-    ((factor,), grid) = x.layout.dims[dim], x.layout.grid
-    parts = grid.parts(factor.axes)
-    if output == factor.extent:
-        return x
-    if output < parts:
-        matrix = _averages(factor.extent, output, (0, output), factor.bounds(grid))
-        local = all_reduce(_along(x.local, dim, matrix), x.domain.group(factor.axes))
-        return x.like(local, x.layout.with_dims({dim: (Factor(output),)}))
-    layout = x.layout.with_dim(dim, output)
-    low, high = layout.dims[dim][0].bounds(grid)
-
-    def span(low: int, high: int) -> list[tuple[int, int]]:
-        return [(low * factor.extent // output, -(-high * factor.extent // output))]
-
-    needs = needs_of(output, parts, span)
-    rows = fetch(x, dim, needs) if factor.axes else x.local
-    matrix = _averages(factor.extent, output, (low, high), span(low, high)[0])
-    return x.like(_along(rows, dim, matrix), layout)
-
-
-def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    matrix = matrix.to(x.device, x.dtype)
-    return torch.matmul(x.movedim(dim, -1), matrix.t()).movedim(-1, dim)
-
-
-@lru_cache(maxsize=256)
-def _averages(
-    extent: int, output: int, rows: tuple[int, int], columns: tuple[int, int]
-) -> Tensor:
-    """Rows and columns of the matrix whose row o averages inputs o*N//M up to ceil((o+1)*N/M)."""
-    o = torch.arange(*rows)[:, None]
-    start, end = o * extent // output, -(-(o + 1) * extent // output)
-    i = torch.arange(*columns)
-    inside = (i >= start) & (i < end)
-    return inside.double() / (end - start)
-
+    if norm_type == 0:
+        raise ValueError(f"norm_type must be a non-zero value, but got {norm_type}")
+    if math.isinf(norm_type):
+        sign = 1 if norm_type > 0 else -1
+        extreme = max_pool(
+            MAX[n - 1], x.like(sign * x.local.abs()), kernel_size, stride, ceil_mode=ceil_mode
+        )
+        return x.like(sign * extreme.local, extreme.layout)
+    powers = x.like(x.local.pow(norm_type))
+    mean = avg_pool(AVERAGE[n - 1], powers, kernel_size, stride, ceil_mode=ceil_mode)
+    total = torch.sign(mean.local) * F.relu(mean.local.abs())
+    size = math.prod(per_dim(kernel_size, n))
+    return mean.like(total.mul(size).pow(1.0 / norm_type))
