@@ -37,7 +37,9 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
                 "use one of these."
             )
         split = {
-            key: value if (dims := _named(shard_dims, key)) is None else _apply(value, mesh, dims, key)
+            key: value
+            if (dims := _named(shard_dims, key)) is None
+            else _apply(value, mesh, dims, key)
             for key, value in entries.items()
         }
         return _rebuild(batch, split)
@@ -52,7 +54,9 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
 
 
 def _apply(value: Any, mesh: DeviceMesh, dims: Dims, key: str) -> Any:
-    return apply_to_collection(value, Tensor, lambda x: _split(x, mesh, dims, f"batch entry {key!r}"))
+    return apply_to_collection(
+        value, Tensor, lambda x: _split(x, mesh, dims, f"batch entry {key!r}")
+    )
 
 
 def _split(x: Tensor, mesh: DeviceMesh, dims: Dims, what: str) -> Tensor:

@@ -21,7 +21,8 @@ def full_module_state(module: nn.Module) -> dict[str, Any]:
     pairs = pair_names(module)
     state = module.state_dict()
     return {
-        name: to_complex(full(value)) if name in pairs else full(value) for name, value in state.items()
+        name: to_complex(full(value)) if name in pairs else full(value)
+        for name, value in state.items()
     }
 
 
@@ -40,9 +41,7 @@ def full_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, A
     return {**state, "state": entries}
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module) -> None:
     """Load what `full_optimizer_state` returned, or an unsharded run's state, on any mesh."""
     complex_of = _pair_parameters(module)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -52,7 +51,9 @@ def load_optimizer_state(
         pairs = p in complex_of
         shape = p.shape[:-1] if pairs else p.shape
         entries[index] = {
-            key: split_like(v, p, pairs) if isinstance(v, Tensor) and v.ndim and v.shape == shape else v
+            key: split_like(v, p, pairs)
+            if isinstance(v, Tensor) and v.ndim and v.shape == shape
+            else v
             for key, v in values.items()
         }
     optimizer.load_state_dict({**state, "state": entries})

@@ -51,9 +51,7 @@ def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Ten
     return _Exchange.apply(x, dim, route, group)
 
 
-def add_to_owners(
-    y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup
-) -> Tensor:
+def add_to_owners(y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send each piece of `y` back along `route`; the owners, of `rows` rows each, add them up."""
     return _ExchangeAdjoint.apply(y, dim, rows, route, group)
 

@@ -8,6 +8,7 @@ them locally. Rows beyond the edge of the domain are the caller's to fill.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def needs_of(extent: int, parts: int, spans: Callable[[int, int], Sequence[Span]
     offsets = partition(extent, parts)
     return tuple(
         tuple(spans(low, high)) if high > low else ()
-        for low, high in zip(offsets, offsets[1:], strict=False)
+        for low, high in pairwise(offsets)
     )
 
 
@@ -106,9 +107,7 @@ def window_needs(
     return needs_of(output, parts, spans)
 
 
-def window_span(
-    low: int, high: int, kernel: int, stride: int, padding: int, dilation: int
-) -> Span:
+def window_span(low: int, high: int, kernel: int, stride: int, padding: int, dilation: int) -> Span:
     """The input rows under the windows of output rows `[low, high)`; may reach beyond the edges."""
     return low * stride - padding, (high - 1) * stride - padding + dilation * (kernel - 1) + 1
 

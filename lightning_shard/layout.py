@@ -133,7 +133,9 @@ def merge(dim: Sequence[Factor]) -> Dim:
     return tuple(merged) or (Factor(1),)
 
 
-def splits_of(ndim: int, sizes: Sequence[int], dims: int | Sequence[int]) -> dict[int, tuple[int, ...]]:
+def splits_of(
+    ndim: int, sizes: Sequence[int], dims: int | Sequence[int]
+) -> dict[int, tuple[int, ...]]:
     """The mesh axes that split each tensor dim, from the dim that each mesh axis splits."""
     chosen = [dims] if isinstance(dims, int) else list(dims)
     if len(chosen) != len(sizes):
@@ -141,7 +143,9 @@ def splits_of(ndim: int, sizes: Sequence[int], dims: int | Sequence[int]) -> dic
             f"dims must name one tensor dim for each of the {len(sizes)} mesh axes; got {chosen}."
         )
     if any(not -ndim <= d < ndim for d in chosen):
-        raise ValueError(f"dims {chosen} must lie in a tensor of {ndim} dims: -{ndim} to {ndim - 1}.")
+        raise ValueError(
+            f"dims {chosen} must lie in a tensor of {ndim} dims: -{ndim} to {ndim - 1}."
+        )
     splits = {d % ndim: (axis,) for axis, d in enumerate(chosen)}
     if len(splits) < len(chosen):
         raise ValueError(f"each mesh axis must split a dim of its own; got dims {chosen}.")

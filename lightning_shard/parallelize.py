@@ -144,7 +144,9 @@ def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
 
     def strip(value: Any) -> Any:
         leaves, spec = tree_flatten(value)
-        packed = [unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None) for leaf in leaves]
+        packed = [
+            unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None) for leaf in leaves
+        ]
         waiting.append([layout for _, layout in packed])
         return tree_unflatten([leaf for leaf, _ in packed], spec)
 
@@ -152,13 +154,19 @@ def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
         leaves, spec = tree_flatten(value)
         layouts = waiting.pop()
         return tree_unflatten(
-            [pack(leaf, x) if x is not None else leaf for leaf, x in zip(leaves, layouts, strict=True)], spec
+            [
+                pack(leaf, x) if x is not None else leaf
+                for leaf, x in zip(leaves, layouts, strict=True)
+            ],
+            spec,
         )
 
     block.register_forward_pre_hook(
         lambda _, args, kwargs: strip((args, kwargs)), prepend=True, with_kwargs=True
     )
-    block.register_forward_pre_hook(lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True)
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True
+    )
     block.register_forward_hook(lambda _, __, output: strip(output), prepend=True)
     block.register_forward_hook(lambda _, __, output: restore(output))
 
@@ -179,9 +187,7 @@ def split_like(value: Tensor, parameter: Tensor, pairs: bool = False) -> Tensor:
     value = value.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return value
-    return distribute_tensor(
-        value, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _mean_over_ranks(gradient: Tensor) -> Tensor:

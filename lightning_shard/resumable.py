@@ -45,7 +45,8 @@ def make_resumable(loader: DataLoader, trainer: Trainer) -> None:
     def load_state_dict(state: dict[str, int]) -> None:
         read = state["batches_read"]
         sampler.skip = read if read < len(sampler) else 0  # the epoch may have been at its end
-        _set_sampler_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)
+        epochs: Any = trainer.fit_loop.epoch_progress.current  # Lightning declares its base class
+        _set_sampler_epoch(loader, epochs.processed)
 
     loader.state_dict = state_dict  # pyright: ignore[reportAttributeAccessIssue]
     loader.load_state_dict = load_state_dict  # pyright: ignore[reportAttributeAccessIssue]

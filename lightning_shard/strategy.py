@@ -1,11 +1,8 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`."""
 
 import itertools
-import math
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,23 +11,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -43,15 +30,14 @@ from lightning_shard.checkpoint import (
     full_optimizer_state,
     load_optimizer_state,
 )
-from lightning_shard.clip import clip_grad_norm_
-from lightning_shard.failure import FailureWatch
-from lightning_shard.parallelize import make_mesh, mesh_names, parallelize
+from lightning_shard.mesh_strategy import MeshStrategy
+from lightning_shard.parallelize import parallelize
 from lightning_shard.resumable import make_resumable
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class HybridShardStrategy(ParallelStrategy):
+class HybridShardStrategy(MeshStrategy):
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples; the
@@ -95,128 +81,18 @@ class HybridShardStrategy(ParallelStrategy):
             ValueError: A size is smaller than 1.
         """
         super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+            data_parallel_size,
+            domain_parallel_size,
+            timeout_s,
+            process_group_backend,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
         )
-        domain = domain_parallel_size
-        self.domain_sizes = (domain,) if isinstance(domain, int) else tuple(domain)
-        sizes = [*self.domain_sizes, 1 if data_parallel_size == "auto" else data_parallel_size]
-        if not self.domain_sizes or min(sizes) < 1:
-            raise ValueError(
-                "data_parallel_size and domain_parallel_size must be 1 or more; got "
-                f"{data_parallel_size} and {domain_parallel_size}."
-            )
-        self.data_parallel_size = data_parallel_size
         self.shard_dims: ShardDims = shard_dims
-        self.num_nodes = 1
-        self.device_mesh: DeviceMesh | None = None
-        self._timeout = timedelta(seconds=timeout_s)
-        self._backend = process_group_backend
         self._moved: dict[Any, Any] = {}
-        self._failure: FailureWatch | None = None
-        self._alone: bool | None = None
-
-    # -- ranks and devices
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks before it injects a sampler."""
-        return True
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    @property
-    def domain_size(self) -> int:
-        return math.prod(self.domain_sizes)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of a domain read the same samples, data replicas different ones."""
-        return {
-            "num_replicas": self.world_size // self.domain_size,
-            "rank": self.global_rank // self.domain_size,
-        }
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        """Autocast on the accelerator's device (Lightning 2.6 says cuda for each but the CPU)."""
-        self._precision_plugin = plugin
-        if isinstance(plugin, MixedPrecision) and self.accelerator is not None and self.parallel_devices:
-            plugin.device = self.parallel_devices[0].type
-        if plugin is not None:
-            plugin.clip_grad_by_norm = clip_grad_norm_
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
-
-    @override
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        processes = self.num_processes * self.num_nodes
-        if not environment.creates_processes_externally and processes > 1:
-            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        if self.device_mesh is None:
-            data = self._data_size()
-            device = self.root_device
-            backend = self._backend or _get_default_process_group_backend_for_device(device)
-            place = {} if device.type == "cpu" else {"device_id": device}
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **place)
-            self.device_mesh = make_mesh(device.type, data, self.domain_sizes)
-        if self._failure is None and self.world_size > 1:
-            self._failure, self._alone = FailureWatch(self.global_rank), None
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self.device_mesh
-
-    def _data_size(self) -> int:
-        world = self.world_size
-        if world % self.domain_size:
-            raise ValueError(
-                f"domain_parallel_size {self.domain_size} does not divide the {world} processes; use one "
-                f"of {[n for n in range(1, world + 1) if world % n == 0]}, or start a multiple of "
-                f"{self.domain_size} processes."
-            )
-        data = world // self.domain_size
-        if self.data_parallel_size not in ("auto", data):
-            raise ValueError(
-                f"data_parallel_size {self.data_parallel_size} x domain_parallel_size "
-                f"{self.domain_size} must be the number of processes, {world}; use data_parallel_size "
-                f"{data} or 'auto'."
-            )
-        return data
-
-    @property
-    def domain_mesh(self) -> DeviceMesh:
-        """The mesh of this rank's domain."""
-        assert self.device_mesh is not None
-        return self.device_mesh[mesh_names(len(self.domain_sizes))[1:]]
-
-    # -- model, optimizers, data
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -243,14 +119,12 @@ class HybridShardStrategy(ParallelStrategy):
         """The ranks of a domain draw the same random numbers for what they all compute."""
         if self.domain_size > 1:
             states = [torch.get_rng_state()]
-            root = self.global_rank - self.global_rank % self.domain_size
-            mesh = self.domain_mesh
-            for axis in reversed(range(mesh.ndim)):
+            for axis in reversed(range(self.domain_mesh.ndim)):
+                group = self.domain_mesh.get_group(axis)
                 dist.broadcast_object_list(
-                    states, group=mesh.get_group(axis), group_src=0, device=self.root_device
+                    states, group=group, group_src=0, device=self.root_device
                 )
-            if self.global_rank != root:
-                torch.set_rng_state(states[0])
+            torch.set_rng_state(states[0])
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
@@ -275,7 +149,11 @@ class HybridShardStrategy(ParallelStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        return batch if self.domain_size == 1 else shard_batch(batch, self.domain_mesh, self.shard_dims)
+        return (
+            batch
+            if self.domain_size == 1
+            else shard_batch(batch, self.domain_mesh, self.shard_dims)
+        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -316,43 +194,6 @@ class HybridShardStrategy(ParallelStrategy):
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(not keep, recurse=False)
                 (module.unshard if keep else module.reshard)()
-
-    # -- collectives of the host
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not self._cut_off() and dist.is_initialized():
-            devices = {} if self.root_device.type == "cpu" else {"device_ids": [self.root_device.index]}
-            dist.barrier(**devices)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._cut_off() or not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if self._cut_off() or not isinstance(tensor, Tensor):
-            return tensor
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def _cut_off(self) -> bool:
-        """Whether an exception on some of the ranks forbids collectives."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        if self._failure is None or trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
-            return False
-        if self._alone is None:  # callbacks hear of an exception before the strategy does
-            self._alone = self._failure.reported_alone(sys.exception(), self.world_size)
-        return self._alone
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._cut_off()
-
-    # -- checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -26,25 +26,26 @@ Part = Subdomain | Spectrum | Canvas
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
+def _attributes(names: str) -> set[Any]:
+    """The getters of attributes of `Tensor`, as `__torch_function__` is given them."""
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
 # Facts that the wrapper itself knows: shape, dtype, device.
-_OF_WRAPPER = {
-    Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.device.__get__,
-    Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_cuda.__get__,
-    Tensor.is_cpu.__get__, Tensor.is_xpu.__get__, Tensor.is_meta.__get__, Tensor.is_mkldnn.__get__,
-    Tensor.is_nested.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.__hash__,
-    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.element_size,
-    Tensor.get_device,
-    Tensor.ndimension, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel,
-    torch.is_signed, torch.is_inference, torch.get_device, Tensor.is_same_size,
+_OF_WRAPPER = _attributes(
+    "shape ndim dtype device layout itemsize nbytes is_sparse is_quantized is_cuda is_cpu is_xpu is_meta "
+    "is_mkldnn is_nested"
+) | {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
+    Tensor.__hash__, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.element_size,
+    Tensor.get_device, Tensor.is_inference, Tensor.is_same_size, torch.is_floating_point,
+    torch.is_complex, torch.numel, torch.is_signed, torch.is_inference, torch.get_device,
 }  # fmt: skip
 # Facts of the autograd graph, which is the local tensor's.
-_OF_LOCAL = {
-    Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__,
-    Tensor.retains_grad.__get__, Tensor.retain_grad, Tensor.is_contiguous, Tensor.output_nr.__get__,
-    Tensor._version.__get__, Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
+_OF_LOCAL = _attributes("requires_grad grad_fn is_leaf retains_grad output_nr _version") | {
+    Tensor.retain_grad, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
 }  # fmt: skip
-_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # pyright: ignore[reportAttributeAccessIssue]
+_SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
 class DomainTensor(Tensor):
@@ -159,7 +160,9 @@ def _read(value: Any) -> Any:
     if isinstance(value, Spectrum):
         return value.read()
     if isinstance(value, Canvas):
-        raise UnsupportedOperationError("only an inverse transform can follow an assignment of modes")
+        raise UnsupportedOperationError(
+            "only an inverse transform can follow an assignment of modes"
+        )
     if type(value) in (list, tuple):
         return type(value)(map(_read, value))
     return value
@@ -189,7 +192,11 @@ def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
 def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
     if isinstance(value, Subdomain):
         same = wrappers.get(id(value.local))
-        if same is not None and isinstance(same._part, Subdomain) and same._part.layout == value.layout:
+        if (
+            same is not None
+            and isinstance(same._part, Subdomain)
+            and same._part.layout == value.layout
+        ):
             with _plain():
                 same.requires_grad_(value.local.requires_grad)
             return same  # an in-place operation gives back its tensor

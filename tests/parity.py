@@ -50,14 +50,20 @@ def assert_parity(
     wanted = _gradients(expected, inputs, seeds)
 
     given = [x.detach().clone().requires_grad_() for x in inputs]
-    operands = [lightning_shard.shard(x, mesh, split[i]) if i in split else x for i, x in enumerate(given)]
+    operands = [
+        lightning_shard.shard(x, mesh, split[i]) if i in split else x for i, x in enumerate(given)
+    ]
     results = _tensors(function(*operands))
     assert len(results) == len(expected)
     for result, value in zip(results, expected, strict=True):
-        assert result.shape == value.shape, f"shape {tuple(result.shape)}, expected {tuple(value.shape)}"
+        assert result.shape == value.shape, (
+            f"shape {tuple(result.shape)}, expected {tuple(value.shape)}"
+        )
         assert result.dtype == value.dtype
         _assert_canonical(result)
-        torch.testing.assert_close(lightning_shard.gather(result).detach(), value.detach(), **_close(dtype))
+        torch.testing.assert_close(
+            lightning_shard.gather(result).detach(), value.detach(), **_close(dtype)
+        )
     ranks = dist.get_world_size()
     wholes = [lightning_shard.gather(r) for r in results]
     partial = _gradients(wholes, given, seeds)
@@ -115,7 +121,9 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _close(dtype: torch.dtype) -> dict[str, float]:
-    return {"rtol": 1e-10, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    return (
+        {"rtol": 1e-10, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    )
 
 
 def _gradients(
@@ -131,7 +139,11 @@ def _gradients(
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    return [t for t in result if isinstance(t, Tensor)] if isinstance(result, tuple | list) else [result]
+    return (
+        [t for t in result if isinstance(t, Tensor)]
+        if isinstance(result, tuple | list)
+        else [result]
+    )
 
 
 def assert_double_backward(
@@ -149,7 +161,9 @@ def assert_double_backward(
     expected = torch.autograd.grad(wanted, inputs, allow_unused=True)
 
     given = [x.detach().clone().requires_grad_() for x in inputs]
-    operands = [lightning_shard.shard(x, mesh, split[i]) if i in split else x for i, x in enumerate(given)]
+    operands = [
+        lightning_shard.shard(x, mesh, split[i]) if i in split else x for i, x in enumerate(given)
+    ]
     penalty = _penalty(function, operands)
     torch.testing.assert_close(penalty, wanted, **_close(torch.float64))
     found = torch.autograd.grad(penalty, given, allow_unused=True)
@@ -159,7 +173,10 @@ def assert_double_backward(
         dist.all_reduce(total)
         wanted_i = torch.zeros_like(inputs[i]) if value is None else value
         torch.testing.assert_close(
-            total, wanted_i, **_close(torch.float64), msg=lambda m, i=i: f"second gradient of input {i}: {m}"
+            total,
+            wanted_i,
+            **_close(torch.float64),
+            msg=lambda m, i=i: f"second gradient of input {i}: {m}",
         )
 
 

@@ -37,11 +37,15 @@ def test_sizes_below_one(sizes):
 def test_declared_dims_that_a_batch_does_not_have():
     mesh = mesh_of(2)
     batch = {"x": torch.zeros(2, 3, 8, 8), "label": torch.zeros(2, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=r"shard_dims \[4\] of batch entry 'x' must lie in its shape"):
+    with pytest.raises(
+        ValueError, match=r"shard_dims \[4\] of batch entry 'x' must lie in its shape"
+    ):
         shard_batch(batch, mesh, {"x": 4})
     with pytest.raises(ValueError, match=r"'y', but the batch has \['x', 'label'\]"):
         shard_batch(batch, mesh, {"y": 2})
-    with pytest.raises(ValueError, match=r"shard_dims \[5\] of a batch entry must lie in its shape"):
+    with pytest.raises(
+        ValueError, match=r"shard_dims \[5\] of a batch entry must lie in its shape"
+    ):
         shard_batch(batch, mesh, 5)
 
 
@@ -100,7 +104,10 @@ class FailOnSecondRank(Callback):
 
 def run_cli(tmp_path: Path, config: str, *words: str) -> tuple[int, str, float]:
     (tmp_path / "config.yaml").write_text(config)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "lightning_shard", "fit", "--config", "config.yaml", *words],

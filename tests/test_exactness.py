@@ -20,11 +20,17 @@ def check(name, domain, dtype, *, accumulate=1, clip=None):
     for key, value in state.items():
         scale = float(value.abs().max()) if value.numel() else 0.0
         torch.testing.assert_close(
-            sharded_state[key], value, rtol=tolerance, atol=tolerance * scale, msg=lambda m, key=key: f"{key}: {m}"
+            sharded_state[key],
+            value,
+            rtol=tolerance,
+            atol=tolerance * scale,
+            msg=lambda m, key=key: f"{key}: {m}",
         )
 
 
-dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32], ids=["float64", "float32"]
+)
 models = pytest.mark.parametrize("name", MODELS)
 
 

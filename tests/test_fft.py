@@ -36,10 +36,28 @@ def spectral_conv(**options):
 LAYERS = {
     "dense": (lambda: spectral_conv(n_modes=(6, 6)), (13, 10)),
     "dense_odd": (lambda: spectral_conv(n_modes=(6, 6)), (21, 15)),
-    "tucker": (lambda: spectral_conv(n_modes=(6, 6), factorization="tucker", rank=0.4, implementation="factorized"), (13, 10)),
-    "cp": (lambda: spectral_conv(n_modes=(6, 6), factorization="cp", rank=0.4, implementation="factorized"), (13, 10)),
-    "tt": (lambda: spectral_conv(n_modes=(6, 6), factorization="tt", rank=0.4, implementation="factorized"), (13, 10)),
-    "reconstructed": (lambda: spectral_conv(n_modes=(6, 6), factorization="tucker", rank=0.4), (13, 10)),
+    "tucker": (
+        lambda: spectral_conv(
+            n_modes=(6, 6), factorization="tucker", rank=0.4, implementation="factorized"
+        ),
+        (13, 10),
+    ),
+    "cp": (
+        lambda: spectral_conv(
+            n_modes=(6, 6), factorization="cp", rank=0.4, implementation="factorized"
+        ),
+        (13, 10),
+    ),
+    "tt": (
+        lambda: spectral_conv(
+            n_modes=(6, 6), factorization="tt", rank=0.4, implementation="factorized"
+        ),
+        (13, 10),
+    ),
+    "reconstructed": (
+        lambda: spectral_conv(n_modes=(6, 6), factorization="tucker", rank=0.4),
+        (13, 10),
+    ),
     "fewer_rows": (lambda: spectral_conv(n_modes=(8, 8)), (6, 5)),
     "three_dims": (lambda: spectral_conv(n_modes=(4, 4, 4)), (6, 7, 8)),
 }
@@ -132,4 +150,6 @@ LOSSES = {"l2": LpLoss(d=2, reduction="mean"), "l1": LpLoss(d=2, p=1), "h1": H1L
 @pytest.mark.parametrize("dims", [[2, 3], [3, 2]])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_whole_tfno_with_loss(loss, dims):
-    assert_parity_of_module(WithLoss(fno("tucker"), LOSSES[loss]), [(2, 1, 13, 10)] * 2, dims, mesh_of(2, 2))
+    assert_parity_of_module(
+        WithLoss(fno("tucker"), LOSSES[loss]), [(2, 1, 13, 10)] * 2, dims, mesh_of(2, 2)
+    )

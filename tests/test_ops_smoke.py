@@ -40,7 +40,10 @@ CASES = {
     "slice": (lambda x: x[..., 1:-1, ::2], [(2, 3, 7, 5)]),
     "select": (lambda x: x[:, 1, 3], [(2, 3, 7, 5)]),
     "last": (lambda x: x[..., -1], [(2, 3, 7, 5)]),
-    "cat_dim1": (lambda x, g: torch.cat([x, g.expand(2, -1, -1, -1)], 1), [(2, 3, 7, 5), (1, 2, 7, 5)]),
+    "cat_dim1": (
+        lambda x, g: torch.cat([x, g.expand(2, -1, -1, -1)], 1),
+        [(2, 3, 7, 5), (1, 2, 7, 5)],
+    ),
     "cat_rows": (lambda x, g: torch.cat([x, g, x], 2), [(2, 3, 7, 5), (2, 3, 4, 5)]),
     "stack": (lambda x: torch.stack([x, 2 * x], 2), [(2, 3, 7, 5)]),
     "chunk": (lambda x: x.chunk(3, 2), [(2, 3, 7, 5)]),

@@ -43,7 +43,9 @@ def darcy_sample(index: int) -> dict[str, Tensor]:
 
 def image_sample(channels: int, extent: int) -> Callable[[int], tuple[Tensor, int]]:
     def sample(index: int) -> tuple[Tensor, int]:
-        image = torch.randn(channels, extent, extent, generator=generator(index), dtype=torch.float64)
+        image = torch.randn(
+            channels, extent, extent, generator=generator(index), dtype=torch.float64
+        )
         return image, index % 10
 
     return sample
@@ -106,7 +108,12 @@ class Losses(Callback):
 
 
 def train_alone(
-    name: str, dtype: torch.dtype, batch_size: int, *, accumulate: int = 1, clip: float | None = None
+    name: str,
+    dtype: torch.dtype,
+    batch_size: int,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A loop of one process, written by hand."""
     module = make(name, dtype)

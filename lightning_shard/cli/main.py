@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,8 @@ def main(args: Sequence[str] | None = None) -> None:
     state = RunState()
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    # lightning 2.6 asks for a class that torch 2.13 deprecates
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     try:
         _import_names()
         ShardCLI(sys.argv[1:] if args is None else args, state)

@@ -78,12 +78,15 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
                 candidate = o.layout.dims[-back]
                 if any(f.axes for f in chosen) and merge(chosen) != merge(candidate):
                     raise UnsupportedOperationError(
-                        "the operands are split differently: " + "; ".join(str(s.layout) for s in split)
+                        "the operands are split differently: "
+                        + "; ".join(str(s.layout) for s in split)
                     )
                 chosen = candidate
         dims.append(chosen)
     layout = Layout(tuple(dims), split[0].layout.grid)
-    if len(set(layout.axes())) < len(layout.axes()) or any(s.domain is not split[0].domain for s in split):
+    if len(set(layout.axes())) < len(layout.axes()) or any(
+        s.domain is not split[0].domain for s in split
+    ):
         raise UnsupportedOperationError(
             "the operands are split differently: " + "; ".join(str(s.layout) for s in split)
         )

@@ -42,9 +42,7 @@ def window_rows(
     layout = x.layout.with_dim(dim, output)
     (factor,) = layout.dims[dim]
     low, high = factor.bounds(grid)
-    needs = window_needs(
-        extent, grid.parts(factor.axes), output, kernel, stride, padding, dilation
-    )
+    needs = window_needs(extent, grid.parts(factor.axes), output, kernel, stride, padding, dilation)
     rows = fetch(x, dim, needs)
     if high > low:
         first, last = window_span(low, high, kernel, stride, padding, dilation)
@@ -68,7 +66,9 @@ def conv(
 ) -> Subdomain:
     x, n = input, weight.ndim - 2
     if not isinstance(x, Subdomain) or isinstance(weight, Subdomain):
-        raise UnsupportedOperationError("only the input of a convolution may be split, not its weight")
+        raise UnsupportedOperationError(
+            "only the input of a convolution may be split, not its weight"
+        )
     first = x.ndim - n  # the first spatial dim; 1 for an input without batch
     if x.layout.axes(first - 1):
         raise UnsupportedOperationError(f"convolution over split channels (dim {first - 1})")

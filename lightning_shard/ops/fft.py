@@ -1,5 +1,6 @@
 """torch.fft on split tensors, by lazy spectra (ops/spectrum.py); whole dims transform locally."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,18 +34,31 @@ def _plan(
     return sizes, [d % x.ndim for d in dims], given.get("norm")
 
 
-def _forward(func: Callable[..., Any], x: Subdomain, rank: int | None, one_sided: bool, *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    func: Callable[..., Any],
+    x: Subdomain,
+    rank: int | None,
+    one_sided: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     sizes, dims, norm = _plan(x, args, kwargs, rank)
-    extents = tuple(x.shape[d] if sizes is None or sizes[i] == -1 else int(sizes[i]) for i, d in enumerate(dims))
+    extents = tuple(
+        x.shape[d] if sizes is None or sizes[i] == -1 else int(sizes[i]) for i, d in enumerate(dims)
+    )
     frequencies = [tuple(range(n)) for n in extents]
     if one_sided:
         if x.dtype.is_complex:
             raise RuntimeError(f"{func.__name__} expects a real input; got {x.dtype}")
         frequencies[-1] = tuple(range(extents[-1] // 2 + 1))
-    return Spectrum(x, tuple(dims), extents, tuple(frequencies), -1, scale(norm, extents, -1), _complex(x.dtype))
+    return Spectrum(
+        x, tuple(dims), extents, tuple(frequencies), -1, scale(norm, extents, -1), _complex(x.dtype)
+    )
 
 
-def _backward(func: Callable[..., Any], x: Any, rank: int | None, one_sided: bool, *args: Any, **kwargs: Any) -> Any:
+def _backward(
+    func: Callable[..., Any], x: Any, rank: int | None, one_sided: bool, *args: Any, **kwargs: Any
+) -> Any:
     sizes, dims, norm = _plan(x, args, kwargs, rank)
     shape = [x.shape[d] for d in dims]
     if one_sided:
@@ -59,10 +73,19 @@ def _backward(func: Callable[..., Any], x: Any, rank: int | None, one_sided: boo
         writes = x.writes
         for write in writes:
             if any(len(at) < x.shape[d] for d, at in enumerate(write.positions) if d not in dims):
-                raise UnsupportedOperationError("modes assigned to a part of a dim that is not transformed")
+                raise UnsupportedOperationError(
+                    "modes assigned to a part of a dim that is not transformed"
+                )
     if not writes:
         raise UnsupportedOperationError("an inverse transform of a spectrum without modes")
     return inverse(writes, dims, extents, norm, one_sided)
+
+
+def _call(
+    kind: Callable[..., Any], rank: int | None, one_sided: bool, func: Any, *args: Any, **kwargs: Any
+) -> Any:
+    x = kwargs.pop("input", None)
+    return kind(func, *(args[:1] or (x,)), rank, one_sided, *args[1:], **kwargs)
 
 
 def _register() -> None:
@@ -72,9 +95,7 @@ def _register() -> None:
         ):  # fmt: skip
             function = getattr(torch.fft, prefix + name)
 
-            def rule(func: Any, input: Any, *args: Any, _k: Any = (kind, rank, one_sided), **kwargs: Any) -> Any:  # noqa: A002
-                return _k[0](func, input, _k[1], _k[2], *args, **kwargs)
-
+            rule = functools.partial(_call, kind, rank, one_sided)
             implements(function)(rule)
             if kind is _backward:
                 implements_lazily(function)(rule)

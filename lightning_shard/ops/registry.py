@@ -57,7 +57,9 @@ def functions_with_rules() -> dict[Callable[..., Any], Rule]:
     return dict(_RULES)
 
 
-def canonical_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def canonical_names(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments under torch's first names: numpy's `axis` and `keepdims` are `dim` and `keepdim`.
 
     A tensor given as `input=` becomes the first positional argument.
@@ -94,9 +96,9 @@ def name_of(function: Any) -> str:
     if name.startswith("_fft.") or name.startswith("fft_"):
         return f"torch.fft.{name.rpartition('fft_')[2]}"
     module = getattr(function, "__module__", None) or ""
-    module = {"torch._C._nn": "torch.nn.functional", "torch.functional": "torch", "torch._tensor": ""}.get(
-        module, module
-    )
+    module = {
+        "torch._C._nn": "torch.nn.functional",
+        "torch.functional": "torch",
+        "torch._tensor": "",
+    }.get(module, module)
     return f"{module}.{name}" if module else name
-
-

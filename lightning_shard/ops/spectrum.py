@@ -164,14 +164,21 @@ class Canvas:
             source = order[d](tuple(range(n))) if d in order else tuple(range(n))
             moved.append({old: new for new, old in enumerate(source)})
         writes = [
-            Write(w.modes, tuple(tuple(m[p] for p in at) for m, at in zip(moved, w.positions, strict=True)))
+            Write(
+                w.modes,
+                tuple(tuple(m[p] for p in at) for m, at in zip(moved, w.positions, strict=True)),
+            )
             for w in self.writes
         ]
         return Canvas(self.shape, self.dtype, writes, tuple(tuple(range(n)) for n in self.shape))
 
 
 def inverse(
-    writes: Sequence[Write], dims: Sequence[int], extents: Sequence[int], norm: str | None, real: bool
+    writes: Sequence[Write],
+    dims: Sequence[int],
+    extents: Sequence[int],
+    norm: str | None,
+    real: bool,
 ) -> Subdomain:
     """The field whose spectrum is the sum of `writes`, split as the modes are.
 
@@ -199,7 +206,12 @@ def inverse(
 
 
 def _rows_of_modes(
-    x: Subdomain, dim: int, extent: int, positions: Positions, axes: tuple[int, ...], one_sided: bool
+    x: Subdomain,
+    dim: int,
+    extent: int,
+    positions: Positions,
+    axes: tuple[int, ...],
+    one_sided: bool,
 ) -> Subdomain:
     """Sum the modes of whole `dim` into this rank's rows of a field of `extent`, split over `axes`."""
     limit = extent // 2 + 1 if one_sided else extent
