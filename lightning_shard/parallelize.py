@@ -71,15 +71,17 @@ def parallelize(
     if isinstance(module, FSDPModule):
         return {}
     before = dict(module.named_parameters(remove_duplicate=False))
-    for tensor in (*module.parameters(), *module.buffers()):
-        _broadcast(tensor.detach())
     if mesh.size() == 1:
         return {}
+    flat = mesh if mesh.ndim == 1 else mesh._flatten("all_ranks")
+    group = flat.get_group()
+    for tensor in (*module.parameters(), *module.buffers()):
+        data = tensor.detach()
+        dist.broadcast(torch.view_as_real(data) if data.is_complex() else data, group=group, group_src=0)
     store_as_pairs(module)
-    flat = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("fsdp",))
     scalars = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
     for scalar in scalars:
-        scalar.register_hook(_mean_over_ranks)
+        scalar.register_hook(functools.partial(_mean_over_ranks, group=group))
     for block in (*blocks(module), module):
         _shard_block(block, flat, scalars)
     for method in methods:
@@ -190,12 +192,7 @@ def split_like(value: Tensor, parameter: Tensor, pairs: bool = False) -> Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _mean_over_ranks(gradient: Tensor) -> Tensor:
-    total = gradient / dist.get_world_size()
-    dist.all_reduce(total)
-    return total
-
-
-def _broadcast(tensor: Tensor) -> None:
-    if dist.get_world_size() > 1:
-        dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor, src=0)
+def _mean_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    mean = gradient / dist.get_world_size(group)
+    dist.all_reduce(mean, group=group)
+    return mean

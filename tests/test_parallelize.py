@@ -1,0 +1,100 @@
+"""Without Lightning: a plain script with a domain mesh, with and without FSDP2."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import lightning_shard
+from lightning_shard.parallelize import blocks, make_mesh
+from tests.parity import mesh_of
+
+
+class Net(nn.Module):
+    """Two wide blocks, a scalar parameter, a complex one, and two that share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Conv2d(2, 120, 3, padding=1)
+        self.blocks = nn.ModuleList([nn.Conv2d(120, 120, 3, padding=1) for _ in range(2)])
+        self.last = nn.Conv2d(120, 2, 1)
+        self.again = nn.Conv2d(120, 2, 1)
+        self.again.weight = self.last.weight
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.gain * self.phase.abs().sum() * (self.last(x) - self.again(2 * x))
+
+
+def expected(net, x):
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss, {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.spmd(3)
+def test_plain_script_averages_gradients():
+    mesh = mesh_of(3)
+    net, x = Net(), torch.randn(2, 2, 7, 5)
+    loss, grads = expected(copy.deepcopy(net), x)
+    split = net(lightning_shard.shard(x, mesh, dims=2)).square().mean()
+    split.backward()
+    torch.testing.assert_close(split, loss)
+    for name, p in net.named_parameters():
+        p.grad /= mesh.size()
+        dist.all_reduce(torch.view_as_real(p.grad) if p.is_complex() else p.grad)
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(2,), (2, 2)], ids=str)
+def test_parallelize_shards_parameters_and_averages(domain):
+    mesh = make_mesh("cpu", 4 // torch.tensor(domain).prod().item(), domain)
+    names = mesh.mesh_dim_names[1:]
+    data = mesh["data"]
+    net, x = Net(), torch.randn(4, 2, 7, 5)
+    loss, grads = expected(copy.deepcopy(net), x)
+    with torch.no_grad():
+        for p in net.parameters():  # another start on the other ranks
+            p.add_(dist.get_rank())
+    lightning_shard.parallelize(net, mesh)
+    mine = x.chunk(data.size())[data.get_local_rank()]
+    split = net(lightning_shard.shard(mine, mesh[names], dims=range(2, 2 + len(domain)))).square().mean()
+    split.backward()
+    total = split.detach() / 4
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, loss.detach())
+    for name, p in net.named_parameters():
+        assert isinstance(p, DTensor) or p.ndim == 0
+        gradient = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+        if name == "phase":
+            gradient = torch.view_as_complex(gradient)
+        torch.testing.assert_close(gradient, grads[name], rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_are_the_large_elements_of_lists():
+    net = Net()
+    assert list(blocks(net)) == list(net.blocks)
+
+
+@pytest.mark.spmd(4)
+def test_mesh_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="must be the number of processes, 4"):
+        make_mesh("cpu", 3, (2,))
+
+
+@pytest.mark.spmd(2)
+def test_submesh_is_enough():
+    """A domain mesh that is a part of the world."""
+    world = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "domain"))
+    x = lightning_shard.shard(torch.arange(6.0), world["domain"], dims=0)
+    assert lightning_shard.gather(x * 2).tolist() == [0, 2, 4, 6, 8, 10]
