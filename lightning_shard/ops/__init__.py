@@ -11,6 +11,8 @@ from lightning_shard.ops import conv_transpose as conv_transpose
 from lightning_shard.ops import distance as distance
 from lightning_shard.ops import extreme as extreme
 from lightning_shard.ops import fft as fft
+from lightning_shard.ops import formula as formula
+from lightning_shard.ops import grid_sample as grid_sample
 from lightning_shard.ops import index as index
 from lightning_shard.ops import interpolate as interpolate
 from lightning_shard.ops import join as join
@@ -28,6 +30,7 @@ from lightning_shard.ops import scan as scan
 from lightning_shard.ops import select as select
 from lightning_shard.ops import shift as shift
 from lightning_shard.ops import show as show
+from lightning_shard.ops import shuffle as shuffle
 from lightning_shard.ops import softmax as softmax
 from lightning_shard.ops import sort as sort
 from lightning_shard.ops import split as split

@@ -21,9 +21,9 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
     if not x.layout.axes(dim):
         local = x.local[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
         return x.view(local, x.layout.with_dim(dim, len(rows)))
-    x = simple(x, dim)
     if rows == range(x.shape[dim]):
         return x
+    x = simple(x, dim)
     layout = x.layout.with_dim(dim, len(rows))
     (factor,) = layout.dims[dim]
     grid = layout.grid

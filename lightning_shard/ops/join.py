@@ -69,3 +69,21 @@ def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) ->
     d = dim % (tensors[0].ndim + 1)
     raised = [unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors]
     return cat(torch.cat, raised, d)
+
+
+@implements(torch.hstack, torch.column_stack, torch.vstack, torch.row_stack, torch.dstack)
+def stack_by_name(func: Callable[..., Any], tensors: Sequence[Operand]) -> Any:
+    """Tensors of fewer dims get dims of extent 1 first, as numpy has it."""
+    name = func.__name__
+    least = {"hstack": 1, "dstack": 3}.get(name, 2)
+    raised = [_raised(t, least, columns=name == "column_stack") for t in tensors]
+    dim = {"hstack": min(raised[0].ndim - 1, 1), "column_stack": 1, "dstack": 2}.get(name, 0)
+    return cat(torch.cat, raised, dim)
+
+
+def _raised(x: Operand, least: int, *, columns: bool) -> Operand:
+    """A row is (1, n) and (1, n, 1); for `column_stack` a column (n, 1)."""
+    while x.ndim < least:
+        at = x.ndim if columns or x.ndim == 2 else 0
+        x = unsqueeze(torch.unsqueeze, x, at) if isinstance(x, Subdomain) else x.unsqueeze(at)
+    return x

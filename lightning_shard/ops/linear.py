@@ -107,7 +107,7 @@ def linear(
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm,
-            torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
+            torch.bmm, Tensor.bmm, torch.linalg.matmul, torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
 def matmul(func: Callable[..., Tensor], a: Operand, b: Operand, **kwargs: Any) -> Operand:
     if func is Tensor.__rmatmul__:
         a, b = b, a
@@ -131,6 +131,14 @@ def add_product(
     parts = [local_part(o, layout) if layout else o for o in operands]
     result = alpha * parts[-1] + (beta * parts[0] if beta else 0)
     return split[0].like(result, layout) if layout else result
+
+
+@implements(torch.inner, Tensor.inner)
+def inner(func: Callable[..., Tensor], a: Operand, b: Operand) -> Operand:
+    """The sum of products over the last dims."""
+    left, right = ascii_letters[: a.ndim], ascii_letters[a.ndim :][: b.ndim]
+    output = left[:-1] + right[:-1]
+    return contract(torch.inner, [a, b], [left, right[:-1] + left[-1]], output)
 
 
 @implements(torch.outer, Tensor.outer, torch.ger, Tensor.ger)

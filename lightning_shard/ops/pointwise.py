@@ -24,7 +24,7 @@ OPERATORS = (
 UNTAGGED = (
     "absolute negative multiply subtract divide floor_divide fix greater greater_equal less less_equal "
     "not_equal arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj real imag isreal float_power "
-    "isclose softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex"
+    "isclose expit gammaln gammainc gammaincc multigammaln ndtr psi softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex"
 ).split()
 CONVERSIONS = (
     "to type type_as float double half bfloat16 chalf cfloat cdouble bool int long short char byte cpu "
@@ -98,6 +98,14 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Tensor:
     """A tensor of the shape that is given: whole on every rank."""
     return func(x.local, *args, **kwargs)
+
+
+@implements(torch.bucketize, torch.isin)
+def look_up(func: Callable[..., Tensor], x: Any, table: Any, *args: Any, **kwargs: Any) -> Subdomain:
+    """Each element is looked up in a plain table."""
+    if not isinstance(x, Subdomain) or isinstance(table, Subdomain):
+        raise UnsupportedOperationError("only the elements looked up may be split, not the table")
+    return x.like(func(x.local.contiguous(), table, *args, **kwargs))
 
 
 @implements(Tensor.copy_)

@@ -32,7 +32,7 @@ def formatted(func: Callable[..., str], x: Any, spec: str) -> str:
 
 
 @implements(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-            Tensor.__complex__)  # fmt: skip
+            Tensor.__complex__, torch.is_nonzero, Tensor.is_nonzero)  # fmt: skip
 def number(func: Callable[..., Any], x: Subdomain) -> Any:
     """The number in a tensor of one element, on every rank."""
     if any(n != 1 for n in x.shape):

@@ -15,7 +15,8 @@ from lightning_shard.ops.registry import implements
 _DIM_OF = {"hsplit": 1, "vsplit": 0, "dsplit": 2}
 
 
-@implements(torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
+@implements(torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes,
+            torch.unsafe_split, Tensor.unsafe_split)  # fmt: skip
 def split(
     func: Callable[..., Any], x: Subdomain, split_size_or_sections: Any, dim: int = 0
 ) -> tuple[Subdomain, ...]:
@@ -28,7 +29,7 @@ def split(
     return tuple(strided(x, d, range(e - n, e)) for n, e in zip(sizes, ends, strict=True))
 
 
-@implements(torch.chunk, Tensor.chunk)
+@implements(torch.chunk, Tensor.chunk, torch.unsafe_chunk, Tensor.unsafe_chunk)
 def chunk(func: Callable[..., Any], x: Subdomain, chunks: int, dim: int = 0) -> tuple[Subdomain, ...]:
     return split(func, x, max(-(-x.shape[x.layout.dim(dim)] // chunks), 1), dim)
 

@@ -129,6 +129,12 @@ def matrix_transpose(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     return transpose(func, x, -2, -1) if x.ndim > 1 else x
 
 
+@implements(torch.adjoint, Tensor.adjoint, Tensor.mH.__get__, Tensor.H.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+def adjoint(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    turned = transpose(func, x, -2, -1)
+    return turned.view(turned.local.conj(), turned.layout)
+
+
 @implements(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis)
 def movedim(func: Callable[..., Any], x: Subdomain, source: Any, destination: Any) -> Subdomain:
     meta = torch.empty(tuple(range(x.ndim)), device="meta")  # extents that name the dims
@@ -150,6 +156,25 @@ def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
         x = whole(x, d)
     dims = tuple(factors for d, factors in enumerate(x.layout.dims) if d not in gone)
     return x.view(x.local.squeeze(tuple(gone)), Layout(dims, x.layout.grid))
+
+
+@implements(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d)
+def atleast(func: Callable[..., Any], *tensors: Any) -> Any:
+    """New dims as torch adds them: (n) is (1, n) and (1, n, 1), (n, m) is (n, m, 1)."""
+    if len(tensors) > 1 or isinstance(tensors[0], list | tuple):
+        raise UnsupportedOperationError("several tensors at once; call it for each")
+    (x,), least = tensors, int(func.__name__[-2])
+    if x.ndim < min(least, 2):
+        x = unsqueeze(torch.unsqueeze, x, 0)
+    return unsqueeze(torch.unsqueeze, x, 2) if x.ndim < least else x
+
+
+@implements(torch.view_as_real, torch.view_as_complex)
+def view_as_pairs(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """The pairs of real and imaginary parts are the last dim, which is whole."""
+    if func is torch.view_as_real:
+        return x.view(func(x.local), Layout((*x.layout.dims, (Factor(2),)), x.layout.grid))
+    return x.view(func(whole(x, x.ndim - 1).local), Layout(x.layout.dims[:-1], x.layout.grid))
 
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)

@@ -19,7 +19,7 @@ def labels_with(x: torch.Tensor, ignored: int = -100) -> torch.Tensor:
 
 
 def every(function):
-    return lambda *tensors: tuple(function(*tensors, reduction=r) for r in ("none", "mean", "sum"))
+    return lambda *tensors, **named: tuple(function(*tensors, reduction=r, **named) for r in ("none", "mean", "sum"))
 
 
 CASES = {
@@ -54,6 +54,20 @@ CASES = {
     "multilabel": (
         lambda x, y: F.multilabel_soft_margin_loss(x, (y > 0).double().detach()),
         [SHAPE, SHAPE],
+    ),
+    "cosine": (
+        lambda x, y: F.cosine_embedding_loss(
+            x.flatten(0, 2), y.flatten(0, 2), (x.flatten(0, 2)[:, 0].detach() > 0) * 2 - 1, margin=0.2
+        ),
+        [SHAPE, SHAPE],
+    ),
+    "triplet": (
+        lambda x, y, z: every(F.triplet_margin_loss)(x, y, z, swap=True),
+        [SHAPE, SHAPE, SHAPE],
+    ),
+    "triplet_distance": (
+        lambda x, y, z: F.triplet_margin_with_distance_loss(x, y, z),
+        [SHAPE, SHAPE, SHAPE],
     ),
     "cross_entropy": (lambda x: every(F.cross_entropy)(x, labels_with(x)), [SHAPE]),
     "cross_entropy_plain": (lambda x: F.cross_entropy(x, LABELS), [SHAPE]),

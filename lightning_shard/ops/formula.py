@@ -1,0 +1,119 @@
+"""Functions that are formulas of other functions, written for whole tensors: each part has its rule."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
+
+
+@implements(torch.trapezoid, torch.trapz, torch.cumulative_trapezoid)
+def trapezoid(
+    func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
+) -> Tensor:
+    y, d = wrapped(y), dim % y.ndim
+    n = y.shape[d]
+    areas = y.narrow(d, 1, n - 1) + y.narrow(d, 0, n - 1)
+    if x is None:
+        areas = areas * (dx / 2)
+    else:
+        x = wrapped(x)
+        widths = x.diff(dim=-1 if x.ndim == 1 else d) / 2
+        areas = areas * (widths.reshape([-1] + [1] * (y.ndim - 1 - d)) if x.ndim == 1 else widths)
+    return areas.cumsum(d) if func is torch.cumulative_trapezoid else areas.sum(d)
+
+
+@implements(torch.gradient)
+def gradient(
+    func: Callable[..., Any], x: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
+) -> tuple[Tensor, ...]:
+    """Central differences, one-sided at the edges."""
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    steps = list(spacing) if isinstance(spacing, Sequence) else [spacing] * len(dims)
+    if any(not isinstance(step, int | float) for step in steps):
+        raise UnsupportedOperationError("gradient with coordinates as spacing; use numbers")
+    return tuple(_slope(wrapped(x), d % x.ndim, h, edge_order) for d, h in zip(dims, steps, strict=True))
+
+
+def _slope(x: Tensor, dim: int, step: float, edge_order: int) -> Tensor:
+    n = x.shape[dim]
+    if n <= edge_order:
+        raise RuntimeError(f"gradient needs more than {edge_order} rows of dim {dim}; got {n}")
+    first = [x.narrow(dim, i, 1) for i in range(edge_order + 1)]
+    last = [x.narrow(dim, n - 1 - i, 1) for i in range(edge_order + 1)]
+    inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / (2 * step)
+    return torch.cat([_one_sided(first) / step, inner, -_one_sided(last) / step], dim)
+
+
+def _one_sided(rows: Sequence[Tensor]) -> Tensor:
+    """The difference quotient at the first of two or three rows."""
+    if len(rows) == 2:
+        return rows[1] - rows[0]
+    return -1.5 * rows[0] + 2 * rows[1] - 0.5 * rows[2]
+
+
+@implements(F.glu)
+def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
+    if x.shape[dim] % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}")
+    value, gate = wrapped(x).chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+@implements(F.prelu, torch.prelu, Tensor.prelu)
+def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
+    """One slope, or one for each channel (dim 1)."""
+    x = wrapped(x)
+    slope = weight.reshape([-1] + [1] * max(x.ndim - 2, 0)) if weight.numel() > 1 else weight.reshape(())
+    return torch.where(x > 0, x, slope * x)
+
+
+@implements(F.bilinear, torch.bilinear)
+def bilinear(func: Callable[..., Any], x: Any, y: Any, weight: Any, bias: Any = None) -> Tensor:
+    product = torch.einsum("...i,oij,...j->...o", wrapped(x), weight, wrapped(y))
+    return product if bias is None else product + bias
+
+
+@implements(torch.dist, Tensor.dist)
+def dist(func: Callable[..., Any], x: Any, other: Any, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(wrapped(x) - wrapped(other), p)
+
+
+@implements(F.cosine_embedding_loss)
+def cosine_embedding_loss(
+    func: Callable[..., Any], x: Any, y: Any, target: Any, margin: float = 0, reduction: str = "mean", **_: Any
+) -> Tensor:
+    """As torch does, with 1e-12 added to the squared lengths."""
+    x, y, target = wrapped(x), wrapped(y), wrapped(target)
+    squares = [(t * t).sum(-1) + 1e-12 for t in (x, y)]
+    cosine = (x * y).sum(-1) / (squares[0] * squares[1]).sqrt()
+    apart = torch.where(target == -1, (cosine - margin).clamp(min=0), 0.0)
+    return _reduced(torch.where(target == 1, 1 - cosine, apart), reduction)
+
+
+@implements(F.triplet_margin_loss)
+def triplet_margin_loss(
+    func: Callable[..., Any],
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: str = "mean",
+    **_: Any,
+) -> Tensor:
+    anchor, positive, negative = wrapped(anchor), wrapped(positive), wrapped(negative)
+    far = F.pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
+    near = F.pairwise_distance(anchor, positive, p, eps)
+    return _reduced((margin + near - far).clamp(min=0), reduction)
+
+
+def _reduced(x: Tensor, reduction: str) -> Tensor:
+    return x if reduction == "none" else x.mean() if reduction == "mean" else x.sum()

@@ -1,0 +1,31 @@
+"""Convolutions: strides, even kernels, dilation, kernels wider than a part."""
+
+import pytest
+import torch.nn.functional as F
+
+from tests.parity import assert_parity, mesh_of
+
+SHAPE, ODD = (2, 3, 7, 5), (2, 3, 13, 9)
+
+CASES = {
+    "padded": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [SHAPE, (4, 3, 3, 3), (4,)]),
+    "stride": (lambda x, w, b: F.conv2d(x, w, b, 2, 1), [ODD, (4, 3, 3, 3), (4,)]),
+    "even": (lambda x, w: F.conv2d(x, w, None, 2, 0, 2), [ODD, (4, 3, 2, 4)]),
+    "same": (lambda x, w: F.conv2d(x, w, padding="same"), [ODD, (4, 3, 3, 5)]),
+    "wide": (lambda x, w: F.conv2d(x, w, padding=4), [(2, 3, 5, 4), (4, 3, 7, 7)]),
+}
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_three_ranks(case, dim):
+    function, shapes = CASES[case]
+    assert_parity(function, shapes, {0: [dim]}, mesh_of(3))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("case", CASES)
+def test_two_by_two(case):
+    function, shapes = CASES[case]
+    assert_parity(function, shapes, {0: [2, 3]}, mesh_of(2, 2))

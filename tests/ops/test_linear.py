@@ -1,0 +1,67 @@
+"""Products of split and plain tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.parity import assert_double_backward, assert_parity, mesh_of
+
+SHAPE = (2, 3, 7, 5)
+
+CASES = {
+    "flat_linear": (lambda x, w, b: F.linear(x.flatten(1), w, b), [SHAPE, (4, 105), (4,)]),
+    "linear": (lambda x, w, b: F.linear(x, w, b), [SHAPE, (4, 5), (4,)]),
+    "linear_channels": (lambda x, w: F.linear(x.movedim(1, -1), w), [SHAPE, (4, 3)]),
+    "mlp": (lambda x, w: F.conv1d(x.reshape(2, 3, -1), w).reshape(2, 4, 7, 5), [SHAPE, (4, 3, 1)]),
+    "matmul": (lambda x, w: x @ w, [SHAPE, (5, 4)]),
+    "matmul_left": (lambda x, w: torch.matmul(w, x), [SHAPE, (2, 3, 4, 7)]),
+    "matrix_vector": (lambda x, v: (x @ v, torch.mv(x[0, 0], v)), [SHAPE, (5,)]),
+    "dot": (lambda x: torch.dot(x.flatten(), x.flatten()), [SHAPE]),
+    "gram": (lambda x: (x @ x.mT, x.mT @ x), [SHAPE]),
+    "einsum": (lambda x, w: torch.einsum("bixy,ioxy->boxy", x, w), [SHAPE, (3, 4, 7, 5)]),
+    "einsum_sum": (lambda x, w: torch.einsum("bcxy,xk->bck", x, w), [SHAPE, (7, 4)]),
+    "einsum_dots": (lambda x, w: torch.einsum("...xy,ky->...kx", x, w), [SHAPE, (4, 5)]),
+    "einsum_implicit": (lambda x, w: torch.einsum("bcxy, yk", x, w), [SHAPE, (5, 4)]),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, dims=([2, 1], [0, 1])), [SHAPE, (7, 3, 4)]),
+    "addmm": (lambda x, w, b: torch.addmm(b, x[0, 0], w, beta=2, alpha=3), [SHAPE, (5, 4), (4,)]),
+    "baddbmm": (lambda x, w: torch.baddbmm(x[0], x[1], w, beta=0.5), [SHAPE, (3, 5, 5)]),
+    "bmm": (lambda x, w: torch.bmm(x[0], w), [SHAPE, (3, 5, 4)]),
+    "inner": (lambda x, w: torch.inner(x, w), [SHAPE, (4, 5)]),
+    "outer": (lambda x, w: torch.outer(x[0, 0, :, 1], w), [SHAPE, (4,)]),
+}
+SMOOTH = ["flat_linear", "linear", "gram", "einsum_sum", "baddbmm"]
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_three_ranks(case, dim):
+    function, shapes = CASES[case]
+    assert_parity(function, shapes, {0: [dim]}, mesh_of(3))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("dims", [[3], [2, 3]], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_four_ranks(case, dims):
+    function, shapes = CASES[case]
+    assert_parity(function, shapes, {0: dims}, mesh_of(4) if len(dims) == 1 else mesh_of(2, 2))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("dims", [[3], [2, 3]], ids=str)
+@pytest.mark.parametrize("case", SMOOTH)
+def test_double_backward(case, dims):
+    function, shapes = CASES[case]
+    mesh = mesh_of(4) if len(dims) == 1 else mesh_of(2, 2)
+    assert_double_backward(function, shapes, {0: dims}, mesh)
+
+
+@pytest.mark.spmd(4)
+def test_fewer_rows_than_ranks():
+    def function(x, w):
+        return x @ w, w.T @ x.T, x.T @ x, x @ x.T
+
+    assert_parity(function, [(3, 5), (5, 2)], {0: [0]}, mesh_of(4))
+    assert_parity(function, [(5, 3), (3, 2)], {0: [1]}, mesh_of(4))
+    assert_parity(function, [(5, 3), (3, 2)], {0: [1], 1: [0]}, mesh_of(4))
