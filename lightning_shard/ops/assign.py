@@ -19,16 +19,16 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
     """Each rank writes the assigned rows that it owns."""
     if not isinstance(x, Subdomain):
         raise UnsupportedOperationError(
-            "a plain tensor, whole on every rank, cannot take split rows; make it like the split tensor "
-            "(torch.zeros_like, new_zeros)"
+            "a plain tensor, whole on every rank, cannot take split rows; make it like the split "
+            "tensor (torch.zeros_like)"
         )
     if isinstance(index, Subdomain | Tensor) and index.dtype == torch.bool and index.ndim:
-        return _fill_where(x, index, value)
+        _fill_where(x, index, value)
+        return
     entries = expanded_index(x.ndim, index)
     if None in entries:
         raise UnsupportedOperationError("assignment through an index with None")
-    rows = [range(row_of(x, d, e), row_of(x, d, e) + 1) if isinstance(e, int) else range_of(x.shape[d], e)
-            for d, e in enumerate(entries)]  # fmt: skip
+    rows = [_rows(x, d, entry) for d, entry in enumerate(entries)]
     if isinstance(value, Subdomain | Tensor) and value.ndim:
         value = _with_dims(func, value, [isinstance(e, int) for e in entries])
     place: list[slice] = []
@@ -42,14 +42,26 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
     x.local[tuple(place)] = value.local if isinstance(value, Subdomain) else value
 
 
+def _rows(x: Subdomain, dim: int, entry: int | slice) -> range:
+    if isinstance(entry, slice):
+        return range_of(x.shape[dim], entry)
+    row = row_of(x, dim, entry)
+    return range(row, row + 1)
+
+
 def _fill_where(x: Subdomain, mask: Any, value: Any) -> None:
     """Write one number where the mask, of the first dims of `x`, is true."""
     if isinstance(value, Subdomain) or (isinstance(value, Tensor) and value.ndim):
         raise UnsupportedOperationError(
-            "assignment of many values through a mask: which of them go to this rank is not known before"
+            "assignment of many values through a mask: which of them go to this rank is not known "
+            "before"
         )
     for _ in range(x.ndim - mask.ndim):
-        mask = unsqueeze(torch.unsqueeze, mask, mask.ndim) if isinstance(mask, Subdomain) else mask.unsqueeze(-1)
+        mask = (
+            unsqueeze(torch.unsqueeze, mask, mask.ndim)
+            if isinstance(mask, Subdomain)
+            else mask.unsqueeze(-1)
+        )
     x.local.masked_fill_(local_part(mask, x.layout), value)
 
 
@@ -58,7 +70,11 @@ def _with_dims(func: Callable[..., Any], value: Any, single_rows: Sequence[bool]
     own = value.ndim
     for d in range(len(single_rows) - 1, -1, -1):
         if single_rows[d]:
-            value = unsqueeze(func, value, own) if isinstance(value, Subdomain) else value.unsqueeze(own)
+            value = (
+                unsqueeze(func, value, own)
+                if isinstance(value, Subdomain)
+                else value.unsqueeze(own)
+            )
         elif own == 0:
             break
         else:

@@ -1,7 +1,8 @@
 """Scaled dot-product attention: each rank attends with its own queries to all keys.
 
-B batch, H heads, L queries, S keys, E features: queries (B, H, l, E) stay split; split keys and values
-are gathered along the sequence, (B, H, s, E) -> (B, H, S, E). Split batch or head dims stay split.
+B batch, H heads, L queries, S keys, E features: queries (B, H, l, E) stay split; split keys and
+values are gathered along the sequence, (B, H, s, E) -> (B, H, S, E). Split batch or head dims stay
+split.
 """
 
 import math
@@ -58,9 +59,13 @@ def _output_layout(query: Operand, key: Operand, value: Operand, *, grouped: boo
     """Batch and head dims as in any of the operands, the rows of the query, the features whole."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if isinstance(x, Subdomain) and x.layout.axes(x.ndim - 1):
-            raise UnsupportedOperationError(f"attention with the features of {name} split ({x.layout})")
+            raise UnsupportedOperationError(
+                f"attention with the features of {name} split ({x.layout})"
+            )
         if grouped and isinstance(x, Subdomain) and x.layout.axes(x.ndim - 3):
-            raise UnsupportedOperationError(f"enable_gqa with the heads of {name} split ({x.layout})")
+            raise UnsupportedOperationError(
+                f"enable_gqa with the heads of {name} split ({x.layout})"
+            )
     alike = 3 if grouped else 2
     stand_ins = [_shape_only(x, keep_rows=x is query, ones=alike) for x in (query, key, value)]
     layout = common_layout(stand_ins)
@@ -110,14 +115,22 @@ def _learned(mask: Tensor | None) -> bool:
 
 
 def _with_dropout(
-    scores: Subdomain, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, scale: float | None
+    scores: Subdomain,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    scale: float | None,
 ) -> Tensor:
     """Attention written out, with weights dropped independently on each rank's rows."""
     if q.ndim > 2 and k.shape[-3] != q.shape[-3]:  # grouped queries
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     products = (q @ k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if mask is not None:
-        products = products.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else products + mask
+        products = (
+            products.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else products + mask
+        )
     weights = products.softmax(-1)
     kept = torch.empty_like(weights).bernoulli_(1 - p, generator=own_generator(scores))
     return (weights * kept / (1 - p)) @ v

@@ -1,9 +1,10 @@
 """Gradients of split tensors, as the user of the whole tensor expects them.
 
-A backward pass of a loss starts on every rank of the domain, each with its replica, so inside it every
-cotangent is as many times too large as there are ranks (the mean over the ranks is the gradient; see
-comm.py). What users see of it -- `grad`, hooks, the result of `torch.autograd.grad` -- is divided by the
-number of ranks, and what they put into it is multiplied: then numbers are those of one process.
+A backward pass of a loss starts on every rank of the domain, each with its replica, so inside it
+every cotangent is as many times too large as there are ranks (the mean over the ranks is the
+gradient; see comm.py). What users see of it -- `grad`, hooks, the result of `torch.autograd.grad`
+-- is divided by the number of ranks, and what they put into it is multiplied: numbers are those of
+one process.
 """
 
 import math
@@ -20,6 +21,8 @@ from lightning_shard.ops.align import local_part, subdomains
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
 
 Operand = Subdomain | Tensor
+_GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 @implements(torch.autograd.grad)
@@ -91,7 +94,7 @@ def register_post_accumulate_grad_hook(
     return func(x.local, lambda local: hook(wrapped(Subdomain(local, layout, domain))))
 
 
-@implements(Tensor.grad.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+@implements(_GRAD.__get__)
 def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
     """A copy: the gradient of one process, where the accumulated one is the sum over replicas."""
     if x.local.grad is None:
@@ -99,7 +102,7 @@ def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
     return Subdomain(x.local.grad / _ranks(x.domain), x.layout, x.domain, moved=True)
 
 
-@implements(Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+@implements(_GRAD.__set__)
 def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> None:
     if value is None:
         x.local.grad = None
@@ -107,12 +110,12 @@ def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> N
         x.local.grad = local_part(value, x.layout) * _ranks(x.domain)
 
 
-@implements(Tensor.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue]
+@implements(_GRAD.__delete__)
 def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
     x.local.grad = None
 
 
-@implements(Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+@implements(_REQUIRES_GRAD.__set__)
 def set_requires_grad(func: Callable[..., Any], x: Subdomain, value: bool) -> None:
     x.local.requires_grad = value
 
@@ -137,7 +140,9 @@ def _seeds(outputs: Sequence[Operand], given: Any, domain: Domain) -> list[Tenso
         if seed is None and math.prod(output.shape) != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         if isinstance(output, Subdomain):
-            local = torch.ones_like(output.local) if seed is None else local_part(seed, output.layout)
+            local = (
+                torch.ones_like(output.local) if seed is None else local_part(seed, output.layout)
+            )
             started.append(local * _ranks(domain))
         elif isinstance(seed, Subdomain):
             raise UnsupportedOperationError(f"a split gradient ({seed.layout}) of a plain output")

@@ -32,7 +32,9 @@ def norm(
         raise UnsupportedOperationError(f"norm of order {p!r} with {sorted(kwargs)}")
     size = x.like(x.local.to(dtype).abs() if dtype else x.local.abs())
     if p in (float("inf"), float("-inf")):
-        return extreme(torch.amax if p > 0 else torch.amin, size, () if dim is None else dim, keepdim)
+        return extreme(
+            torch.amax if p > 0 else torch.amin, size, () if dim is None else dim, keepdim
+        )
     dims = reduced_dims(x, dim)
     total = sum_over(x, size.local.pow(p).sum(dims, keepdim=keepdim), dims)
     return result(x, _root(total, p), dims, keepdim)

@@ -1,7 +1,7 @@
 """Extremes, and where they are: each rank's candidate, then the best of the candidates.
 
-Ranks hold rows in ascending order and a rank without rows comes last, so the first of equal candidates
-is the first of equal rows, as in torch.
+Ranks hold rows in ascending order and a rank without rows comes last, so the first of equal
+candidates is the first of equal rows, as in torch.
 """
 
 import math
@@ -32,7 +32,9 @@ def extreme(
     top = func.__name__ == "amax"
     rows = x.local.detach()
     if any(rows.shape[d] == 0 for d in dims):
-        best = rows.new_full([1 if d in dims else n for d, n in enumerate(rows.shape)], _worst(rows, top))
+        best = rows.new_full(
+            [1 if d in dims else n for d, n in enumerate(rows.shape)], _worst(rows, top)
+        )
     else:
         best = func(rows, dims, True)
     op = dist.ReduceOp.MAX if top else dist.ReduceOp.MIN
@@ -54,11 +56,11 @@ def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Subdomain | Tensor):
         layout = common_layout([x, other])
-        owner = x if isinstance(x, Subdomain) else other
+        owner = next(o for o in (x, other) if isinstance(o, Subdomain))
         return owner.like(func(local_part(x, layout), local_part(other, layout)), layout)
     dim = x.layout.dim(args[0] if args else kwargs["dim"])
     keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
-    values, indices = _best_along(func, x, dim)
+    values, indices = _best_along(getattr(torch, name), x, dim)
     if not keepdim:
         values, indices = values.squeeze(dim), indices.squeeze(dim)
     chosen = result(x, values, (dim,), keepdim), result(x, indices, (dim,), keepdim)
@@ -84,9 +86,8 @@ def aminmax(
     func: Callable[..., Any], x: Subdomain, *, dim: int | None = None, keepdim: bool = False
 ) -> Any:
     dims = () if dim is None else dim
-    return torch.return_types.aminmax(
-        (extreme(torch.amin, x, dims, keepdim), extreme(torch.amax, x, dims, keepdim))
-    )
+    both: Any = (extreme(torch.amin, x, dims, keepdim), extreme(torch.amax, x, dims, keepdim))
+    return torch.return_types.aminmax(both)
 
 
 def _best_along(pick: Callable[..., Any], x: Subdomain, dim: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,10 @@ def _best_along(pick: Callable[..., Any], x: Subdomain, dim: int) -> tuple[Tenso
 def _best_of_all(pick: Callable[..., Any], x: Subdomain) -> Tensor:
     """The flat global index of the first extreme element; local order is global order."""
     flat = x.local.reshape(-1)
-    value, index = flat.new_full((), _worst(flat, pick is torch.max)), flat.new_zeros((), dtype=torch.long)
+    value, index = (
+        flat.new_full((), _worst(flat, pick is torch.max)),
+        flat.new_zeros((), dtype=torch.long),
+    )
     if flat.numel():
         value, index = pick(flat, 0)
     values = one_of_all(x, x.layout.axes(), value)

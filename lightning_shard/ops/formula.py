@@ -1,4 +1,4 @@
-"""Functions that are formulas of other functions, written for whole tensors: each part has its rule."""
+"""Functions that are formulas of other functions, written for whole tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +35,9 @@ def gradient(
     steps = list(spacing) if isinstance(spacing, Sequence) else [spacing] * len(dims)
     if any(not isinstance(step, int | float) for step in steps):
         raise UnsupportedOperationError("gradient with coordinates as spacing; use numbers")
-    return tuple(_slope(wrapped(x), d % x.ndim, h, edge_order) for d, h in zip(dims, steps, strict=True))
+    return tuple(
+        _slope(wrapped(x), d % x.ndim, h, edge_order) for d, h in zip(dims, steps, strict=True)
+    )
 
 
 def _slope(x: Tensor, dim: int, step: float, edge_order: int) -> Tensor:
@@ -58,7 +60,9 @@ def _one_sided(rows: Sequence[Tensor]) -> Tensor:
 @implements(F.glu)
 def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
     if x.shape[dim] % 2:
-        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}")
+        raise RuntimeError(
+            f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}"
+        )
     value, gate = wrapped(x).chunk(2, dim)
     return value * gate.sigmoid()
 
@@ -67,7 +71,11 @@ def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
 def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
     """One slope, or one for each channel (dim 1)."""
     x = wrapped(x)
-    slope = weight.reshape([-1] + [1] * max(x.ndim - 2, 0)) if weight.numel() > 1 else weight.reshape(())
+    slope = (
+        weight.reshape([-1] + [1] * max(x.ndim - 2, 0))
+        if weight.numel() > 1
+        else weight.reshape(())
+    )
     return torch.where(x > 0, x, slope * x)
 
 
@@ -84,7 +92,13 @@ def dist(func: Callable[..., Any], x: Any, other: Any, p: float = 2) -> Tensor:
 
 @implements(F.cosine_embedding_loss)
 def cosine_embedding_loss(
-    func: Callable[..., Any], x: Any, y: Any, target: Any, margin: float = 0, reduction: str = "mean", **_: Any
+    func: Callable[..., Any],
+    x: Any,
+    y: Any,
+    target: Any,
+    margin: float = 0,
+    reduction: str = "mean",
+    **_: Any,
 ) -> Tensor:
     """As torch does, with 1e-12 added to the squared lengths."""
     x, y, target = wrapped(x), wrapped(y), wrapped(target)

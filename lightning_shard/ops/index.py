@@ -5,13 +5,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import Span, fetch, needs_of, route
 from lightning_shard.layout import Factor, Layout
-from lightning_shard.ops.align import simple, take_local, whole
+from lightning_shard.ops.align import simple
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 from lightning_shard.ops.view import unsqueeze
 
@@ -49,7 +48,7 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
 
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:
-    """Output row `o` of `extent` is input row `row_of(o)`; runs of consecutive rows travel together."""
+    """Output row `o` of `extent` is input row `row_of(o)`; runs of rows travel together."""
     x = simple(x, dim)
     layout = x.layout.with_dim(dim, extent)
 
@@ -97,7 +96,9 @@ def _picked(x: Subdomain, lists: Sequence[tuple[int, Tensor]]) -> Subdomain:
     if count == 1 and lists[0][1].ndim == 1:
         return take_rows(x, *lists[0])
     if x.layout.axes(*range(first, first + count)):
-        raise UnsupportedOperationError("indexing a split dim with several tensors, or one of several dims")
+        raise UnsupportedOperationError(
+            "indexing a split dim with several tensors, or one of several dims"
+        )
     tensors = torch.broadcast_tensors(*(index for _, index in lists))
     local = x.local[(slice(None),) * first + tensors]
     added = tuple((Factor(n),) for n in tensors[0].shape)
@@ -118,8 +119,8 @@ def _rows_of_table(table: Tensor, index: Any) -> Subdomain:
 def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
     """One entry for each of `ndim` dims (and None for new ones); the ellipsis written out.
 
-    Entries are ints and slices; with `lists` also plain tensors of row numbers, to which lists and masks
-    are turned.
+    Entries are ints and slices; with `lists` also plain tensors of row numbers, to which lists and
+    masks are turned.
     """
     entries = [_entry(i, lists=lists) for i in (index if isinstance(index, tuple) else (index,))]
     index = [e for group in entries for e in group]
@@ -127,7 +128,8 @@ def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
     places = [n for n, i in enumerate(index) if isinstance(i, Tensor | int)]
     if tensors and places[-1] - places[0] >= len(places):
         raise UnsupportedOperationError(
-            "an index of tensors and numbers with slices between them, which moves their dims to the front"
+            "an index of tensors and numbers with slices between them, which moves their dims to "
+            "the front"
         )
     missing = ndim - sum(i is not None and i is not ... for i in index)
     if missing < 0:
@@ -164,7 +166,9 @@ def range_of(extent: int, entry: slice) -> range:
 
 def row_of(x: Subdomain, dim: int, row: int) -> int:
     if not -x.shape[dim] <= row < x.shape[dim]:
-        raise IndexError(f"index {row} is out of bounds for dimension {dim} with size {x.shape[dim]}")
+        raise IndexError(
+            f"index {row} is out of bounds for dimension {dim} with size {x.shape[dim]}"
+        )
     return row % x.shape[dim]
 
 

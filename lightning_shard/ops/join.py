@@ -21,13 +21,19 @@ def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kw
     dim = kwargs.get("axis", dim)
     first = next(t for t in tensors if isinstance(t, Subdomain))
     dim = first.layout.dim(dim)
-    axes = next((t.layout.axes(dim) for t in tensors if isinstance(t, Subdomain) and t.layout.axes(dim)), ())
+    axes = next(
+        (t.layout.axes(dim) for t in tensors if isinstance(t, Subdomain) and t.layout.axes(dim)), ()
+    )
     layout = _without(tensors, dim)
     extent = sum(t.shape[dim] for t in tensors)
     target = layout.with_dim(dim, extent, axes)
     parts, start = [], 0
     for t in tensors:
-        local = local_part(t, layout.with_dim(dim, t.shape[dim], ())) if not axes else _rows(t, dim, start, target)
+        local = (
+            local_part(t, layout.with_dim(dim, t.shape[dim], ()))
+            if not axes
+            else _rows(t, dim, start, target)
+        )
         parts.append(local)
         start += t.shape[dim]
     return first.like(torch.cat(parts, dim), target)
@@ -45,7 +51,7 @@ def _without(tensors: Sequence[Operand], dim: int) -> Layout:
 
 
 def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
-    """The rows of `t`, which begin at `start` of the concatenation, that this rank's output holds."""
+    """The rows of `t`, which begin at `start` of the result, that this rank's output holds."""
     own = target.with_dim(dim, t.shape[dim], ())
     (factor,) = target.dims[dim]
     grid = target.grid
@@ -67,7 +73,9 @@ def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
 @implements(torch.stack)
 def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) -> Any:
     d = dim % (tensors[0].ndim + 1)
-    raised = [unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors]
+    raised = [
+        unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors
+    ]
     return cat(torch.cat, raised, d)
 
 

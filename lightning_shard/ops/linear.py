@@ -1,9 +1,10 @@
 """Products of tensors: a split dim that is kept stays split, one that is contracted is summed.
 
-Every function is one contraction with labelled dims. A plain operand gives its local slice of a split
-label; a label that is contracted while split leaves partial sums, which one all-reduce completes. Where
-two labels are split over the same ranks, the first one of the output keeps its rows and those of the
-other are gathered: queries times keys, and weights times values, keep the rows of the queries.
+Every function is one contraction with labelled dims. A plain operand gives its local slice of a
+split label; a label that is contracted while split leaves partial sums, which one all-reduce
+completes. Where two labels are split over the same ranks, the first one of the output keeps its
+rows and those of the other are gathered: queries times keys, and weights times values, keep the
+rows of the queries.
 """
 
 import importlib.util
@@ -47,7 +48,7 @@ def contract(
         if isinstance(operand, Subdomain):
             for d in operand.layout.split_dims:
                 if not any(f.axes for f in dims[labels[d]]):
-                    operand = whole(operand, d)  # noqa: PLW2901 - the operand as the product needs it
+                    operand = whole(operand, d)
         local = operand.local if isinstance(operand, Subdomain) else operand
         for d, label in enumerate(labels):
             split = isinstance(operand, Subdomain) and operand.layout.axes(d)
@@ -68,7 +69,11 @@ def _label_dims(operands: Sequence[Operand], inputs: Sequence[str]) -> dict[str,
     dims: dict[str, Dim] = {}
     for operand, labels in zip(operands, inputs, strict=True):
         for d, label in enumerate(labels):
-            own = operand.layout.dims[d] if isinstance(operand, Subdomain) else (Factor(operand.shape[d]),)
+            own = (
+                operand.layout.dims[d]
+                if isinstance(operand, Subdomain)
+                else (Factor(operand.shape[d]),)
+            )
             known = dims.setdefault(label, own)
             if not any(f.axes for f in known):
                 dims[label] = own if operand.shape[d] != 1 or len(known) == 0 else known
@@ -106,8 +111,9 @@ def linear(
     return result.like(result.local + bias) if isinstance(result, Subdomain) else result + bias
 
 
-@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm,
-            torch.bmm, Tensor.bmm, torch.linalg.matmul, torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
+@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.linalg.matmul,
+            torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot,
+            Tensor.dot)  # fmt: skip
 def matmul(func: Callable[..., Tensor], a: Operand, b: Operand, **kwargs: Any) -> Operand:
     if func is Tensor.__rmatmul__:
         a, b = b, a
@@ -121,14 +127,20 @@ def matmul(func: Callable[..., Tensor], a: Operand, b: Operand, **kwargs: Any) -
 
 @implements(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
 def add_product(
-    func: Callable[..., Tensor], x: Operand, a: Operand, b: Operand, *, beta: float = 1, alpha: float = 1
+    func: Callable[..., Tensor],
+    x: Operand,
+    a: Operand,
+    b: Operand,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Operand:
     """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
     product = matmul(torch.matmul, a, b)
     operands = [x, product] if beta else [product]
     split = subdomains(operands)
     layout = common_layout(operands) if split else None
-    parts = [local_part(o, layout) if layout else o for o in operands]
+    parts: list[Any] = [local_part(o, layout) if layout else o for o in operands]
     result = alpha * parts[-1] + (beta * parts[0] if beta else 0)
     return split[0].like(result, layout) if layout else result
 
@@ -168,16 +180,22 @@ def _expand_ellipsis(
     labels: Sequence[str], output: str, tensors: Sequence[Operand]
 ) -> tuple[list[str], str]:
     free = [c for c in ascii_letters if c not in "".join(labels)]
-    widths = [t.ndim - len(each) + 3 if "..." in each else 0 for each, t in zip(labels, tensors, strict=True)]
+    widths = [
+        t.ndim - len(each) + 3 if "..." in each else 0
+        for each, t in zip(labels, tensors, strict=True)
+    ]
     names = "".join(free[: max(widths)])
     expanded = [
-        each.replace("...", names[len(names) - width :]) for each, width in zip(labels, widths, strict=True)
+        each.replace("...", names[len(names) - width :])
+        for each, width in zip(labels, widths, strict=True)
     ]
     return expanded, output.replace("...", names)
 
 
 @implements(torch.tensordot, torch.functional.tensordot)
-def tensordot(func: Callable[..., Tensor], a: Operand, b: Operand, dims: Any = 2, **_: Any) -> Operand:
+def tensordot(
+    func: Callable[..., Tensor], a: Operand, b: Operand, dims: Any = 2, **_: Any
+) -> Operand:
     if isinstance(dims, int):
         dims = (range(a.ndim - dims, a.ndim), range(dims))
     left, right = ([d % t.ndim for d in each] for t, each in ((a, dims[0]), (b, dims[1])))
@@ -186,9 +204,12 @@ def tensordot(func: Callable[..., Tensor], a: Operand, b: Operand, dims: Any = 2
         b_labels[j] = a_labels[i]
     kept = [c for d, c in enumerate(a_labels) if d not in left]
     kept += [c for d, c in enumerate(b_labels) if d not in right]
-    local = (list(left), list(right))
+    local: Any = (list(left), list(right))
     return contract(
-        lambda x, y: torch.tensordot(x, y, local), [a, b], ["".join(a_labels), "".join(b_labels)], "".join(kept)
+        lambda x, y: torch.tensordot(x, y, local),
+        [a, b],
+        ["".join(a_labels), "".join(b_labels)],
+        "".join(kept),
     )
 
 

@@ -71,7 +71,9 @@ def _arguments(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> d
     """The arguments by name, without the deprecated ones."""
     given = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
     if any(given.pop(name, None) is not None for name in ("size_average", "reduce")):
-        raise UnsupportedOperationError("the deprecated arguments size_average and reduce; use reduction")
+        raise UnsupportedOperationError(
+            "the deprecated arguments size_average and reduce; use reduction"
+        )
     return given
 
 
@@ -79,7 +81,9 @@ def _class_layout(x: Operand, target: Operand, class_dim: int) -> Layout:
     """The common layout of input and target; all classes must be on one rank."""
     if target.ndim < x.ndim:
         split = isinstance(target, Subdomain)
-        target = unsqueeze(torch.unsqueeze, target, class_dim) if split else target.unsqueeze(class_dim)
+        target = (
+            unsqueeze(torch.unsqueeze, target, class_dim) if split else target.unsqueeze(class_dim)
+        )
     layout = common_layout([x, target])
     if layout.axes(class_dim):
         raise UnsupportedOperationError(

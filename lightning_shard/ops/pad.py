@@ -13,7 +13,7 @@ from lightning_shard.ops.index import chosen_rows
 from lightning_shard.ops.registry import implements
 
 
-@implements(F.pad, torch._C._nn.pad)
+@implements(F.pad, torch._C._nn.pad)  # pyright: ignore[reportAttributeAccessIssue]
 def pad(
     func: Callable[..., Any],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

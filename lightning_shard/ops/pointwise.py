@@ -16,22 +16,22 @@ from lightning_shard.ops.align import common_layout, local_part
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 OPERATORS = (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv "
-    "rfloordiv ifloordiv mod rmod imod pow rpow ipow neg pos abs invert and rand iand or ror ior xor "
-    "rxor ixor lt le gt ge eq ne lshift rshift ilshift irshift"
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv "
+    "floordiv rfloordiv ifloordiv mod rmod imod pow rpow ipow neg pos abs invert and rand "
+    "iand or ror ior xor rxor ixor lt le gt ge eq ne lshift rshift ilshift irshift"
 ).split()
 # aliases and composites of pointwise operators, which carry no tag of their own
 UNTAGGED = (
-    "absolute negative multiply subtract divide floor_divide fix greater greater_equal less less_equal "
-    "not_equal arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj real imag isreal float_power "
-    "isclose expit gammaln gammainc gammaincc multigammaln ndtr psi softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex"
+    "absolute negative multiply subtract divide floor_divide fix greater greater_equal less "
+    "less_equal not_equal arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj real imag "
+    "isreal float_power isclose expit gammaln gammainc gammaincc multigammaln ndtr psi "
+    "softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex"
 ).split()
 CONVERSIONS = (
-    "to type type_as float double half bfloat16 chalf cfloat cdouble bool int long short char byte cpu "
-    "cuda xpu clone detach detach_ contiguous requires_grad_ resolve_conj resolve_neg fill_ zero_ "
-    "zeros_like ones_like full_like empty_like nan_to_num nan_to_num_"
+    "to type type_as float double half bfloat16 chalf cfloat cdouble bool int long short char "
+    "byte cpu cuda xpu clone detach detach_ contiguous requires_grad_ resolve_conj "
+    "resolve_neg fill_ zero_ zeros_like ones_like full_like empty_like nan_to_num nan_to_num_"
 ).split()
-# tagged, but also a reduction (ops/reduce.py) or drawn at random (ops/random.py)
 NOT_POINTWISE_IN_ALL_FORMS = {"max", "min", "equal", "rrelu"}
 
 
@@ -58,7 +58,7 @@ def _pointwise_functions() -> list[Callable[..., Any]]:
     names = _tagged_names() | set(UNTAGGED)
     names |= {f"{name}_" for name in names} | {f"__{name}__" for name in OPERATORS}
     getters = [Tensor.real.__get__, Tensor.imag.__get__]  # pyright: ignore[reportAttributeAccessIssue]
-    functions = _named(names, torch, Tensor, torch.special, F, torch._C._nn)
+    functions = _named(names, torch, Tensor, torch.special, F, vars(torch._C)["_nn"])
     conversions = set(_named(set(CONVERSIONS), torch, Tensor))
     return [f for f in {*functions, *getters} if f not in conversions]
 
@@ -69,7 +69,9 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         raise UnsupportedOperationError("the argument out= is not supported")
     if func is torch.where and len(args) + len(kwargs) < 3:
-        raise UnsupportedOperationError("where() of a condition alone has an output of unknown extent")
+        raise UnsupportedOperationError(
+            "where() of a condition alone has an output of unknown extent"
+        )
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Subdomain | Tensor)]
     first = next(o for o in operands if isinstance(o, Subdomain))
     layout = first.layout if len(operands) == 1 else common_layout(operands)
@@ -101,7 +103,9 @@ def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any)
 
 
 @implements(torch.bucketize, torch.isin)
-def look_up(func: Callable[..., Tensor], x: Any, table: Any, *args: Any, **kwargs: Any) -> Subdomain:
+def look_up(
+    func: Callable[..., Tensor], x: Any, table: Any, *args: Any, **kwargs: Any
+) -> Subdomain:
     """Each element is looked up in a plain table."""
     if not isinstance(x, Subdomain) or isinstance(table, Subdomain):
         raise UnsupportedOperationError("only the elements looked up may be split, not the table")
@@ -126,8 +130,6 @@ def _refuse_in_place(target: Any, result: Any) -> None:
     if not isinstance(target, Subdomain) or target.layout != result:
         raise UnsupportedOperationError(
             "an in-place operation cannot change how its tensor is split: the tensor is "
-            f"{target.layout if isinstance(target, Subdomain) else 'whole on every rank'}, the result "
-            f"is {result}"
+            f"{target.layout if isinstance(target, Subdomain) else 'whole on every rank'}, the "
+            f"result is {result}"
         )
-
-

@@ -1,4 +1,4 @@
-"""Random numbers of split tensors: independent on each part, the same on every rank that holds a part.
+"""Random numbers of split tensors: independent on each part, alike on the ranks that hold it.
 
 One seed is drawn from the default generator of the CPU (or from the generator given), so every rank
 advances it equally and code that draws plain tensors stays in step. The numbers then come from a
@@ -94,7 +94,9 @@ def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: ran
     return x.like(x.local.mul_(factor) if inplace else x.local * factor)
 
 
-def _alpha_dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range) -> Subdomain:
+def _alpha_dropped(
+    x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range
+) -> Subdomain:
     """Dropped elements get the value at which a SELU saturates; mean and variance are kept."""
     _check_probability(p)
     if not training or p == 0:
@@ -107,7 +109,7 @@ def _alpha_dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dim
 
 
 def _kept(x: Subdomain, p: float, dims: range) -> Tensor:
-    """One for what is kept, zero for what is dropped; one number for all of the dims after `dims`."""
+    """One for what is kept, zero for what is dropped; one number for all dims after `dims`."""
     shape = [n if d in dims else 1 for d, n in enumerate(x.local.shape)]
     return x.local.new_empty(shape).detach().bernoulli_(1 - p, generator=own_generator(x, dims))
 
@@ -171,8 +173,12 @@ def normal(
     layout = common_layout(operands)
     first = next(o for o in operands if isinstance(o, Subdomain))
     x = first.like(first.local, layout)
-    center, spread = (local_part(o, layout) if isinstance(o, Subdomain | Tensor) else o for o in (mean, std))
-    noise = first.local.new_empty(layout.local_shape).normal_(generator=own_generator(x, None, generator))
+    center, spread = (
+        local_part(o, layout) if isinstance(o, Subdomain | Tensor) else o for o in (mean, std)
+    )
+    noise = first.local.new_empty(layout.local_shape).normal_(
+        generator=own_generator(x, None, generator)
+    )
     return first.like(center + spread * noise, layout)
 
 

@@ -47,7 +47,12 @@ def sum_over(x: Subdomain, local: Tensor, dims: Sequence[int]) -> Tensor:
 
 @implements(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
 def sum_(
-    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
 ) -> Subdomain | Tensor:
     dims = reduced_dims(x, dim)
     local = func(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
@@ -56,7 +61,12 @@ def sum_(
 
 @implements(torch.mean, Tensor.mean)
 def mean(
-    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
 ) -> Subdomain | Tensor:
     dims = reduced_dims(x, dim)
     local = torch.sum(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
@@ -95,15 +105,24 @@ def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) 
 
 @implements(torch.nanmean, Tensor.nanmean)
 def nanmean(
-    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
 ) -> Subdomain | Tensor:
     dims = reduced_dims(x, dim)
     total = sum_over(x, torch.nansum(x.local, dims, keepdim, dtype=dtype), dims)
-    return result(x, total / sum_over(x, (~x.local.isnan()).sum(dims, keepdim), dims), dims, keepdim)
+    return result(
+        x, total / sum_over(x, (~x.local.isnan()).sum(dims, keepdim), dims), dims, keepdim
+    )
 
 
 @implements(torch.count_nonzero, Tensor.count_nonzero)
-def count_nonzero(func: Callable[..., Tensor], x: Subdomain, dim: Dims = None) -> Subdomain | Tensor:
+def count_nonzero(
+    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None
+) -> Subdomain | Tensor:
     dims = reduced_dims(x, dim)
     return result(x, sum_over(x, (x.local != 0).sum(dims), dims), dims, False)
 

@@ -1,7 +1,6 @@
 """Copies of rows: repeated, tiled, interleaved, and spread over a grid."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,7 +54,11 @@ def repeat_interleave(
     extent = x.shape[d]
     if isinstance(repeats, Tensor) and repeats.numel() > 1:
         rows = [row for row, count in enumerate(repeats.tolist()) for _ in range(count)]
-        return chosen_rows(x, d, len(rows), rows.__getitem__) if x.layout.axes(d) else _interleaved(x, d, repeats)
+        return (
+            chosen_rows(x, d, len(rows), rows.__getitem__)
+            if x.layout.axes(d)
+            else _interleaved(x, d, repeats)
+        )
     times = int(repeats)
     if x.layout.axes(d):
         return chosen_rows(x, d, extent * times, lambda o: o // times)
@@ -72,11 +75,15 @@ def broadcast_tensors(func: Callable[..., Any], *tensors: Any) -> tuple[Subdomai
     operands = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
     layout = common_layout(operands)
     owner = subdomains(operands)[0]
-    return tuple(owner.like(local_part(o, layout).expand(layout.local_shape), layout) for o in operands)
+    return tuple(
+        owner.like(local_part(o, layout).expand(layout.local_shape), layout) for o in operands
+    )
 
 
 @implements(torch.meshgrid, torch.functional.meshgrid)
-def meshgrid(func: Callable[..., Any], *tensors: Any, indexing: str | None = None) -> tuple[Subdomain, ...]:
+def meshgrid(
+    func: Callable[..., Any], *tensors: Any, indexing: str | None = None
+) -> tuple[Subdomain, ...]:
     """Each tensor spans a dim of its own; with `indexing="xy"` the first two change places."""
     operands = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
     order = list(range(len(operands)))

@@ -31,7 +31,9 @@ def scan(
         return x.like(func(x.local, d, **options))
     x = simple(x, d)
     local = func(x.local, d, **options)
-    totals = one_of_each(x, d, total(x.local if dtype is None else x.local.to(dtype), d).to(local.dtype))
+    totals = one_of_each(
+        x, d, total(x.local if dtype is None else x.local.to(dtype), d).to(local.dtype)
+    )
     before = totals.narrow(d, 0, x.layout.grid.index(x.layout.axes(d)))
     if not before.shape[d]:  # no carry, but part of the backward's collective
         return x.like(local + before.sum(d, keepdim=True))

@@ -1,6 +1,7 @@
 """Elements picked or written by an index tensor along one dim, which must be whole.
 
-The other dims of operand and index are taken alike, so every rank has what its part of the index names.
+The other dims of operand and index are taken alike, so every rank has what its part of the index
+names.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ Operand = Subdomain | Tensor
 @implements(torch.index_select, Tensor.index_select)
 def index_select(func: Callable[..., Any], x: Operand, dim: int, index: Operand) -> Subdomain:
     if isinstance(x, Tensor) or isinstance(index, Subdomain):
-        raise UnsupportedOperationError("index_select with a split index; use indexing or embedding")
+        raise UnsupportedOperationError(
+            "index_select with a split index; use indexing or embedding"
+        )
     return take_rows(x, x.layout.dim(dim), index.reshape(-1))
 
 
@@ -42,17 +45,22 @@ def gather(
 
 
 @implements(torch.take_along_dim, Tensor.take_along_dim)
-def take_along_dim(func: Callable[..., Any], x: Operand, indices: Operand, dim: int | None = None) -> Subdomain:
+def take_along_dim(
+    func: Callable[..., Any], x: Operand, indices: Operand, dim: int | None = None
+) -> Subdomain:
     if dim is None:
         raise UnsupportedOperationError("take_along_dim of the flattened tensor; name the dim")
     d = dim % x.ndim
     both = [max(a, b) if min(a, b) else 0 for a, b in zip(x.shape, indices.shape, strict=True)]
-    x, indices = (_spread(t, [t.shape[i] if i == d else n for i, n in enumerate(both)]) for t in (x, indices))
+    x, indices = (
+        _spread(t, [t.shape[i] if i == d else n for i, n in enumerate(both)]) for t in (x, indices)
+    )
     return gather(torch.gather, x, d, indices)
 
 
-@implements(torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add, Tensor.scatter_add,
-            Tensor.scatter_add_, torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_)  # fmt: skip
+@implements(torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
+            Tensor.scatter_add, Tensor.scatter_add_, torch.scatter_reduce,
+            Tensor.scatter_reduce, Tensor.scatter_reduce_)  # fmt: skip
 def scatter(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
 ) -> Subdomain:
@@ -64,19 +72,24 @@ def scatter(
     layout = _layout(d, x.shape, *operands)
     in_place = func.__name__.endswith("_")
     if in_place and not (isinstance(x, Subdomain) and x.layout == layout):
-        raise UnsupportedOperationError("an in-place scatter into a tensor that is not split as its index is")
+        raise UnsupportedOperationError(
+            "an in-place scatter into a tensor that is not split as its index is"
+        )
     written = source if len(operands) < 3 else _part(source, layout, d)
     result = func(_part(x, layout, d), d, _part(index, layout, d), written, *args[1:], **kwargs)
     return subdomains(operands)[0].like(result, layout)
 
 
-@implements(torch.index_add, Tensor.index_add, Tensor.index_add_, torch.index_copy, Tensor.index_copy,
-            Tensor.index_copy_, torch.index_fill, Tensor.index_fill, Tensor.index_fill_)  # fmt: skip
+@implements(torch.index_add, Tensor.index_add, Tensor.index_add_, torch.index_copy,
+            Tensor.index_copy, Tensor.index_copy_, torch.index_fill, Tensor.index_fill,
+            Tensor.index_fill_)  # fmt: skip
 def write_rows(
     func: Callable[..., Any], x: Operand, dim: int, index: Tensor, source: Any, **kwargs: Any
 ) -> Subdomain:
     if not isinstance(x, Subdomain) or isinstance(index, Subdomain):
-        raise UnsupportedOperationError(f"{func.__name__} into a plain tensor, or with a split index")
+        raise UnsupportedOperationError(
+            f"{func.__name__} into a plain tensor, or with a split index"
+        )
     d = x.layout.dim(dim)
     operands = [o for o in (x, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
     _whole(d, *operands)
@@ -121,9 +134,10 @@ def one_hot(func: Callable[..., Any], x: Subdomain, num_classes: int = -1) -> Su
     return x.like(func(x.local, num_classes), Layout(dims, x.layout.grid))
 
 
-@implements(torch.masked_select, Tensor.masked_select, torch.nonzero, Tensor.nonzero, torch.argwhere,
-            Tensor.argwhere, torch.unique, Tensor.unique, torch.functional.unique,
-            torch.unique_consecutive, Tensor.unique_consecutive)  # fmt: skip
+@implements(torch.masked_select, Tensor.masked_select, torch.nonzero, Tensor.nonzero,
+            torch.argwhere, Tensor.argwhere, torch.unique, Tensor.unique,
+            torch.functional.unique, torch.unique_consecutive,
+            Tensor.unique_consecutive)  # fmt: skip
 def refuse_counts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedOperationError(
         "its result has as many rows as the values decide, so no rank knows its part; mask with "
@@ -141,10 +155,12 @@ def _layout(dim: int, shape: Sequence[int], *operands: Operand) -> Layout:
     for d in (d for d in range(len(shape)) if d != dim):
         split = [o for o in subdomains(operands) if o.layout.axes(d)]
         alike = all(o.shape[d] == shape[d] for o in operands)
-        if split and not (alike and all(o.layout.dims[d] == split[0].layout.dims[d] for o in split)):
+        if split and not (
+            alike and all(o.layout.dims[d] == split[0].layout.dims[d] for o in split)
+        ):
             raise UnsupportedOperationError(
-                f"operand and index must be split alike along dim {d}, with the same extent; the shapes "
-                f"are {[tuple(o.shape) for o in operands]}"
+                f"operand and index must be split alike along dim {d}, with the same extent; the "
+                f"shapes are {[tuple(o.shape) for o in operands]}"
             )
         layout = layout.with_dims({d: split[0].layout.dims[d]}) if split else layout
     return layout

@@ -38,7 +38,9 @@ def flip(func: Callable[..., Any], x: Subdomain, *dims: Any) -> Subdomain:
         local = x.local
         if axes:
             x = simple(x, dim)
-            needs = needs_of(n, x.layout.grid.parts(axes), lambda low, high, n=n: [(n - high, n - low)])
+            needs = needs_of(
+                n, x.layout.grid.parts(axes), lambda low, high, n=n: [(n - high, n - low)]
+            )
             local = fetch(x, dim, needs)
         x = x.like(local.flip(dim))
     return x
@@ -50,23 +52,36 @@ def flip_by_name(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 
 
 @implements(torch.rot90, Tensor.rot90)
-def rot90(func: Callable[..., Any], x: Subdomain, k: int = 1, dims: Sequence[int] = (0, 1)) -> Subdomain:
+def rot90(
+    func: Callable[..., Any], x: Subdomain, k: int = 1, dims: Sequence[int] = (0, 1)
+) -> Subdomain:
     a, b = map(x.layout.dim, dims)
     if k % 4 == 2:
         return flip(torch.flip, x, [a, b])
     if k % 4 == 1:
         return transpose(torch.transpose, flip(torch.flip, x, [b]), a, b)
-    return flip(torch.flip, transpose(torch.transpose, x, a, b), [b]) if k % 4 else x.like(x.local.clone())
+    return (
+        flip(torch.flip, transpose(torch.transpose, x, a, b), [b])
+        if k % 4
+        else x.like(x.local.clone())
+    )
 
 
 @implements(torch.diff, Tensor.diff)
 def diff(
-    func: Callable[..., Any], x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+    func: Callable[..., Any],
+    x: Any,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Any = None,
+    append: Any = None,
 ) -> Any:
     d = dim % x.ndim
     pieces = [t for t in (prepend, x, append) if t is not None]
     x = cat(torch.cat, pieces, d) if len(pieces) > 1 else x
     step = torch.ne if x.dtype == torch.bool else torch.sub
     for _ in range(min(n, x.shape[d])):
-        x = pointwise(step, strided(x, d, range(1, x.shape[d])), strided(x, d, range(x.shape[d] - 1)))
+        x = pointwise(
+            step, strided(x, d, range(1, x.shape[d])), strided(x, d, range(x.shape[d] - 1))
+        )
     return x

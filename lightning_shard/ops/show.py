@@ -15,19 +15,22 @@ from lightning_shard.ops.registry import UnsupportedOperationError, implements, 
 @implements(Tensor.__repr__)
 @implements_lazily(Tensor.__repr__)
 def text(func: Callable[..., str], x: Any, *args: Any, **kwargs: Any) -> str:
-    """Shape, dtype and placement of the whole, values of this rank's part; nothing is communicated."""
+    """Shape, dtype and placement of the whole, values of this rank's part; nothing is sent."""
     if not isinstance(x, Subdomain):
         return f"DomainTensor(shape={tuple(x.shape)}, dtype={x.dtype}, a spectrum not computed yet)"
     placement = str(x.layout).partition(", dim")[2]
     local = torch.Tensor.__repr__(x.local, *args, **kwargs)
-    return f"DomainTensor(shape={x.shape}, dtype={x.dtype}, dim{placement}, this rank's part:\n{local})"
+    whole_of_it = f"shape={x.shape}, dtype={x.dtype}, dim{placement}"
+    return f"DomainTensor({whole_of_it}, this rank's part:\n{local})"
 
 
 @implements(Tensor.__format__)
 @implements_lazily(Tensor.__format__)
 def formatted(func: Callable[..., str], x: Any, spec: str) -> str:
     if spec:
-        raise TypeError(f"unsupported format string {spec!r} for a tensor split over ranks; format item()")
+        raise TypeError(
+            f"unsupported format string {spec!r} for a tensor split over ranks; format item()"
+        )
     return text(func, x)
 
 
@@ -52,6 +55,10 @@ def contains(func: Callable[..., bool], x: Subdomain, element: Any) -> bool:
     return bool(found.item())
 
 
-@implements(Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__, Tensor.apply_, Tensor.map_)
+@implements(
+    Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__, Tensor.apply_, Tensor.map_
+)
 def refuse_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedOperationError("the values lie on several ranks; take lightning_shard.gather(tensor)")
+    raise UnsupportedOperationError(
+        "the values lie on several ranks; take lightning_shard.gather(tensor)"
+    )

@@ -1,4 +1,4 @@
-"""Softmax and its relatives: over a split dim, the global maximum first, then one sum of exponentials."""
+"""Softmax and its relatives: over a split dim the global maximum, then one sum of exponentials."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,14 +66,16 @@ def logsumexp(
 def _operand(
     x: Subdomain, dim: int | None, dtype: Any, named_dtype: torch.dtype | None
 ) -> tuple[Subdomain, int]:
-    """The operand in the dtype asked for; `torch.softmax` has its dtype where F.softmax has a number."""
+    """The operand in its dtype; `torch.softmax` has the dtype where F.softmax has a number."""
     if dim is None:
-        raise UnsupportedOperationError("softmax without a dim, which torch has deprecated; name it")
+        raise UnsupportedOperationError(
+            "softmax without a dim, which torch has deprecated; name it"
+        )
     dtype = named_dtype or (dtype if isinstance(dtype, torch.dtype) else None)
     return (x if dtype is None else x.like(x.local.to(dtype))), x.layout.dim(dim)
 
 
 def _maximum(x: Subdomain, dims: tuple[int, ...]) -> Tensor:
-    """The maximum over `dims` of all ranks' rows, which stay with extent 1; a constant for autograd."""
+    """The maximum over `dims`, which stay with extent 1; a constant for autograd."""
     top = extreme(torch.amax, x.like(x.local.detach()), dims, True)
     return top.local if isinstance(top, Subdomain) else top

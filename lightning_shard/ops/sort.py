@@ -1,9 +1,10 @@
-"""Order statistics: local along whole dims; over a split dim only `topk`, from each rank's own top k.
+"""Order statistics: local along whole dims; over a split dim only `topk`, of the ranks' own.
 
 A sort, a median or a quantile over a split dim would need all rows on one rank, so it is refused.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any)
     numbered = name in ("kthvalue", "quantile", "nanquantile") and not kwargs.keys() & {"k", "q"}
     asked = _named_dim(args[numbered:], kwargs, -1 if name in ("mode", "kthvalue") else None)
     d = _whole_dim(func, x, asked)
-    rows = x.local if x.local.numel() else empty_attached([max(n, 1) for n in x.local.shape], x.local)
+    rows = (
+        x.local if x.local.numel() else empty_attached([max(n, 1) for n in x.local.shape], x.local)
+    )
     found = func(rows, *args, **kwargs)  # some of these functions refuse a tensor without elements
 
     def layout_of(value: Tensor) -> Layout:
@@ -70,31 +73,38 @@ def topk(
     if k > x.shape[d]:
         raise RuntimeError(f"selected index k out of range: {k} of {x.shape[d]} rows")
     layout = x.layout.with_dim(d, k, ())
+    topk_type: Any = torch.return_types.topk
     if not x.layout.axes(d):
-        return torch.return_types.topk([x.like(f, layout) for f in func(x.local, k, d, largest, sorted)])
+        return topk_type([x.like(f, layout) for f in func(x.local, k, d, largest, sorted)])
     x = simple(x, d)
     low, high = x.layout.dims[d][0].bounds(x.layout.grid)
     own = func(x.local, min(k, high - low), d, largest, sorted)
     offsets = partition(x.shape[d], x.layout.grid.parts(x.layout.axes(d)))
-    count = sum(min(k, b - a) for a, b in zip(offsets, offsets[1:], strict=False))
+    count = sum(min(k, b - a) for a, b in pairwise(offsets))
     candidates = x.layout.with_dim(d, count)  # canonical: all ranks give k, or all they have
     values, indices = (fetch_all(x.like(f, candidates), d) for f in (own[0], own[1] + low))
     best, place = func(values, k, d, largest, sorted)
     found = (best, indices.gather(d, place))
-    return torch.return_types.topk([x.like(f, layout) if layout.split_dims else f for f in found])
+    return topk_type([x.like(f, layout) if layout.split_dims else f for f in found])
 
 
 def _named_dim(args: tuple[Any, ...], kwargs: dict[str, Any], default: int | None) -> int | None:
-    return kwargs.get("dim", next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), default))
+    return kwargs.get(
+        "dim", next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), default)
+    )
 
 
 def _whole_dim(func: Callable[..., Any], x: Subdomain, dim: int | None) -> int:
     name = func.__name__
     if dim is None:
-        raise UnsupportedOperationError(f"{name} of all elements needs them in order on one rank; name a dim")
+        raise UnsupportedOperationError(
+            f"{name} of all elements needs them in order on one rank; name a dim"
+        )
     d = x.layout.dim(dim)
     if x.layout.axes(d):
-        raise UnsupportedOperationError(f"{name} needs all rows of the split dim {d} in order on one rank")
+        raise UnsupportedOperationError(
+            f"{name} needs all rows of the split dim {d} in order on one rank"
+        )
     return d
 
 

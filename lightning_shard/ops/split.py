@@ -30,7 +30,9 @@ def split(
 
 
 @implements(torch.chunk, Tensor.chunk, torch.unsafe_chunk, Tensor.unsafe_chunk)
-def chunk(func: Callable[..., Any], x: Subdomain, chunks: int, dim: int = 0) -> tuple[Subdomain, ...]:
+def chunk(
+    func: Callable[..., Any], x: Subdomain, chunks: int, dim: int = 0
+) -> tuple[Subdomain, ...]:
     return split(func, x, max(-(-x.shape[x.layout.dim(dim)] // chunks), 1), dim)
 
 
@@ -63,5 +65,7 @@ def tensor_split(
 def split_by_name(func: Callable[..., Any], x: Subdomain, cuts: Any) -> tuple[Subdomain, ...]:
     d = min(_DIM_OF[func.__name__], x.ndim - 1)
     if isinstance(cuts, int) and x.shape[d] % cuts:
-        raise RuntimeError(f"{func.__name__}: dim {d} of size {x.shape[d]} is not divisible by {cuts}")
+        raise RuntimeError(
+            f"{func.__name__}: dim {d} of size {x.shape[d]} is not divisible by {cuts}"
+        )
     return tensor_split(func, x, cuts, d)

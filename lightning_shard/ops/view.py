@@ -1,12 +1,13 @@
 """Reshapes and permutations: factors are regrouped, data stays.
 
-Merging dims always keeps every element where it is: the merged dim remembers its factors. Splitting a
-split dim of N rows into (n, N / n) moves rows between neighbours only where the partition of N rows is
-not that of n times N / n.
+Merging dims always keeps every element where it is: the merged dim remembers its factors.
+Splitting a split dim of N rows into (n, N / n) moves rows between neighbours only where the
+partition of N rows is not that of n times N / n.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,15 +50,13 @@ def _split_factor(
     inner, rest = divmod(factor.extent, outer)
     if rest:
         raise UnsupportedOperationError(
-            f"reshape of {tuple(source)} to {tuple(target)} cuts across the dims of which one is split"
+            f"reshape of {tuple(source)} to {tuple(target)} cuts across the dims of which one is "
+            "split"
         )
     local, moved = flat.local, flat.moved
     if factor.axes:
         offsets = [inner * n for n in partition(outer, grid.parts(factor.axes))]
-        needs = tuple(
-            ((low, high),) if high > low else ()
-            for low, high in zip(offsets, offsets[1:], strict=False)
-        )
+        needs = tuple(((low, high),) if high > low else () for low, high in pairwise(offsets))
         moved |= route(factor.extent, grid.index(factor.axes), needs).moves
         local = fetch(flat, dim, needs)
     dims = [*flat.layout.dims]
@@ -94,7 +93,9 @@ def flatten(
     func: Callable[..., Any], x: Subdomain, start_dim: int = 0, end_dim: int = -1
 ) -> Subdomain:
     first, last = x.layout.dim(start_dim), x.layout.dim(end_dim)
-    return reshape_to(x, [*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :]])
+    return reshape_to(
+        x, [*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :]]
+    )
 
 
 @implements(torch.unflatten, Tensor.unflatten)
@@ -161,9 +162,9 @@ def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
 @implements(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d)
 def atleast(func: Callable[..., Any], *tensors: Any) -> Any:
     """New dims as torch adds them: (n) is (1, n) and (1, n, 1), (n, m) is (n, m, 1)."""
-    if len(tensors) > 1 or isinstance(tensors[0], list | tuple):
+    x, least = next(iter(tensors)), int(func.__name__[-2])
+    if len(tensors) > 1 or isinstance(x, list | tuple):
         raise UnsupportedOperationError("several tensors at once; call it for each")
-    (x,), least = tensors, int(func.__name__[-2])
     if x.ndim < min(least, 2):
         x = unsqueeze(torch.unsqueeze, x, 0)
     return unsqueeze(torch.unsqueeze, x, 2) if x.ndim < least else x

@@ -14,12 +14,16 @@ PLACES = torch.arange(7)[:, None] + torch.arange(5)
 
 
 def relative(q, k, v, table):
-    """As in T5: no scale, a learned bias by relative position, plain and of shape (1, heads, q, k)."""
+    """As in T5: no scale, a learned bias by relative position, of shape (1, heads, q, k)."""
     buckets = (torch.arange(7)[:, None] - torch.arange(7)).clamp(-2, 2) + 2
     bias = F.embedding(buckets, table).permute(2, 0, 1)[None]
     scores = torch.matmul(q, k.transpose(3, 2))
     scores += bias
-    weights = F.softmax(scores.float(), dim=-1).type_as(scores) if scores.dtype == torch.half else scores.softmax(-1)
+    weights = (
+        F.softmax(scores.float(), dim=-1).type_as(scores)
+        if scores.dtype == torch.half
+        else scores.softmax(-1)
+    )
     return torch.matmul(weights, v).transpose(1, 2).contiguous().view(2, -1, 24)
 
 
@@ -29,7 +33,11 @@ CASES = {
     "plain_keys": (SDPA, [Q, K, K], {0}),
     "plain_queries": (SDPA, [Q, K, K], {1, 2}),
     "causal": (lambda q, k, v: SDPA(q, k, v, is_causal=True), [Q, Q, Q], {0, 1, 2}),
-    "causal_cross": (lambda q, k, v: SDPA(q, k, v, is_causal=True, scale=0.3), [Q, K, K], {0, 1, 2}),
+    "causal_cross": (
+        lambda q, k, v: SDPA(q, k, v, is_causal=True, scale=0.3),
+        [Q, K, K],
+        {0, 1, 2},
+    ),
     "mask": (lambda q, k, v: SDPA(q, k, v, PLACES % 3 > 0), [Q, K, K], {0, 1, 2}),
     "bias": (lambda q, k, v, b: SDPA(q, k, v, b), [Q, K, K, (4, 7, 5)], {0, 1, 2}),
     "split_bias": (lambda q, k, v, b: SDPA(q, k, v, b), [Q, K, K, (2, 1, 7, 5)], {0, 1, 2, 3}),
@@ -58,14 +66,16 @@ def test_three_ranks(case):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("case", [c for c in CASES if c not in ("three_dims", "softmax", "split_bias")])
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c not in ("three_dims", "softmax", "split_bias")]
+)
 def test_split_heads_and_sequence(case):
     function, shapes, split = CASES[case]
     dims = [-2, 0] if case == "grouped" else [1, -2]
     if case in ("grouped", "self", "cross", "relative", "gram"):
         assert_parity(function, shapes, {i: [0, -2] for i in split}, mesh_of(2, 2))
     if case != "grouped":
-        assert_parity(function, shapes, {i: dims for i in split}, mesh_of(2, 2))
+        assert_parity(function, shapes, dict.fromkeys(split, dims), mesh_of(2, 2))
 
 
 @pytest.mark.spmd(4)
@@ -126,7 +136,9 @@ def test_multihead_cross_attention(options):
 @pytest.mark.parametrize("training", [True, False])
 def test_transformer_layer(norm_first, training):
     torch.manual_seed(0)
-    module = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first).double()
+    module = nn.TransformerEncoderLayer(
+        8, 2, 16, 0.0, batch_first=True, norm_first=norm_first
+    ).double()
     assert_parity_of_module(module.train(training), (2, 7, 8), [1], mesh_of(4))
 
 

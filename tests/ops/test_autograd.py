@@ -98,7 +98,9 @@ def test_hooks_see_the_gradient_of_one_process():
         inner.register_hook(lambda g: g.clamp(max=0.5))
         handle = given.register_hook(lambda g: g * 100)
         handle.remove()
-        given.register_post_accumulate_grad_hook(lambda t: results.append(lightning_shard.gather(t.grad)))
+        given.register_post_accumulate_grad_hook(
+            lambda t: results.append(lightning_shard.gather(t.grad))
+        )
         inner.square().sum().backward()
     torch.testing.assert_close(seen[1], seen[0])
     torch.testing.assert_close(results[1], results[0])
@@ -145,7 +147,9 @@ def test_text_and_numbers():
     x = torch.arange(14.0).reshape(1, 2, 7)
     split = lightning_shard.shard(x, mesh_of(3), 2)
     text = repr(split)
-    assert text.startswith("DomainTensor(shape=(1, 2, 7), dtype=torch.float32, dim 2 split over 3 ranks")
+    assert text.startswith(
+        "DomainTensor(shape=(1, 2, 7), dtype=torch.float32, dim 2 split over 3 ranks"
+    )
     assert repr(split.to_local()) in text
     assert f"{split}" == str(split) == text
     assert 5 in split
@@ -159,7 +163,9 @@ def test_text_and_numbers():
     with pytest.raises(RuntimeError, match="not one number"):
         bool(split)
     for name in ("numpy", "tolist", "__array__"):
-        with pytest.raises(UnsupportedOperationError, match=r"take lightning_shard.gather\(tensor\)"):
+        with pytest.raises(
+            UnsupportedOperationError, match=r"take lightning_shard.gather\(tensor\)"
+        ):
             getattr(split, name)()
     with pytest.raises(UnsupportedOperationError, match="apply_"):
         split.apply_(abs)

@@ -19,7 +19,9 @@ def labels_with(x: torch.Tensor, ignored: int = -100) -> torch.Tensor:
 
 
 def every(function):
-    return lambda *tensors, **named: tuple(function(*tensors, reduction=r, **named) for r in ("none", "mean", "sum"))
+    return lambda *tensors, **named: tuple(
+        function(*tensors, reduction=r, **named) for r in ("none", "mean", "sum")
+    )
 
 
 CASES = {
@@ -31,7 +33,9 @@ CASES = {
     "smooth_l1": (lambda x, y: F.smooth_l1_loss(x, y, beta=0.5), [SHAPE, SHAPE]),
     "bce": (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid().detach()), [SHAPE, SHAPE]),
     "bce_weight": (
-        lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid().detach(), torch.linspace(0, 1, 7).double()[:, None]),
+        lambda x, y: F.binary_cross_entropy(
+            x.sigmoid(), y.sigmoid().detach(), torch.linspace(0, 1, 7).double()[:, None]
+        ),
         [SHAPE, SHAPE],
     ),
     "bce_logits": (every(F.binary_cross_entropy_with_logits), [SHAPE, SHAPE]),
@@ -41,7 +45,9 @@ CASES = {
     ),
     "kl": (lambda x, y: F.kl_div(x, y.softmax(1), reduction="none"), [SHAPE, SHAPE]),
     "kl_batch": (
-        lambda x, y: F.kl_div(x.log_softmax(1), y.log_softmax(1), reduction="batchmean", log_target=True),
+        lambda x, y: F.kl_div(
+            x.log_softmax(1), y.log_softmax(1), reduction="batchmean", log_target=True
+        ),
         [SHAPE, SHAPE],
     ),
     "poisson": (lambda x, y: F.poisson_nll_loss(x, y.abs().detach(), full=True), [SHAPE, SHAPE]),
@@ -57,7 +63,10 @@ CASES = {
     ),
     "cosine": (
         lambda x, y: F.cosine_embedding_loss(
-            x.flatten(0, 2), y.flatten(0, 2), (x.flatten(0, 2)[:, 0].detach() > 0) * 2 - 1, margin=0.2
+            x.flatten(0, 2),
+            y.flatten(0, 2),
+            (x.flatten(0, 2)[:, 0].detach() > 0) * 2 - 1,
+            margin=0.2,
         ),
         [SHAPE, SHAPE],
     ),
@@ -76,7 +85,9 @@ CASES = {
         [SHAPE],
     ),
     "cross_entropy_smooth": (
-        lambda x: F.cross_entropy(x, labels_with(x, 7), WEIGHT, ignore_index=7, label_smoothing=0.2),
+        lambda x: F.cross_entropy(
+            x, labels_with(x, 7), WEIGHT, ignore_index=7, label_smoothing=0.2
+        ),
         [SHAPE],
     ),
     "cross_entropy_soft": (
@@ -109,7 +120,7 @@ def test_three_ranks(case, dim):
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case, dims):
     function, shapes = CASES[case]
-    split = {i: dims for i in range(len(shapes))}
+    split = dict.fromkeys(range(len(shapes)), dims)
     assert_parity(function, shapes, split, mesh_of(4) if len(dims) == 1 else mesh_of(2, 2))
 
 

@@ -33,11 +33,17 @@ CASES = {
     "broadcast_row": (lambda x, b: x * b, [SHAPE, (7, 1)]),
     "broadcast_up": (lambda x, y: x[0, 0] + y, [SHAPE, (4, 7, 3)]),
     "outer_sum": (lambda x: x[:, :, :, :1] + x[:, :, :1], [SHAPE]),
-    "lerp": (lambda x, y: torch.lerp(x, y, 0.3) + torch.addcmul(x, x, y, value=0.5), [SHAPE, SHAPE]),
+    "lerp": (
+        lambda x, y: torch.lerp(x, y, 0.3) + torch.addcmul(x, x, y, value=0.5),
+        [SHAPE, SHAPE],
+    ),
     "clamp": (lambda x, y: x.clamp(-0.5, 0.5) + torch.clamp(x, min=y), [SHAPE, SHAPE]),
     "compare": (lambda x, y: ((x > y) & ~(x < 0)).double() * x, [SHAPE, SHAPE]),
     "round": (lambda x: (x.round(decimals=1), x.floor().long() // 2, x.sign()), [SHAPE]),
-    "complex": (lambda x, y: (torch.complex(x, y) * 1j).abs() + torch.complex(x, y).real, [SHAPE, SHAPE]),
+    "complex": (
+        lambda x, y: (torch.complex(x, y) * 1j).abs() + torch.complex(x, y).real,
+        [SHAPE, SHAPE],
+    ),
     "dtypes": (lambda x: (x > 0).to(x) * x + x.double().type_as(x), [SHAPE]),
     "like": (lambda x: torch.zeros_like(x) + torch.full_like(x, 3) * x, [SHAPE]),
     "nan": (lambda x: torch.nan_to_num(torch.where(x > 1, torch.nan, x), 5.0), [SHAPE]),
@@ -45,7 +51,10 @@ CASES = {
     "prelu": (lambda x, a: F.prelu(x, a) + F.prelu(x, a[:1]), [SHAPE, (3,)]),
     "glu": (lambda x: (F.glu(x[:, :2], 1), F.glu(x[:, :, 1:], 2), F.glu(x[..., :2])), [SHAPE]),
     "gradient": (lambda x: torch.gradient(x, spacing=0.5, dim=(2, 3)), [SHAPE]),
-    "gradient_2": (lambda x: torch.gradient(x, spacing=[2.0, 1.0], dim=[2, -1], edge_order=2), [SHAPE]),
+    "gradient_2": (
+        lambda x: torch.gradient(x, spacing=[2.0, 1.0], dim=[2, -1], edge_order=2),
+        [SHAPE],
+    ),
     "trapezoid": (lambda x: (torch.trapezoid(x, dx=0.5, dim=2), torch.trapz(x)), [SHAPE]),
     "trapezoid_at": (
         lambda x, t: (torch.trapezoid(x, t, dim=2), torch.cumulative_trapezoid(x, t, dim=2)),

@@ -41,6 +41,8 @@ CASES = {
     "max_all": (lambda x: x.max() - x.min(), [SHAPE]),
     "max_dim": (lambda x: torch.max(ties(x), 2), [SHAPE]),
     "min_dim": (lambda x: ties(x).min(dim=3, keepdim=True), [SHAPE]),
+    "max_columns": (lambda x: (x - 9).max(3, keepdim=True), [SHAPE]),
+    "min_columns": (lambda x: torch.min(x + 9, -1), [SHAPE]),
     "max_named": (lambda x: x.max(2).values + x.min(2).indices, [SHAPE]),
     "max_nan": (lambda x: (holes(x).max(2).indices, holes(x).argmax()), [SHAPE]),
     "max_other": (lambda x: torch.maximum(x, -x).max(torch.zeros(7, 1, dtype=x.dtype)), [SHAPE]),
@@ -52,7 +54,10 @@ CASES = {
     "topk_small": (lambda x: x.topk(3, dim=-1, largest=False), [SHAPE]),
     "topk_most": (lambda x: x.topk(6, dim=2).values, [SHAPE]),
     "sort": (lambda x: (torch.sort(x, dim=1, descending=True).values, x.argsort(1)), [SHAPE]),
-    "median": (lambda x: (x.median(1).values, x.quantile(0.3, 1), x.kthvalue(2, 1).values), [SHAPE]),
+    "median": (
+        lambda x: (x.median(1).values, x.quantile(0.3, 1), x.kthvalue(2, 1).values),
+        [SHAPE],
+    ),
     "quantiles": (
         lambda x: torch.quantile(x, torch.tensor([0.1, 0.7], dtype=x.dtype), 1, keepdim=True),
         [SHAPE],
@@ -65,7 +70,19 @@ CASES = {
     "cosine_2": (lambda x, y: F.cosine_similarity(x, y, dim=2), [SHAPE, (1, 3, 7, 1)]),
     "distance": (lambda x, y: F.pairwise_distance(x, y), [SHAPE, SHAPE]),
 }
-SMOOTH = ["mean", "var", "std", "prod", "prod_zero", "amax", "aminmax", "topk", "norm", "cosine_2", "distance"]
+SMOOTH = [
+    "mean",
+    "var",
+    "std",
+    "prod",
+    "prod_zero",
+    "amax",
+    "aminmax",
+    "topk",
+    "norm",
+    "cosine_2",
+    "distance",
+]
 
 
 @pytest.mark.spmd(3)

@@ -1,4 +1,4 @@
-"""Rows chosen by position, by lists of rows and by index tensors; cut, shifted, repeated, assigned."""
+"""Rows chosen by position, by lists and by index tensors; cut, shifted, repeated, assigned."""
 
 import pytest
 import torch
@@ -47,7 +47,10 @@ CASES = {
     "mask_batch": (lambda x: x[torch.arange(6).reshape(2, 3) % 2 > 0], [SHAPE]),
     "pairs": (lambda x: x[torch.tensor([0, 1]), torch.tensor([[2], [0]])], [SHAPE]),
     "list_and_number": (lambda x: x[1, torch.tensor([2, 0]), 1:], [SHAPE]),
-    "index_select": (lambda x: (torch.index_select(x, 2, ROWS.abs()), x.index_select(1, ROWS[1:3])), [SHAPE]),
+    "index_select": (
+        lambda x: (torch.index_select(x, 2, ROWS.abs()), x.index_select(1, ROWS[1:3])),
+        [SHAPE],
+    ),
     "table": (lambda x, t: t[numbers(x, 4)], [SHAPE, (4, 2)]),
     "embedding": (lambda x, t: F.embedding(numbers(x, 4), t, padding_idx=1), [SHAPE, (4, 2)]),
     "one_hot": (lambda x: (F.one_hot(numbers(x, 4), 4), F.one_hot(numbers(x, 4))), [SHAPE]),
@@ -58,13 +61,22 @@ CASES = {
     "scatter": (lambda x: torch.zeros_like(x).scatter(1, INDEX, x[:, 1:]), [SHAPE]),
     "scatter_number": (lambda x: x.scatter(1, numbers(x, 3), 2.0), [SHAPE]),
     "scatter_add": (lambda x, y: x.scatter_add(1, INDEX, y), [SHAPE, (2, 2, 7, 5)]),
-    "scatter_reduce": (lambda x, y: x.scatter_reduce(1, INDEX, y, reduce="sum"), [SHAPE, (2, 2, 7, 5)]),
-    "index_add": (lambda x, y: x.index_add(1, torch.tensor([2, 2]), y, alpha=2), [SHAPE, (2, 2, 7, 5)]),
+    "scatter_reduce": (
+        lambda x, y: x.scatter_reduce(1, INDEX, y, reduce="sum"),
+        [SHAPE, (2, 2, 7, 5)],
+    ),
+    "index_add": (
+        lambda x, y: x.index_add(1, torch.tensor([2, 2]), y, alpha=2),
+        [SHAPE, (2, 2, 7, 5)],
+    ),
     "index_fill": (lambda x: x.index_fill(1, torch.tensor([0, 2]), 3.0), [SHAPE]),
     "masked_fill": (lambda x: x.masked_fill(x > 0, 2.0) + torch.where(x > 0, x, 1.0), [SHAPE]),
     "chunk": (lambda x: x.chunk(3, 2), [SHAPE]),
     "split": (lambda x: x.split([1, 4, 2], 2) + torch.split(x, 2, dim=3), [SHAPE]),
-    "tensor_split": (lambda x: torch.tensor_split(x, 3, 2) + x.tensor_split((1, -1), dim=3), [SHAPE]),
+    "tensor_split": (
+        lambda x: torch.tensor_split(x, 3, 2) + x.tensor_split((1, -1), dim=3),
+        [SHAPE],
+    ),
     "hsplit": (lambda x: torch.hsplit(x, 3) + x.dsplit([2, 9]) + x.vsplit(2), [SHAPE]),
     "unbind": (lambda x: (*x.unbind(2), *torch.unbind(x, 1), *x), [SHAPE]),
     "pad": (lambda x: F.pad(x, (1, 2, 3, 1), value=2.0), [SHAPE]),
@@ -77,7 +89,10 @@ CASES = {
     "fliplr": (lambda x: x[0].fliplr() + torch.flipud(x[1]), [SHAPE]),
     "rot90": (lambda x: tuple(torch.rot90(x, k, (2, 3)) for k in range(-1, 3)), [SHAPE]),
     "diff": (lambda x: (x.diff(), torch.diff(x, n=2, dim=2), (x > 0).diff(dim=2)), [SHAPE]),
-    "diff_edges": (lambda x, y: torch.diff(x, dim=2, prepend=y, append=x[:, :, :1]), [SHAPE, (2, 3, 2, 5)]),
+    "diff_edges": (
+        lambda x, y: torch.diff(x, dim=2, prepend=y, append=x[:, :, :1]),
+        [SHAPE, (2, 3, 2, 5)],
+    ),
     "tril": (lambda x: (x.tril(), torch.triu(x, 1), x.triu(diagonal=-2)), [SHAPE]),
     "repeat": (lambda x: x.repeat(2, 1, 3, 1, 2), [SHAPE]),
     "tile": (lambda x: torch.tile(x, (2, 3)), [SHAPE]),
@@ -91,7 +106,17 @@ CASES = {
     "assign_where": (assign_where, [SHAPE]),
     "new": (lambda x: (x.new_zeros(3, 4), x.new_full((2,), 5.0), x.new_ones(1), 0 * x), [SHAPE]),
 }
-SMOOTH = ["list_rows", "gather_plain", "scatter_add", "diff", "repeat", "interleave", "rot90", "tril", "reflect"]
+SMOOTH = [
+    "list_rows",
+    "gather_plain",
+    "scatter_add",
+    "diff",
+    "repeat",
+    "interleave",
+    "rot90",
+    "tril",
+    "reflect",
+]
 
 
 @pytest.mark.spmd(3)

@@ -32,7 +32,15 @@ CASES = {
     "cumprod_zero": (lambda x: torch.cumprod(x * (torch.arange(7) != 3)[:, None], 2), [SHAPE]),
     "logcumsumexp": (lambda x: torch.logcumsumexp(x, 2), [SHAPE]),
 }
-SMOOTH = ["softmax_2", "softmax_last", "log_softmax_2", "logsumexp_dims", "cumsum_2", "cumprod", "logcumsumexp"]
+SMOOTH = [
+    "softmax_2",
+    "softmax_last",
+    "log_softmax_2",
+    "logsumexp_dims",
+    "cumsum_2",
+    "cumprod",
+    "logcumsumexp",
+]
 
 
 @pytest.mark.spmd(3)

@@ -20,7 +20,10 @@ CASES = {
     "tokens": (lambda x: x.flatten(2).transpose(1, 2).reshape(2, 7, 5, 3), [SHAPE]),
     "heads": (lambda x: x.movedim(1, -1).reshape(2, -1, 1, 3).transpose(1, 2), [SHAPE]),
     "view": (lambda x: (x.view(6, 7, 5), x.view_as(x), x.reshape(-1, 7, 5)), [SHAPE]),
-    "squeeze": (lambda x: (x[:, :1].squeeze(1), x.unsqueeze(2).squeeze(), x[:, :, :1].squeeze(2)), [SHAPE]),
+    "squeeze": (
+        lambda x: (x[:, :1].squeeze(1), x.unsqueeze(2).squeeze(), x[:, :, :1].squeeze(2)),
+        [SHAPE],
+    ),
     "unsqueeze": (lambda x: (x.unsqueeze(-1), x[None], torch.unsqueeze(x, 3)), [SHAPE]),
     "expand": (lambda x: (x.expand(3, -1, -1, -1, -1), x[:, :1].expand_as(x) * 2), [SHAPE]),
     "expand_row": (lambda x: x[:, :, 2:3].expand(-1, -1, 4, -1) + 0, [SHAPE]),
@@ -31,7 +34,10 @@ CASES = {
     "stack": (lambda x: torch.stack([x, 2 * x], 2), [SHAPE]),
     "stack_last": (lambda x, y: torch.stack((x, y), dim=-1), [SHAPE, SHAPE]),
     "atleast": (lambda x: (torch.atleast_3d(x[0, 0]), torch.atleast_2d(x[0, 0, :, 0])), [SHAPE]),
-    "by_name": (lambda x, y: (torch.hstack([x, y]), torch.vstack([x, y]), torch.dstack([x, y])), [SHAPE, SHAPE]),
+    "by_name": (
+        lambda x, y: (torch.hstack([x, y]), torch.vstack([x, y]), torch.dstack([x, y])),
+        [SHAPE, SHAPE],
+    ),
 }
 SMOOTH = ["patches", "tokens", "expand_row", "cat_rows", "cat_columns"]
 
@@ -66,7 +72,12 @@ def test_double_backward(case, dims):
 @pytest.mark.spmd(4)
 def test_short_tensors_side_by_side():
     def function(x, y):
-        return torch.hstack([x, y]), torch.vstack([x, y]), torch.column_stack([x, y]), torch.dstack([x, y])
+        return (
+            torch.hstack([x, y]),
+            torch.vstack([x, y]),
+            torch.column_stack([x, y]),
+            torch.dstack([x, y]),
+        )
 
     assert_parity(function, [(3,), (3,)], {0: [0]}, mesh_of(4))
 
