@@ -38,7 +38,8 @@ def extreme(
     else:
         best = func(rows, dims, True)
     op = dist.ReduceOp.MAX if top else dist.ReduceOp.MIN
-    best = all_reduce_extreme(best, op, x.domain.group(axes))
+    wide = best if best.is_floating_point() else best.long()  # backends lack bool and int16
+    best = all_reduce_extreme(wide, op, x.domain.group(axes)).to(best.dtype)
     if x.local.is_floating_point():
         chosen = (x.local == best) | (x.local != x.local)
         ties = sum_over(x, chosen.sum(dims, keepdim=True).to(x.local.dtype), dims)

@@ -50,6 +50,10 @@ CASES = {
     "argmax_all": (lambda x: (ties(x).argmax(), x.argmin(), x.argmax(keepdim=True)), [SHAPE]),
     "argmax_flat": (lambda x: x.flatten(1).argmax(0), [SHAPE]),
     "argmax_int": (lambda x: ties(x).long().argmax(2), [SHAPE]),
+    "extremes_of_integers": (
+        lambda x: (ties(x).short().amax(2), (x > 0).max(), (x > 0).amin(3), (x > 0).max(2).indices),
+        [SHAPE],
+    ),
     "topk": (lambda x: torch.topk(x, 2, 2), [SHAPE]),
     "topk_small": (lambda x: x.topk(3, dim=-1, largest=False), [SHAPE]),
     "topk_most": (lambda x: x.topk(6, dim=2).values, [SHAPE]),
