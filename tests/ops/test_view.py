@@ -47,8 +47,6 @@ SMOOTH = ["patches", "tokens", "expand_row", "cat_rows", "cat_columns"]
 @pytest.mark.parametrize("case", CASES)
 def test_three_ranks(case, dim):
     function, shapes = CASES[case]
-    if dim == 1 and case in ("flatten", "heads"):
-        pytest.skip("splits what it merges")
     assert_parity(function, shapes, {0: [dim]}, mesh_of(3))
 
 
