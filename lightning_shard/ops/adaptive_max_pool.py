@@ -24,7 +24,7 @@ from lightning_shard.ops.reduce import one_of_all
 from lightning_shard.ops.registry import implements
 
 MAX = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
-WITH_INDICES = (
+WITH_INDICES: tuple[Callable[..., Any], ...] = (
     F.adaptive_max_pool1d_with_indices, F.adaptive_max_pool2d_with_indices,
     F.adaptive_max_pool3d_with_indices,
 )  # fmt: skip

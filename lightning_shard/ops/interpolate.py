@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,9 @@ class Kernel:
     def __call__(self, x: Tensor, output: int, scale: float | None) -> Tensor:
         """Interpolate the last dim: (1, C, 1, N) -> (1, C, 1, output)."""
         mode = "bilinear" if self.mode in ("linear", "trilinear") else self.mode
-        size = {"size": (1, output)} if scale is None else {"scale_factor": (1.0, scale)}
+        size: dict[str, Any] = (
+            {"size": (1, output)} if scale is None else {"scale_factor": (1.0, scale)}
+        )
         return F.interpolate(
             x, **size, mode=mode, align_corners=self.align_corners, antialias=self.antialias
         )
@@ -169,7 +172,7 @@ def _whole_dims(
         layout = layout.with_dim(dim, shape[dim])
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
-    given = {"size": layout.local_shape[2:]}
+    given: dict[str, Any] = {"size": layout.local_shape[2:]}
     if None not in scales:
         given = {"scale_factor": [s if d in dims else 1.0 for d, s in enumerate(scales, 2)]}
     local = F.interpolate(x.local, **given, mode=kernel.mode, align_corners=kernel.align_corners)

@@ -16,7 +16,7 @@ from lightning_shard.ops.reduce import sum_over
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, rule_for
 
 
-@implements(F.layer_norm)
+@implements(F.layer_norm, torch.layer_norm)
 def layer_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -24,6 +24,7 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Subdomain:
     x, dims = split_input(input), _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
@@ -35,7 +36,7 @@ def layer_norm(
     return x.like(_affine(result, weight, bias))
 
 
-@implements(F.rms_norm)
+@implements(F.rms_norm, torch.rms_norm)
 def rms_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

@@ -7,7 +7,7 @@ Half precision is reduced in float32.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 
 def moments(
-    x: Subdomain, dims: Sequence[int], local: Tensor, local_dims: Sequence[int]
+    x: Subdomain, dims: list[int], local: Tensor, local_dims: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of the global tensor along `dims`, which are kept with extent 1.
 
@@ -129,8 +129,7 @@ def instance_norm(
     """Statistics of each image; the running ones take their mean over the batch."""
     x = split_input(input)
     if not use_input_stats:
-        own = [_of_channels(x, v) for v in (running_mean, running_var, weight, bias)]
-        return x.like(F.batch_norm(x.local, *own, False, momentum, eps))
+        return batch_norm(F.batch_norm, x, running_mean, running_var, weight, bias, False, eps=eps)
     dims = list(range(2, x.ndim))
     count = volume(x.layout, dims)
     if count == 1:
@@ -172,7 +171,7 @@ def _update(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
         buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
 
 
-@implements(F.group_norm)
+@implements(F.group_norm, torch.group_norm)
 def group_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -180,6 +179,7 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Subdomain:
     x, spatial = split_input(input), list(range(2, input.ndim))
     batch, channels = x.local.shape[0], x.shape[1]

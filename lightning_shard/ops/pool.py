@@ -14,11 +14,11 @@ from lightning_shard.layout import Layout
 from lightning_shard.ops.conv import per_dim, window_rows
 from lightning_shard.ops.registry import implements
 
-MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
-MAX_WITH_INDICES = (
+MAX: tuple[Callable[..., Any], ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+MAX_WITH_INDICES: tuple[Callable[..., Any], ...] = (
     F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices,
 )  # fmt: skip
-AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+AVERAGE: tuple[Callable[..., Any], ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 SPATIAL_DIMS: dict[Callable[..., Any], int] = {
     torch.max_pool1d: 1, torch.max_pool2d: 2, torch.max_pool3d: 3, torch.max_pool1d_with_indices: 1,
     **{f: n for n, f in enumerate(MAX, 1)}, **{f: n for n, f in enumerate(MAX_WITH_INDICES, 1)},

@@ -106,7 +106,7 @@ def channel_shuffle(
     return chosen_rows(x, 1, channels, lambda o: o % groups * size + o // groups)
 
 
-@implements(F.unfold, torch._C._nn.im2col)
+@implements(F.unfold)
 def unfold(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -131,7 +131,7 @@ def unfold(
     layout = Layout(dims, x.layout.grid)
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
-    return x.like(F.unfold(x.local, kernels, dilations, inner, strides), layout)
+    return x.like(func(x.local, kernels, dilations, inner, strides), layout)
 
 
 def _count(extent: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
@@ -144,7 +144,7 @@ def _count(extent: int, kernel: int, stride: int, padding: int, dilation: int) -
     return blocks
 
 
-@implements(F.fold, torch._C._nn.col2im)
+@implements(F.fold)
 def fold(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -171,7 +171,7 @@ def fold(
             rows[i], inner[i] = (x.local.shape[dim] - 1) * s + d * (k - 1) + 1, 0
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
-    local = F.fold(x.local.flatten(-2), rows, kernels, dilations, inner, strides)
+    local = func(x.local.flatten(-2), rows, kernels, dilations, inner, strides)
     for dim, start in starts.items():
         local = local.narrow(dim, start, layout.local_shape[dim])
     return x.like(local, layout)

@@ -5,7 +5,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.ops import UnsupportedOperationError
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 
 def conv(*args, **kwargs):
@@ -89,6 +89,12 @@ class ToSize(nn.Module):
 @pytest.mark.parametrize("make", [ToSize, lambda: nn.ConvTranspose2d(4, 2, 2, 2)])
 def test_module(make):
     assert_parity_of_module(make().double(), IMAGE, [2], mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+def test_double_backward():
+    function, shapes = CASES["stride"]
+    assert_double_backward(function, shapes, {0: [2]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)

@@ -5,7 +5,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.ops import UnsupportedOperationError
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 IMAGE = (2, 3, 7, 5)
 SIZES = {"double": (14, 10), "odd": (17, 6), "smaller": (4, 3), "same": (7, 5), "mixed": (5, 11)}
@@ -125,6 +125,13 @@ def test_bytes():
 )
 def test_module(module):
     assert_parity_of_module(module, IMAGE, [2], mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_double_backward(mode):
+    function = resize(mode, size=(4, 8))
+    assert_double_backward(function, [IMAGE], {0: [2]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)

@@ -2,13 +2,12 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import lightning_shard
 from lightning_shard.ops import UnsupportedOperationError
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 IMAGE = (2, 4, 7, 5)
 CASES = {
@@ -16,6 +15,8 @@ CASES = {
     "batch_norm_eps": (lambda x: F.batch_norm(x, None, None, None, None, True, eps=0.1), [IMAGE]),
     "batch_norm_bias": (lambda x, b: F.batch_norm(x, None, None, None, b, True), [IMAGE, (4,)]),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [IMAGE, (4,), (4,)]),
+    "group_norm_of_torch": (lambda x, w, b: torch.group_norm(x, 2, w, b), [IMAGE, (4,), (4,)]),
+    "layer_norm_of_torch": (lambda x: torch.layer_norm(x, (7, 5)), [IMAGE]),
     "group_norm_all": (lambda x: F.group_norm(x, 1, eps=0.1), [IMAGE]),
     "group_norm_each": (lambda x, w: F.group_norm(x, 4, w), [IMAGE, (4,)]),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), [IMAGE, (4,), (4,)]),
@@ -156,21 +157,12 @@ def test_statistics_first_used_in_inference_mode():
 
 
 @pytest.mark.spmd(3)
-def test_double_backward():
-    x = torch.randn(IMAGE, dtype=torch.float64, requires_grad=True)
-    seed = torch.randn(IMAGE, dtype=torch.float64)
-
-    def penalty(x):
-        return (F.group_norm(x, 2) * x).pow(3).sum()
-
-    (first,) = torch.autograd.grad(penalty(x), x, create_graph=True)
-    (second,) = torch.autograd.grad((first * seed).sum(), x)
-    y = x.detach().clone().requires_grad_()
-    local = lightning_shard.shard(y, mesh_of(3), 2)
-    (first,) = torch.autograd.grad(penalty(local) / dist.get_world_size(), y, create_graph=True)
-    (partial,) = torch.autograd.grad((first * seed).sum(), y)
-    dist.all_reduce(partial)
-    torch.testing.assert_close(partial, second)
+@pytest.mark.parametrize(
+    "case", ["batch_norm", "group_norm", "layer_norm_two", "rms_norm_two", "normalize_both"]
+)
+def test_double_backward(case):
+    function, shapes = CASES[case]
+    assert_double_backward(function, shapes, {0: [2]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)

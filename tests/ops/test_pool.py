@@ -5,7 +5,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.ops import UnsupportedOperationError
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 IMAGE, VOLUME = (2, 3, 13, 9), (2, 3, 7, 5, 6)
 
@@ -176,6 +176,13 @@ def test_averages_first_used_in_inference_mode():
         F.adaptive_avg_pool2d(lightning_shard.shard(x, mesh_of(3), 2), 4)
     y = lightning_shard.shard(x.clone().requires_grad_(), mesh_of(3), 2)
     lightning_shard.gather(F.adaptive_avg_pool2d(y, 4)).sum().backward()
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("case", ["max", "avg_ceil", "lp_ceil", "adaptive_avg", "adaptive_max_2"])
+def test_double_backward(case):
+    function, shape = CASES[case]
+    assert_double_backward(function, [shape], {0: [2]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)

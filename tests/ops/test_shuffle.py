@@ -5,7 +5,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.ops import UnsupportedOperationError
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 CASES = {
     "shuffle": (lambda x: F.pixel_shuffle(x, 2), (2, 8, 7, 5)),
@@ -89,6 +89,13 @@ MODULES = {
 def test_module(name):
     make, shape = MODULES[name]
     assert_parity_of_module(make().double(), shape, [2], mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("case", ["shuffle", "unshuffle", "channels", "unfold", "fold"])
+def test_double_backward(case):
+    function, shape = CASES[case]
+    assert_double_backward(function, [shape], {0: [2]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)
