@@ -60,7 +60,7 @@ def functions_with_rules() -> dict[Callable[..., Any], Rule]:
 def canonical_names(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments under torch's first names: numpy's `axis` and `keepdims` are `dim` and `keepdim`.
+    """The arguments under torch's own names: numpy's `axis` is `dim`, its `keepdims` is `keepdim`.
 
     A tensor given as `input=` becomes the first positional argument.
     """
