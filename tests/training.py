@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor
-from torch.optim import Adam
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_modules import MNISTModule, SimpleCNNModule, TFNODarcy
@@ -74,8 +73,6 @@ def make(name: str, dtype: torch.dtype) -> LightningModule:
     torch.manual_seed(7)
     module = MODELS[name][0]()
     module.configure_model()
-    if name == "mnist":  # Adadelta amplifies rounding of gradients near zero by 1 / eps
-        module.make_optimizer = lambda parameters: Adam(parameters, lr=1e-3, eps=1e-3)
     if dtype == torch.float64:
         to_double(module)
     return module
