@@ -1,9 +1,13 @@
 """FSDP2 and spatial domain decomposition for PyTorch Lightning, by changing one argument."""
 
+from lightning_shard.domain import Subdomain as Subdomain
+from lightning_shard.escape import allow_gather as allow_gather
+from lightning_shard.escape import local_map as local_map
 from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperationError
+from lightning_shard.ops.registry import register_rule as register_rule
 from lightning_shard.parallelize import parallelize as parallelize
+from lightning_shard.placement import from_local as from_local
+from lightning_shard.placement import gather as gather
+from lightning_shard.placement import shard as shard
 from lightning_shard.strategy import HybridShardStrategy as HybridShardStrategy
 from lightning_shard.tensor import DomainTensor as DomainTensor
-from lightning_shard.tensor import from_local as from_local
-from lightning_shard.tensor import gather as gather
-from lightning_shard.tensor import shard as shard

@@ -8,7 +8,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.tensor import DomainTensor, from_local, shard
+from lightning_shard.placement import from_local, shard
+from lightning_shard.tensor import DomainTensor
 
 Dims = int | Sequence[int]
 ShardDims = Dims | Mapping[str, Dims | None] | None

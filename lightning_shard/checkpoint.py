@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_shard.complex_params import pair_names, to_complex
 from lightning_shard.parallelize import split_like
-from lightning_shard.tensor import DomainTensor, gather
+from lightning_shard.placement import gather
+from lightning_shard.tensor import DomainTensor
 
 
 def full_module_state(module: nn.Module) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_shard.complex_params import pair_names, store_as_pairs
-from lightning_shard.tensor import DomainTensor, pack, unpack
+from lightning_shard.placement import pack, unpack
+from lightning_shard.tensor import DomainTensor
 
 MIN_BLOCK_NUMEL = 100_000  # smaller blocks are gathered with the root: one collective less
 

@@ -5,24 +5,26 @@ is served by its rule, on local tensors; autograd records only those. What has n
 ever falls through to a kernel that would see a part and take it for the whole.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.domain import Subdomain, domain_of
-from lightning_shard.halo import fetch_all
-from lightning_shard.layout import Layout, splits_of
+from lightning_shard.domain import Subdomain
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
-from lightning_shard.ops.align import take_part, whole
+from lightning_shard.ops.align import gathered
 from lightning_shard.ops.pointwise import is_in_place
 from lightning_shard.ops.registry import canonical_names, set_wrapper
 from lightning_shard.ops.spectrum import Canvas, Spectrum
 
 Part = Subdomain | Spectrum | Canvas
+
+gather_allowed: ContextVar[bool] = ContextVar("gather_allowed", default=False)
+_warned: set[Any] = set()
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -72,7 +74,12 @@ class DomainTensor(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's part: a plain tensor, connected to the autograd graph."""
-        return _read(_checked(self)).local
+        return self.subdomain.local
+
+    @property
+    def subdomain(self) -> Subdomain:
+        """This rank's part with its layout; a lazy spectrum is computed."""
+        return _read(_checked(self))
 
     @classmethod
     def __torch_function__(
@@ -91,7 +98,7 @@ class DomainTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DomainTensor":
         """A copy of this rank's part; as in torch, only of a leaf."""
-        part = _read(_checked(self))
+        part = self.subdomain
         copied = DomainTensor(part.like(part.local.__deepcopy__(memo)))
         memo[id(self)] = copied
         return copied
@@ -136,11 +143,35 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         local_args, local_kwargs = canonical_names(tuple(local_args), local_kwargs)
         return _wrap(rule(func, *local_args, **local_kwargs), wrappers)
     except UnsupportedOperationError as error:
+        if gather_allowed.get() and not is_in_place(func):
+            return _run_whole(func, args, kwargs, parts)
         raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
     except TypeError as error:
         if "unexpected keyword" in str(error) or "positional argument" in str(error):
             raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
         raise
+
+
+def _run_whole(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], parts: Sequence[Part]
+) -> Any:
+    """Run `func` on whole tensors, on every rank; the result is plain. Warns once for a function."""
+    if func not in _warned:
+        _warned.add(func)
+        size = sum(math.prod(p.shape) * p.dtype.itemsize for p in parts)
+        warnings.warn(
+            f"{name_of(func)} has no rule for split tensors; it runs on gathered ones, {size:,} bytes on "
+            "every rank, as lightning_shard.allow_gather() permits.",
+            stacklevel=2,
+        )
+    whole = {id(part.local): gathered(_read(part)) for part in parts}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, DomainTensor):
+            return whole[id(value._part.local)]
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+    return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
 
 
 def _is_spectral_canvas(target: Any, value: Any) -> bool:
@@ -223,73 +254,3 @@ def _checked(tensor: DomainTensor) -> Part:
             "use_reentrant=False."
         )
     return tensor._part
-
-
-def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> DomainTensor:
-    """Split a tensor that every rank holds whole.
-
-    Args:
-        tensor: The full tensor, equal on all ranks of `mesh`.
-        mesh: The domain mesh, of one or several axes.
-        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
-
-    Returns:
-        The same values as a `DomainTensor`; each rank keeps its rows (a view of `tensor`). Any extent
-        can be split over any number of ranks: rows are shared out as by `torch.tensor_split`.
-
-    Raises:
-        ValueError: `dims` does not fit the mesh or the tensor.
-    """
-    domain = domain_of(mesh)
-    layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
-    return DomainTensor(Subdomain(take_part(tensor, layout), layout, domain))
-
-
-def from_local(
-    local: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int]
-) -> DomainTensor:
-    """Wrap this rank's part of a tensor of global `shape`.
-
-    Args:
-        local: This rank's rows, as many as `torch.tensor_split` gives it.
-        mesh: The domain mesh, of one or several axes.
-        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
-        shape: The global shape.
-
-    Raises:
-        ValueError: `local` is not this rank's part of a tensor of `shape`.
-    """
-    domain = domain_of(mesh)
-    layout = Layout.of(shape, splits_of(len(shape), domain.grid.sizes, dims), domain.grid)
-    if tuple(local.shape) != layout.local_shape:
-        raise ValueError(
-            f"this rank's part of a tensor of {layout} has shape {layout.local_shape}; got "
-            f"{tuple(local.shape)}. Split the rows as torch.tensor_split does."
-        )
-    return DomainTensor(Subdomain(local, layout, domain))
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank; a plain tensor comes back unchanged.
-
-    Differentiable: each rank's gradient of the full tensor is a partial one, which is added up and
-    split again.
-    """
-    if not isinstance(tensor, DomainTensor):
-        return tensor
-    part = _read(_checked(tensor))
-    flat = Layout(tuple((f,) for dim in part.layout.dims for f in dim), part.layout.grid)
-    x = part.like(part.local.reshape(flat.local_shape), flat)
-    for dim in x.layout.split_dims:
-        x = whole(x, dim) if x.shape[dim] else x.like(fetch_all(x, dim))
-    return x.local.reshape(part.layout.shape)
-
-
-def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:
-    """The local tensor, and what `pack` needs to wrap another one like it."""
-    part = _read(_checked(tensor))
-    return part.local, part
-
-
-def pack(local: Tensor, like: Subdomain) -> DomainTensor:
-    return DomainTensor(replace(like, local=local))

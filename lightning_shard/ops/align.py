@@ -52,6 +52,15 @@ def whole(x: Subdomain, dim: int) -> Subdomain:
     return x.like(fetch_all(x, dim), layout)
 
 
+def gathered(x: Subdomain) -> Tensor:
+    """The full tensor on every rank; its gradient goes back to the owners, added up."""
+    flat = Layout(tuple((f,) for dim in x.layout.dims for f in dim), x.layout.grid)
+    parts = x.like(x.local.reshape(flat.local_shape), flat)
+    for dim in flat.split_dims:
+        parts = parts.like(fetch_all(parts, dim), parts.layout.with_dim(dim, parts.shape[dim], ()))
+    return parts.local.reshape(x.shape)
+
+
 def simple(x: Subdomain, dim: int) -> Subdomain:
     """The same tensor with `dim` of one factor; raises if that would have to move data."""
     factors = merge(x.layout.dims[dim])

@@ -32,6 +32,31 @@ def implements(*functions: Callable[..., Any]) -> Callable[[R], R]:
     return functools.partial(_register, _RULES, functions)
 
 
+def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
+    """Teach split tensors a torch function: the public way to add a rule.
+
+    The rule takes the function and its arguments, in which each split tensor is a `Subdomain`: `local`
+    is this rank's part, `layout` says which dims are split (`layout.split_dims`), and `x.like(local)`
+    wraps a result that is split in the same way. All ranks must make the same decisions.
+
+    Args:
+        functions: What users call, such as `torch.erfcx`; for a function of your own, one that calls
+            `torch.overrides.handle_torch_function`.
+
+    Raises:
+        ValueError: A function has a rule already.
+
+    Example:
+        >>> @register_rule(torch.vander)
+        ... def vander(func, x, N=None, increasing=False):
+        ...     if not isinstance(N, int):
+        ...         raise UnsupportedOperationError("vander without N")
+        ...     layout = Layout((*x.layout.dims, (Factor(N),)), x.layout.grid)
+        ...     return x.like(func(x.local, N, increasing), layout)
+    """
+    return implements(*functions)
+
+
 def implements_lazily(*functions: Callable[..., Any]) -> Callable[[R], R]:
     """Register a rule that takes lazy spectra as they are; without one they are read first."""
     return functools.partial(_register, _LAZY_RULES, functions)

@@ -1,0 +1,73 @@
+"""The ways out: rules of one's own, code on one part, and permission to gather."""
+
+import pytest
+import torch
+
+import lightning_shard
+from lightning_shard import UnsupportedOperationError
+from tests.parity import assert_parity, mesh_of
+
+
+@pytest.mark.spmd(3)
+def test_registered_rule():
+    @lightning_shard.register_rule(torch.trapezoid)
+    def trapezoid(func, y, *, dim=-1):
+        if y.layout.axes(y.layout.dim(dim)):
+            raise UnsupportedOperationError("the integral along a split dim")
+        kept = tuple(f for d, f in enumerate(y.layout.dims) if d != y.layout.dim(dim))
+        return y.like(func(y.local, dim=dim), type(y.layout)(kept, y.layout.grid))
+
+    try:
+        assert_parity(lambda x: torch.trapezoid(x, dim=1), [(4, 3)], {0: [0]}, mesh_of(3))
+        x = lightning_shard.shard(torch.randn(4, 3), mesh_of(3), 0)
+        with pytest.raises(UnsupportedOperationError, match="the integral along a split dim"):
+            torch.trapezoid(x, dim=0)
+        with pytest.raises(ValueError, match="already has the rule"):
+            lightning_shard.register_rule(torch.trapezoid)(trapezoid)
+    finally:
+        from lightning_shard.ops import registry
+
+        registry._RULES.pop(torch.trapezoid)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x,) = ctx.saved_tensors
+        return grads[0] * 3 * x**2
+
+
+@pytest.mark.spmd(3)
+def test_local_map_of_a_custom_function():
+    cube = lightning_shard.local_map(Cube.apply)
+    assert_parity(lambda x: cube(x) * 2, [(2, 7, 5)], {0: [1]}, mesh_of(3))
+    x = lightning_shard.shard(torch.randn(2, 7), mesh_of(3), 1)
+    with pytest.raises(ValueError, match="must keep the split dims"):
+        lightning_shard.local_map(lambda t: t[:, :1])(x)
+
+
+@pytest.mark.spmd(3)
+def test_custom_function_on_the_wrapper_is_refused():
+    x = lightning_shard.shard(torch.randn(2, 7).requires_grad_(), mesh_of(3), 1)
+    with pytest.raises(UnsupportedOperationError, match="autograd.Function"):
+        Cube.apply(x).sum()
+
+
+@pytest.mark.spmd(3)
+def test_gather_where_it_is_allowed():
+    mesh = mesh_of(3)
+
+    def function(x):
+        with lightning_shard.allow_gather():
+            return torch.linalg.svdvals(x).sum() * x
+
+    with pytest.warns(UserWarning, match=r"svd.* 672 bytes on every rank"):
+        assert_parity(function, [(2, 7, 6)], {0: [1]}, mesh)
+    x = lightning_shard.shard(torch.randn(2, 7, 6), mesh, 1)
+    with pytest.raises(UnsupportedOperationError, match="cannot run"):
+        torch.linalg.svdvals(x)
