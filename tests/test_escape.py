@@ -10,24 +10,25 @@ from tests.parity import assert_parity, mesh_of
 
 @pytest.mark.spmd(3)
 def test_registered_rule():
-    @lightning_shard.register_rule(torch.trapezoid)
-    def trapezoid(func, y, *, dim=-1):
-        if y.layout.axes(y.layout.dim(dim)):
-            raise UnsupportedOperationError("the integral along a split dim")
-        kept = tuple(f for d, f in enumerate(y.layout.dims) if d != y.layout.dim(dim))
-        return y.like(func(y.local, dim=dim), type(y.layout)(kept, y.layout.grid))
+    function = torch.fake_quantize_per_tensor_affine
+
+    @lightning_shard.register_rule(function)
+    def quantize(func, x, scale, zero_point, quant_min, quant_max):
+        if not isinstance(scale, float):
+            raise UnsupportedOperationError("a scale that is a tensor")
+        return x.like(func(x.local, scale, zero_point, quant_min, quant_max))
 
     try:
-        assert_parity(lambda x: torch.trapezoid(x, dim=1), [(4, 3)], {0: [0]}, mesh_of(3))
+        assert_parity(lambda x: function(x.float(), 0.1, 0, -8, 7), [(7, 3)], {0: [0]}, mesh_of(3))
         x = lightning_shard.shard(torch.randn(4, 3), mesh_of(3), 0)
-        with pytest.raises(UnsupportedOperationError, match="the integral along a split dim"):
-            torch.trapezoid(x, dim=0)
+        with pytest.raises(UnsupportedOperationError, match="a scale that is a tensor"):
+            function(x, torch.tensor(0.1), torch.tensor(0), -8, 7)
         with pytest.raises(ValueError, match="already has the rule"):
-            lightning_shard.register_rule(torch.trapezoid)(trapezoid)
+            lightning_shard.register_rule(function)(quantize)
     finally:
         from lightning_shard.ops import registry
 
-        registry._RULES.pop(torch.trapezoid)
+        registry._RULES.pop(function)
 
 
 class Cube(torch.autograd.Function):

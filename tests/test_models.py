@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchvision
-from neuralop.models import UNO, LocalNO
+from neuralop.models import UNO
 from torch import nn
 from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
 
@@ -100,16 +100,6 @@ MODELS = {
             UNO(
                 in_channels=1, out_channels=1, hidden_channels=4, uno_out_channels=[4, 6, 4], n_layers=3,
                 uno_n_modes=[[4, 4]] * 3, uno_scalings=[[1, 1], [0.5, 0.5], [2, 2]], conv_module=double_spectral_conv(),
-            )
-        ),
-        (2, 1, 16, 12),
-        2,
-    ),
-    "local_no": (
-        lambda: to_double(
-            LocalNO(
-                n_modes=(4, 4), hidden_channels=4, in_channels=1, out_channels=1, n_layers=2,
-                default_in_shape=(16, 12), disco_layers=False, conv_module=double_spectral_conv(),
             )
         ),
         (2, 1, 16, 12),

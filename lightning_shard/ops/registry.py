@@ -47,12 +47,11 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
         ValueError: A function has a rule already.
 
     Example:
-        >>> @register_rule(torch.vander)
-        ... def vander(func, x, N=None, increasing=False):
-        ...     if not isinstance(N, int):
-        ...         raise UnsupportedOperationError("vander without N")
-        ...     layout = Layout((*x.layout.dims, (Factor(N),)), x.layout.grid)
-        ...     return x.like(func(x.local, N, increasing), layout)
+        >>> @register_rule(torch.fake_quantize_per_tensor_affine)
+        ... def quantize(func, x, scale, zero_point, quant_min, quant_max):
+        ...     if not isinstance(scale, float):
+        ...         raise UnsupportedOperationError("a scale that is a tensor")
+        ...     return x.like(func(x.local, scale, zero_point, quant_min, quant_max))
     """
     return implements(*functions)
 
