@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.halo import fetch_all
+from lightning_shard.halo import fetch, fetch_all, needs_of, route_of
 from lightning_shard.layout import Dim, Factor, Grid, Layout, merge
 from lightning_shard.ops.registry import UnsupportedOperationError
 
@@ -62,15 +62,18 @@ def gathered(x: Subdomain) -> Tensor:
 
 
 def simple(x: Subdomain, dim: int) -> Subdomain:
-    """The same tensor with `dim` of one factor; raises if that would have to move data."""
+    """The same tensor with `dim` of one factor.
+
+    Rows of a flattened product of dims are moved to the canonical partition of the product.
+    """
     factors = merge(x.layout.dims[dim])
-    if len(factors) > 1:
-        extents = " x ".join(str(f.extent) for f in x.layout.dims[dim])
-        raise UnsupportedOperationError(
-            f"dim {dim} is a flattened product of dims ({extents}) of which some are split, so its "
-            "rows are not contiguous on a rank"
-        )
-    return x.view(x.local, x.layout.with_dims({dim: factors}))
+    if len(factors) == 1:
+        return x.view(x.local, x.layout.with_dims({dim: factors}))
+    layout = x.layout.with_dim(dim, x.shape[dim])
+    parts = layout.grid.parts(layout.axes(dim))
+    needs = needs_of(x.shape[dim], parts, lambda low, high: [(low, high)])
+    moved = x.moved or route_of(x, dim, needs).moves
+    return Subdomain(fetch(x, dim, needs), layout, x.domain, moved)
 
 
 def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
@@ -85,7 +88,9 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
         for o in split:
             if back <= o.ndim and o.shape[-back] == extent and o.layout.axes(o.ndim - back):
                 candidate = o.layout.dims[-back]
-                if any(f.axes for f in chosen) and merge(chosen) != merge(candidate):
+                if any(f.axes for f in chosen):
+                    candidate = common_dim(chosen, candidate)
+                if candidate is None:
                     raise UnsupportedOperationError(
                         "the operands are split differently: "
                         + "; ".join(str(s.layout) for s in split)
@@ -102,12 +107,24 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
     return layout
 
 
+def common_dim(a: Dim, b: Dim) -> Dim | None:
+    """The dim that both split dims can be brought to: of one factor, if the axes are the same."""
+    if merge(a) == merge(b):
+        return a
+    axes = [tuple(sorted(axis for f in dim for axis in f.axes)) for dim in (a, b)]
+    extent = math.prod(f.extent for f in a)
+    return (Factor(extent, axes[0]),) if axes[0] == axes[1] else None
+
+
 def local_part(x: Subdomain | Tensor, layout: Layout) -> Tensor:
     """The local tensor that stands for `x` in an operation whose broadcast result has `layout`."""
     if isinstance(x, Subdomain):
         for d in x.layout.split_dims:
-            if x.shape[d] == 1 and layout.shape[layout.ndim - x.ndim + d] > 1:
+            target = layout.ndim - x.ndim + d
+            if x.shape[d] == 1 and layout.shape[target] > 1:
                 x = whole(x, d)
+            elif merge(x.layout.dims[d]) != merge(layout.dims[target]):
+                x = simple(x, d)
     local = x.local if isinstance(x, Subdomain) else x
     for d in layout.split_dims:
         own = d - (layout.ndim - x.ndim)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.halo import Span, fetch, needs_of, route
+from lightning_shard.halo import Span, fetch, needs_of, route_of
 from lightning_shard.layout import Factor, Layout
 from lightning_shard.ops.align import simple
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
@@ -31,7 +31,7 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
         return [(rows[low], rows[high - 1] + 1)]
 
     needs = needs_of(len(rows), grid.parts(factor.axes), span)
-    moved = route(x.shape[dim], grid.index(factor.axes), needs).moves
+    moved = route_of(x, dim, needs).moves
     local = fetch(x, dim, needs)[(slice(None),) * dim + (slice(None, None, rows.step),)]
     return Subdomain(local, layout, x.domain, x.moved or moved)
 

@@ -19,6 +19,7 @@ Operand = Subdomain | Tensor
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kwargs: Any) -> Any:
     dim = kwargs.get("axis", dim)
+    tensors = [t for t in tensors if tuple(t.shape) != (0,)]  # torch leaves these out, of any rank
     first = next(t for t in tensors if isinstance(t, Subdomain))
     dim = first.layout.dim(dim)
     axes = next(

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_shard.comm import all_reduce
 from lightning_shard.domain import Subdomain
 from lightning_shard.layout import Dim, Factor, Layout, merge
-from lightning_shard.ops.align import common_layout, local_part, subdomains, take_local, whole
+from lightning_shard.ops.align import common_dim, common_layout, local_part, simple, subdomains, take_local, whole
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 Operand = Subdomain | Tensor
@@ -49,6 +49,8 @@ def contract(
             for d in operand.layout.split_dims:
                 if not any(f.axes for f in dims[labels[d]]):
                     operand = whole(operand, d)
+                elif merge(operand.layout.dims[d]) != merge(dims[labels[d]]):
+                    operand = simple(operand, d)
         local = operand.local if isinstance(operand, Subdomain) else operand
         for d, label in enumerate(labels):
             split = isinstance(operand, Subdomain) and operand.layout.axes(d)
@@ -77,11 +79,14 @@ def _label_dims(operands: Sequence[Operand], inputs: Sequence[str]) -> dict[str,
             known = dims.setdefault(label, own)
             if not any(f.axes for f in known):
                 dims[label] = own if operand.shape[d] != 1 or len(known) == 0 else known
-            elif any(f.axes for f in own) and merge(own) != merge(known):
-                raise UnsupportedOperationError(
-                    "the operands are split differently: "
-                    + "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
-                )
+            elif any(f.axes for f in own):
+                common = common_dim(known, own)
+                if common is None:
+                    raise UnsupportedOperationError(
+                        "the operands are split differently: "
+                        + "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
+                    )
+                dims[label] = common
     return dims
 
 

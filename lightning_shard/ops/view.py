@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.halo import fetch, route
+from lightning_shard.halo import fetch, route_of
 from lightning_shard.layout import Dim, Factor, Layout, merge, partition
 from lightning_shard.ops.align import whole
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
@@ -57,7 +57,7 @@ def _split_factor(
     if factor.axes:
         offsets = [inner * n for n in partition(outer, grid.parts(factor.axes))]
         needs = tuple(((low, high),) if high > low else () for low, high in pairwise(offsets))
-        moved |= route(factor.extent, grid.index(factor.axes), needs).moves
+        moved |= route_of(flat, dim, needs).moves
         local = fetch(flat, dim, needs)
     dims = [*flat.layout.dims]
     dims[dim : dim + 1] = [(Factor(outer, factor.axes),), (Factor(inner),)]
