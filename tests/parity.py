@@ -176,7 +176,7 @@ def assert_double_backward(
         torch.testing.assert_close(
             total,
             wanted_i,
-            **_close(torch.float64),
+            **_close(wanted_i),
             msg=lambda m, i=i: f"second gradient of input {i}: {m}",
         )
 

@@ -98,7 +98,7 @@ MODELS = {
     "uno": (
         lambda: to_double(
             UNO(
-                in_channels=1, out_channels=1, hidden_channels=4, uno_out_channels=[4, 6, 4], n_layers=3,
+                in_channels=1, out_channels=1, hidden_channels=4, uno_out_channels=[4, 4, 4], n_layers=3,
                 uno_n_modes=[[4, 4]] * 3, uno_scalings=[[1, 1], [0.5, 0.5], [2, 2]],
             )
         ),
