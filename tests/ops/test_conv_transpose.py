@@ -85,10 +85,13 @@ class ToSize(nn.Module):
         return self.up(x, output_size=(14, 10))
 
 
+MODULES = {"to_size": ToSize, "double": lambda: nn.ConvTranspose2d(4, 2, 2, 2)}
+
+
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("make", [ToSize, lambda: nn.ConvTranspose2d(4, 2, 2, 2)])
-def test_module(make):
-    assert_parity_of_module(make().double(), IMAGE, [2], mesh_of(3))
+@pytest.mark.parametrize("name", MODULES)
+def test_module(name):
+    assert_parity_of_module(MODULES[name]().double(), IMAGE, [2], mesh_of(3))
 
 
 @pytest.mark.spmd(3)
