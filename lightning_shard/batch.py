@@ -16,26 +16,29 @@ ShardDims = Dims | Mapping[str, Dims | None] | None
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> Any:
-    """`batch` with its fields split over the domain mesh; everything else stays whole on every rank.
+    """`batch` with its fields split over the domain mesh; all else stays whole on every rank.
 
     Args:
         batch: Nested dicts, lists and tuples of tensors, equal on all ranks of the domain.
         mesh: The domain mesh, of one or several axes.
-        shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims, one
-            for each mesh axis. An int, or one for each mesh axis: these dims of every floating-point
-            tensor of 3 dims or more. A mapping: for each key of the batch (the position, for a tuple)
-            its dims, or None to leave the entry whole, as are entries that are not named.
+        shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims,
+        one
+            for each mesh axis. An int, or one for each mesh axis: these dims of every
+            floating-point tensor of 3 dims or more. A mapping: for each key of the batch (the
+            position, for a tuple) its dims, or None to leave the entry whole, as are entries that
+            are not named.
 
     Raises:
-        ValueError: A dim is named that an entry does not have, or a key that the batch does not have.
+        ValueError: A dim is named that an entry does not have, or a key that the batch does not
+        have.
     """
     axes = mesh.ndim
     if isinstance(shard_dims, Mapping):
         entries = _entries(batch)
         if missing := [key for key in shard_dims if str(key) not in entries]:
             raise ValueError(
-                f"shard_dims names the batch entry {missing[0]!r}, but the batch has {list(entries)}; "
-                "use one of these."
+                f"shard_dims names the batch entry {missing[0]!r}, but the batch has "
+                f"{list(entries)}; use one of these."
             )
         split = {
             key: value
@@ -44,10 +47,11 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
             for key, value in entries.items()
         }
         return _rebuild(batch, split)
-    dims = tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
+    default = shard_dims is None
+    dims: Dims = tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
 
     def field(x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.ndim < 3 or (shard_dims is None and x.ndim < 2 + axes):
+        if not x.is_floating_point() or x.ndim < 3 or (default and x.ndim < 2 + axes):
             return x
         return _split(x, mesh, dims, "a batch entry")
 
@@ -66,8 +70,8 @@ def _split(x: Tensor, mesh: DeviceMesh, dims: Dims, what: str) -> Tensor:
     chosen = [dims] if isinstance(dims, int) else list(dims)
     if any(not -x.ndim <= d < x.ndim for d in chosen):
         raise ValueError(
-            f"shard_dims {chosen} of {what} must lie in its shape {tuple(x.shape)}; name dims from 0 to "
-            f"{x.ndim - 1}."
+            f"shard_dims {chosen} of {what} must lie in its shape {tuple(x.shape)}; name dims "
+            f"from 0 to {x.ndim - 1}."
         )
     local = shard(x, mesh, dims).to_local().clone()  # a copy, so that the whole sample can be freed
     return from_local(local, mesh, dims, x.shape)

@@ -1,7 +1,7 @@
 """Full checkpoints of sharded modules and optimizers, in the format of an unsharded run.
 
-What is written holds plain CPU tensors of the plain module's names, shapes and dtypes, so it loads in
-any run, on any mesh, and without this package.
+What is written holds plain CPU tensors of the plain module's names, shapes and dtypes, so it loads
+in any run, on any mesh, and without this package.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
 
 
 def full(value: Any) -> Any:
-    """`value` with every sharded or split tensor in nested collections replaced by the whole on CPU."""
+    """`value` with every sharded or split tensor replaced by the whole one on the CPU."""
     if isinstance(value, DTensor):
         return value.full_tensor().detach().cpu()
     if isinstance(value, DomainTensor):

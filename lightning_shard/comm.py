@@ -1,16 +1,16 @@
 """Differentiable collectives on plain tensors, each with its true adjoint.
 
-| primitive                         | this rank gets                    | adjoint                        |
-| --------------------------------- | --------------------------------- | ------------------------------ |
-| exchange(x, dim, route)           | pieces of other ranks' rows       | add_to_owners                  |
-| add_to_owners(y, dim, rows, route)| the sum of what others hold of its rows | exchange                 |
-| all_reduce(x)                     | the sum over ranks                | all_reduce                     |
-| transpose(x, rows, columns)       | all rows of its own columns       | transpose(x, columns, rows)    |
+| primitive                   | this rank gets                   | adjoint                     |
+| --------------------------- | -------------------------------- | --------------------------- |
+| exchange(x, dim, route)     | pieces of other ranks' rows      | add_to_owners               |
+| add_to_owners(y, dim, ...)  | the sum of others' parts of its  | exchange                    |
+| all_reduce(x)               | the sum over ranks               | all_reduce                  |
+| transpose(x, rows, columns) | all rows of its own columns      | transpose(x, columns, rows) |
 
 A gather is an exchange in which every rank wants every row; its adjoint is the reduce-scatter. One
 duality holds everywhere: the cotangent of a split tensor is split, that of a replicated tensor is a
-partial sum. So a replicated loss whose backward starts on every rank gives parameter gradients whose
-*mean* over the ranks is the gradient, whichever operations lie between.
+partial sum. So a replicated loss whose backward starts on every rank gives parameter gradients
+whose *mean* over the ranks is the gradient, whichever operations lie between.
 
 The group is always an argument and the device is the tensor's: nothing here knows a default.
 """
@@ -159,7 +159,8 @@ def _swap(
 ) -> list[list[Tensor]]:
     """All-to-all: `pieces[p]` go to peer p; from peer p come pieces like `like`, `sizes[p]` long.
 
-    The wire carries bytes, so every dtype works on every backend. My own pieces stay where they are.
+    The wire carries bytes, so every dtype works on every backend. My own pieces stay where they
+    are.
     """
     rank = dist.get_rank(group)
     flat = [

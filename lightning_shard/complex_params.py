@@ -1,9 +1,9 @@
 """Complex parameters as pairs of real numbers, which FSDP2 can group with the others.
 
-FSDP2 flattens the parameters of a block into one buffer of one dtype, so complex64 weights (spectral
-convolutions) cannot stand beside float32 ones. Here the registered parameter becomes a real tensor with
-a last dim of 2, and reading the attribute still gives the complex tensor. torch's optimizers update
-complex parameters as such pairs, so training is unchanged.
+FSDP2 flattens the parameters of a block into one buffer of one dtype, so complex64 weights
+(spectral convolutions) cannot stand beside float32 ones. Here the registered parameter becomes a
+real tensor with a last dim of 2, and reading the attribute still gives the complex tensor. torch's
+optimizers update complex parameters as such pairs, so training is unchanged.
 """
 
 from typing import Any
@@ -46,7 +46,8 @@ def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
             module._parameters[name] = replaced[old]
         if names:
             cls = type(module)
-            module.__class__ = type(cls)(cls.__name__, (_ComplexView, cls), {})
+            shown: Any = type(cls)  # the class's own metaclass
+            module.__class__ = shown(cls.__name__, (_ComplexView, cls), {})
             module.__dict__["_pairs"] = frozenset(names)
     return replaced
 

@@ -1,4 +1,4 @@
-"""A rank's part of a split tensor, and the process groups through which it reaches the other parts."""
+"""A rank's part of a split tensor, and the process groups that reach the other parts."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,15 +20,17 @@ class Domain:
             raise ValueError("a domain mesh must contain the rank that uses it; this one does not.")
         self.mesh = mesh
         self.grid = Grid(tuple(mesh.shape), tuple(coord))
-        self._groups = {(a,): mesh.get_group(a) for a in range(mesh.ndim)}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {
+            (a,): mesh.get_group(a) for a in range(mesh.ndim)
+        }
         if mesh.ndim > 1:
             self._groups[tuple(range(mesh.ndim))] = mesh._flatten().get_group()
 
     def group(self, axes: tuple[int, ...]) -> ProcessGroup:
         if axes not in self._groups:
             raise NotImplementedError(
-                f"mesh axes {axes} of a {len(self.grid.sizes)}-axis domain mesh have no common process "
-                "group; use one axis or all of them."
+                f"mesh axes {axes} of a {len(self.grid.sizes)}-axis domain mesh have no common "
+                "process group; use one axis or all of them."
             )
         return self._groups[axes]
 

@@ -13,10 +13,11 @@ from lightning_shard.tensor import DomainTensor, gather_allowed
 
 @contextmanager
 def allow_gather() -> Generator[None, None, None]:
-    """Run operations without a rule on gathered tensors, with a warning for each that says the cost.
+    """Run operations without a rule on gathered tensors; a warning for each says the cost.
 
     The result of such an operation is a plain tensor, the same on every rank, and exact; where it
-    meets a split tensor again, each rank takes its rows of it. Operations in place are still refused.
+    meets a split tensor again, each rank takes its rows of it. Operations in place are still
+    refused.
     """
     token = gather_allowed.set(True)
     try:
@@ -30,8 +31,8 @@ def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         function: Takes and returns plain tensors. Rows of split dims must not depend on other rows,
-            and each returned tensor must keep the split dims of the first split argument; other dims
-            may change their extent.
+            and each returned tensor must keep the split dims of the first split argument; other
+            dims may change their extent.
 
     Returns:
         The function for split tensors. It raises ValueError if a split dim changed its extent.
@@ -69,8 +70,9 @@ def _layout_of(result: Tensor, layout: Layout) -> Layout:
     )
     if not kept:
         raise ValueError(
-            f"local_map: the function must keep the split dims {list(layout.split_dims)} of its first "
-            f"split argument, of local shape {layout.local_shape}; it returned {tuple(result.shape)}."
+            f"local_map: the function must keep the split dims {list(layout.split_dims)} of its "
+            f"first split argument, of local shape {layout.local_shape}; it returned "
+            f"{tuple(result.shape)}."
         )
     for d in range(result.ndim):
         if d not in layout.split_dims:

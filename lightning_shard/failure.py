@@ -1,8 +1,9 @@
 """When one rank fails, all end: the first to fail says so in the store, the others watch for it.
 
-A rank that waits in a collective for a dead peer may wait until a timeout of minutes (NCCL, XCCL), or
-start a collective of its own while it handles its exception (a checkpoint on exception). Both are
-settled here: after the first failure the others are given a short time, then end with its reason.
+A rank that waits in a collective for a dead peer may wait until a timeout of minutes (NCCL, XCCL),
+or start a collective of its own while it handles its exception (a checkpoint on exception). Both
+are settled here: after the first failure the others are given a short time, then end with its
+reason.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """Rows from anywhere: which global rows a rank needs, and the one `fetch` that brings them.
 
-Stride, dilation, even kernels, pooling, padding, slicing, flip and roll are all the same mechanism with
-other integers: from its own output rows a rank computes the spans of input rows that it needs (for
-every rank, so that all ranks know what travels without asking), fetches exactly those, and computes on
-them locally. Rows beyond the edge of the domain are the caller's to fill.
+Stride, dilation, even kernels, pooling, padding, slicing, flip and roll are all the same mechanism
+with other integers: from its own output rows a rank computes the spans of input rows that it needs
+(for every rank, so that all ranks know what travels without asking), fetches exactly those, and
+computes on them locally. Rows beyond the edge of the domain are the caller's to fill.
 """
 
 import itertools
@@ -27,7 +27,7 @@ Needs = tuple[tuple[Span, ...], ...]  # for each rank of the group the spans it 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive global rows `[low, high)` that rank `owner` holds from its local row `start` on."""
+    """Global rows `[low, high)`, which rank `owner` holds from its local row `start` on."""
 
     low: int
     high: int
@@ -39,8 +39,8 @@ class Segment:
 def segments(factors: Dim, sizes: tuple[int, ...]) -> tuple[Segment, ...]:
     """Who holds which rows of a dim, in the order of the rows.
 
-    A dim of one split factor has one segment for each rank; in a flattened product of dims the rows of
-    a rank are scattered, one segment for each index of the factors before the last split one.
+    A dim of one split factor has one segment for each rank; in a flattened product of dims the rows
+    of a rank are scattered, one segment for each index of the factors before the last split one.
 
     Args:
         factors: The factors of the dim.
@@ -57,7 +57,9 @@ def segments(factors: Dim, sizes: tuple[int, ...]) -> tuple[Segment, ...]:
         run = (bounds[last][1] - bounds[last][0]) * strides[last]
         rows = itertools.product(*(range(*b) for b in bounds[:last]))
         for i, index in enumerate(rows):
-            low = sum(n * stride for n, stride in zip((*index, bounds[last][0]), strides, strict=False))
+            low = sum(
+                n * stride for n, stride in zip((*index, bounds[last][0]), strides, strict=False)
+            )
             found.append(Segment(low, low + run, owner, i * run))
     return tuple(sorted((s for s in found if s.low < s.high), key=lambda s: s.low))
 
@@ -112,7 +114,7 @@ def fetch_all(x: Subdomain, dim: int) -> Tensor:
 
 
 def scatter_sum(x: Subdomain, dim: int, axes: tuple[int, ...]) -> Subdomain:
-    """Add up the partial sums `x` of the ranks along `axes`; each keeps its canonical rows of `dim`.
+    """Add up the partial sums `x` of the ranks along `axes`; each keeps its rows of `dim`.
 
     The adjoint of `fetch_all`, and a reduce-scatter.
     """
@@ -130,10 +132,7 @@ def needs_of(extent: int, parts: int, spans: Callable[[int, int], Sequence[Span]
     A rank without output rows needs nothing.
     """
     offsets = partition(extent, parts)
-    return tuple(
-        tuple(spans(low, high)) if high > low else ()
-        for low, high in pairwise(offsets)
-    )
+    return tuple(tuple(spans(low, high)) if high > low else () for low, high in pairwise(offsets))
 
 
 @lru_cache(maxsize=4096)

@@ -1,11 +1,12 @@
 """Who owns which rows of a split tensor: integers only, no communication.
 
 A dim of extent N split over P ranks has one canonical partition, a pure function of (N, P): the
-balanced one of `torch.tensor_split`. So no rank ever asks another for sizes, and every output of every
-operation is split canonically for its own extent.
+balanced one of `torch.tensor_split`. So no rank ever asks another for sizes, and every output of
+every operation is split canonically for its own extent.
 
-A dim is a product of *factors*: `flatten` of (C, H, W) with split H is one dim of three factors whose
-local part is (C, h, W) flattened. That makes a reshape an exchange of factors, without moving data.
+A dim is a product of *factors*: `flatten` of (C, H, W) with split H is one dim of three factors
+whose local part is (C, h, W) flattened. That makes a reshape an exchange of factors, without moving
+data.
 """
 
 import math
@@ -42,7 +43,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a tensor dim: its global extent, and the mesh axes that split it (none: whole)."""
+    """A factor of a tensor dim: its global extent, and the mesh axes that split it, if any."""
 
     extent: int
     axes: tuple[int, ...] = ()

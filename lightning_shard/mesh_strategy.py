@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -18,8 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -27,6 +27,9 @@ from typing_extensions import override
 from lightning_shard.clip import clip_grad_norm_
 from lightning_shard.failure import FailureWatch
 from lightning_shard.parallelize import make_mesh, mesh_names
+
+# lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
+_RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
 
 
 class MeshStrategy(ParallelStrategy):
@@ -91,14 +94,10 @@ class MeshStrategy(ParallelStrategy):
         return super().precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
         """Autocast on the accelerator's device (Lightning 2.6 says cuda for each but the CPU)."""
-        self._precision_plugin = plugin
-        if (
-            isinstance(plugin, MixedPrecision)
-            and self.accelerator is not None
-            and self.parallel_devices
-        ):
+        plugin = self._precision_plugin = precision_plugin
+        if isinstance(plugin, MixedPrecision) and self.accelerator and self.parallel_devices:
             plugin.device = self.parallel_devices[0].type
         if plugin is not None:
             plugin.clip_grad_by_norm = clip_grad_norm_
@@ -109,7 +108,8 @@ class MeshStrategy(ParallelStrategy):
                 self.node_rank * self.num_processes + self.local_rank
             )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utilities_rank_zero_only.rank = self.global_rank
+        for decorator in _RANK_ZERO:
+            decorator.rank = self.global_rank
 
     @override
     def _configure_launcher(self) -> None:
@@ -131,7 +131,7 @@ class MeshStrategy(ParallelStrategy):
             data = self._data_size()
             device = self.root_device
             backend = self._backend or _get_default_process_group_backend_for_device(device)
-            place = {} if device.type == "cpu" else {"device_id": device}
+            place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **place)
             self.device_mesh = make_mesh(device.type, data, self.domain_sizes)
         if self._failure is None and self.world_size > 1:
@@ -143,16 +143,16 @@ class MeshStrategy(ParallelStrategy):
         world = self.world_size
         if world % self.domain_size:
             raise ValueError(
-                f"domain_parallel_size {self.domain_size} does not divide the {world} processes; use one "
-                f"of {[n for n in range(1, world + 1) if world % n == 0]}, or start a multiple of "
-                f"{self.domain_size} processes."
+                f"domain_parallel_size {self.domain_size} does not divide the {world} processes; "
+                f"use one of {[n for n in range(1, world + 1) if world % n == 0]}, or start a "
+                f"multiple of {self.domain_size} processes."
             )
         data = world // self.domain_size
         if self.data_parallel_size not in ("auto", data):
             raise ValueError(
                 f"data_parallel_size {self.data_parallel_size} x domain_parallel_size "
-                f"{self.domain_size} must be the number of processes, {world}; use data_parallel_size "
-                f"{data} or 'auto'."
+                f"{self.domain_size} must be the number of processes, {world}; use "
+                f"data_parallel_size {data} or 'auto'."
             )
         return data
 
@@ -164,11 +164,12 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not self._cut_off() and dist.is_initialized():
-            devices = (
-                {} if self.root_device.type == "cpu" else {"device_ids": [self.root_device.index]}
-            )
-            dist.barrier(**devices)
+        if self._cut_off() or not dist.is_initialized():
+            return
+        if self.root_device.index is None:
+            dist.barrier()
+        else:
+            dist.barrier(device_ids=[self.root_device.index])
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

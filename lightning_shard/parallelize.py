@@ -1,8 +1,8 @@
 """The mesh, and FSDP2 over all of its ranks.
 
-Parameters know nothing of the domain: they are sharded over data x domain ranks alike, so their memory
-falls with every rank. Each rank's gradient of the replicated loss is a partial one (comm.py), and the
-mean over all ranks, which FSDP2 takes by itself, is the gradient.
+Parameters know nothing of the domain: they are sharded over data x domain ranks alike, so their
+memory falls with every rank. Each rank's gradient of the replicated loss is a partial one
+(comm.py), and the mean over all ranks, which FSDP2 takes by itself, is the gradient.
 """
 
 import functools
@@ -36,8 +36,9 @@ def make_mesh(device_type: str, data: int, domain: Sequence[int]) -> DeviceMesh:
     world = dist.get_world_size()
     if data * math.prod(domain) != world:
         raise ValueError(
-            f"data_parallel_size {data} x domain_parallel_size {_times(domain)} must be the number of "
-            f"processes, {world}; change one of the sizes or start {data * math.prod(domain)} processes."
+            f"data_parallel_size {data} x domain_parallel_size {_times(domain)} must be the "
+            f"number of processes, {world}; change one of the sizes or start "
+            f"{data * math.prod(domain)} processes."
         )
     return init_device_mesh(device_type, (data, *domain), mesh_dim_names=mesh_names(len(domain)))
 
@@ -58,11 +59,12 @@ def parallelize(
     """Shard `module`'s parameters over all ranks of `mesh`, in place; its classes stay theirs.
 
     Weights and buffers of the first rank go to all ranks. After `loss.backward()` of a loss that is
-    the same on all ranks of a domain, each parameter's `.grad` holds this rank's shard of the gradient
-    of the mean loss over data ranks: nothing is left to all-reduce.
+    the same on all ranks of a domain, each parameter's `.grad` holds this rank's shard of the
+    gradient of the mean loss over data ranks: nothing is left to all-reduce.
 
     Args:
-        module: An ordinary module on the mesh's device; complex parameters are stored as real pairs.
+        module: An ordinary module on the mesh's device; complex parameters are stored as real
+        pairs.
         mesh: The whole mesh, data and domain axes.
         methods: Methods other than `forward` that run the module, such as `training_step`.
 
@@ -78,7 +80,9 @@ def parallelize(
     group = flat.get_group()
     for tensor in (*module.parameters(), *module.buffers()):
         data = tensor.detach()
-        dist.broadcast(torch.view_as_real(data) if data.is_complex() else data, group=group, group_src=0)
+        dist.broadcast(
+            torch.view_as_real(data) if data.is_complex() else data, group=group, group_src=0
+        )
     store_as_pairs(module)
     scalars = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
     for scalar in scalars:
@@ -101,7 +105,7 @@ def _shard_block(block: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
 
 
 def blocks(root: nn.Module) -> Iterator[nn.Module]:
-    """The elements of module lists and sequences, from the outside, that are worth their own gather."""
+    """The elements of module lists and sequences that are worth a gather of their own."""
     shared = _shared_parameters(root)
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -139,7 +143,7 @@ def _shared_parameters(root: nn.Module) -> set[nn.Parameter]:
 
 
 def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
-    """FSDP2's hooks apply autograd functions to a block's inputs and outputs: give them local tensors.
+    """FSDP2's hooks apply autograd functions to a block's inputs and outputs: show local ones.
 
     Of the four hooks one runs before FSDP's and one after it, on the way in and on the way out.
     """

@@ -21,8 +21,9 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
         dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
 
     Returns:
-        The same values as a `DomainTensor`; each rank keeps its rows (a view of `tensor`). Any extent
-        can be split over any number of ranks: rows are shared out as by `torch.tensor_split`.
+        The same values as a `DomainTensor`; each rank keeps its rows (a view of `tensor`). Any
+        extent can be split over any number of ranks: rows are shared out as by
+        `torch.tensor_split`.
 
     Raises:
         ValueError: `dims` does not fit the mesh or the tensor.

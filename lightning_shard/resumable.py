@@ -1,8 +1,9 @@
 """Resuming inside an epoch: an ordinary DataLoader continues with the batch that comes next.
 
-Lightning restores the batch counter but starts the loader from its first batch, unless the loader has
-`state_dict` and `load_state_dict`. Samplers are deterministic per epoch, so the number of batches that
-were read is the whole state: the batch sampler skips them, and no sample is loaded in vain.
+Lightning restores the batch counter but starts the loader from its first batch, unless the loader
+has `state_dict` and `load_state_dict`. Samplers are deterministic per epoch, so the number of
+batches that were read is the whole state: the batch sampler skips them, and no sample is loaded in
+vain.
 """
 
 from collections.abc import Iterator

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
@@ -40,9 +40,10 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class HybridShardStrategy(MeshStrategy):
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
-    The processes form a mesh of data replicas x domain ranks. Data replicas read different samples; the
-    ranks of a domain read the same samples and keep a part of each. The LightningModule is not changed
-    and sees tensors of the global shape; its losses, gradients and buffers equal those of one process.
+    The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
+    the ranks of a domain read the same samples and keep a part of each. The LightningModule is not
+    changed and sees tensors of the global shape; its losses, gradients and buffers equal those of
+    one process.
     """
 
     strategy_name = "hybrid_shard"
@@ -63,10 +64,13 @@ class HybridShardStrategy(MeshStrategy):
         """Describe the mesh.
 
         Args:
-            data_parallel_size: Number of data replicas; "auto": all processes divided by the domain.
-            domain_parallel_size: Processes that share each sample: a number, or one for each split dim,
+            data_parallel_size: Number of data replicas; "auto": all processes divided by the
+            domain.
+            domain_parallel_size: Processes that share each sample: a number, or one for each split
+            dim,
                 such as `[2, 2]`.
-            shard_dims: Tensor dims that the domain splits. By default the first spatial dims of every
+            shard_dims: Tensor dims that the domain splits. By default the first spatial dims of
+            every
                 floating-point batch entry (B, C, *spatial). An int or a list: these dims instead. A
                 dict: for each batch entry its dims; entries that are not named stay whole.
             timeout_s: Seconds after which a collective that does not end fails.
@@ -95,8 +99,9 @@ class HybridShardStrategy(MeshStrategy):
         self._moved: dict[Any, Any] = {}
 
     @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # FSDP2 trains no parameter that was first seen in it
@@ -127,7 +132,7 @@ class HybridShardStrategy(MeshStrategy):
             torch.set_rng_state(states[0])
 
     @override
-    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         mine = set(self.lightning_module.parameters())
@@ -135,8 +140,8 @@ class HybridShardStrategy(MeshStrategy):
             group["params"] = [p if p in mine else self._moved.get(p, p) for p in group["params"]]
             if any(p not in mine for p in group["params"]):
                 raise RuntimeError(
-                    "an optimizer holds parameters that are not the module's, so it would train nothing; "
-                    "create it in configure_optimizers from self.parameters()."
+                    "an optimizer holds parameters that are not the module's, so it would train "
+                    "nothing; create it in configure_optimizers from self.parameters()."
                 )
 
     @override
@@ -157,7 +162,7 @@ class HybridShardStrategy(MeshStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed loader workers by data replica: the ranks of a domain must augment a sample alike."""
+        """Seed workers by data replica: the ranks of a domain must augment a sample alike."""
         if isinstance(dataloader, DataLoader):
             if dataloader.worker_init_fn is None:
                 replica = self.distributed_sampler_kwargs["rank"]
@@ -227,7 +232,8 @@ class HybridShardStrategy(MeshStrategy):
         if not isinstance(self.lightning_module, FSDPModule):
             super().teardown()
             return
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()  # shards stay on the device of their mesh
         self.precision_plugin.teardown()
         self.accelerator.teardown()

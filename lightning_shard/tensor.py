@@ -1,8 +1,9 @@
 """DomainTensor: a tensor that shows the global shape and holds this rank's part.
 
-It is a `torch.Tensor` subclass without storage. Every function on it arrives at `__torch_function__` and
-is served by its rule, on local tensors; autograd records only those. What has no rule raises: nothing
-ever falls through to a kernel that would see a part and take it for the whole.
+It is a `torch.Tensor` subclass without storage. Every function on it arrives at
+`__torch_function__` and is served by its rule, on local tensors; autograd records only those. What
+has no rule raises: nothing ever falls through to a kernel that would see a part and take it for the
+whole.
 """
 
 import math
@@ -28,6 +29,7 @@ _warned: set[Any] = set()
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
+
 def _attributes(names: str) -> set[Any]:
     """The getters of attributes of `Tensor`, as `__torch_function__` is given them."""
     return {getattr(Tensor, name).__get__ for name in names.split()}
@@ -35,17 +37,19 @@ def _attributes(names: str) -> set[Any]:
 
 # Facts that the wrapper itself knows: shape, dtype, device.
 _OF_WRAPPER = _attributes(
-    "shape ndim dtype device layout itemsize nbytes is_sparse is_quantized is_cuda is_cpu is_xpu is_meta "
-    "is_mkldnn is_nested"
+    "shape ndim dtype device layout itemsize nbytes is_sparse is_quantized is_cuda is_cpu is_xpu "
+    "is_meta is_mkldnn is_nested"
 ) | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
-    Tensor.__hash__, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.element_size,
-    Tensor.get_device, Tensor.is_inference, Tensor.is_same_size, torch.is_floating_point,
-    torch.is_complex, torch.numel, torch.is_signed, torch.is_inference, torch.get_device,
+    Tensor.__hash__, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
+    Tensor.element_size, Tensor.get_device, Tensor.is_inference, Tensor.is_same_size,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_inference,
+    torch.get_device,
 }  # fmt: skip
 # Facts of the autograd graph, which is the local tensor's.
 _OF_LOCAL = _attributes("requires_grad grad_fn is_leaf retains_grad output_nr _version") | {
-    Tensor.retain_grad, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
+    Tensor.retain_grad, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, torch.is_conj,
+    torch.is_neg,
 }  # fmt: skip
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
@@ -137,8 +141,8 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             raise UnsupportedOperationError("it has no rule for split tensors")
         if is_in_place(func) and isinstance(local_args[0], Subdomain) and local_args[0].moved:
             raise UnsupportedOperationError(
-                "it would write into a copy, not into the tensor that the rows came from; assign with "
-                "x[index] = value"
+                "it would write into a copy, not into the tensor that the rows came from; assign "
+                "with x[index] = value"
             )
         local_args, local_kwargs = canonical_names(tuple(local_args), local_kwargs)
         return _wrap(rule(func, *local_args, **local_kwargs), wrappers)
@@ -155,13 +159,13 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 def _run_whole(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], parts: Sequence[Part]
 ) -> Any:
-    """Run `func` on whole tensors, on every rank; the result is plain. Warns once for a function."""
+    """Run `func` on whole tensors, on every rank; the result is plain. Warns once per function."""
     if func not in _warned:
         _warned.add(func)
         size = sum(math.prod(p.shape) * p.dtype.itemsize for p in parts)
         warnings.warn(
-            f"{name_of(func)} has no rule for split tensors; it runs on gathered ones, {size:,} bytes on "
-            "every rank, as lightning_shard.allow_gather() permits.",
+            f"{name_of(func)} has no rule for split tensors; it runs on gathered ones, {size:,} "
+            "bytes on every rank, as lightning_shard.allow_gather() permits.",
             stacklevel=2,
         )
     whole = {id(part.local): gathered(_read(part)) for part in parts}
@@ -243,14 +247,14 @@ set_wrapper(lambda value: _wrap(value, {}))
 
 
 def _checked(tensor: DomainTensor) -> Part:
-    """The part of `tensor`, unless a foreign autograd.Function has put its history on the wrapper."""
+    """The part of `tensor`, unless a foreign autograd.Function put its history on the wrapper."""
     with _plain():
         foreign = tensor.grad_fn
     if foreign is not None:
         raise UnsupportedOperationError(
-            f"the autograd.Function behind {type(foreign).__name__} was applied to a tensor split over "
-            "ranks; its gradients would be lost. Apply it to t.to_local() and wrap the result with "
-            "lightning_shard.from_local if it works row by row, or gather first; a checkpoint takes "
-            "use_reentrant=False."
+            f"the autograd.Function behind {type(foreign).__name__} was applied to a tensor split "
+            "over ranks; its gradients would be lost. Apply it to t.to_local() and wrap the result "
+            "with lightning_shard.from_local if it works row by row, or gather first; a "
+            "checkpoint takes use_reentrant=False."
         )
     return tensor._part

@@ -1,4 +1,4 @@
-"""The oracle: one process. A function of split tensors must give its output and all its gradients."""
+"""The oracle is one process: a function of split tensors gives its output and its gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +37,8 @@ def assert_parity(
     Args:
         function: Takes one tensor for each shape; returns a tensor or a tuple of tensors.
         shapes: Global shapes of the inputs.
-        split: For each input to be split the dims that the mesh axes split; the others stay plain, as
+        split: For each input to be split the dims that the mesh axes split; the others stay plain,
+        as
             parameters do.
         mesh: The domain mesh: all ranks.
         dtype: Of the inputs.
@@ -101,7 +102,7 @@ def assert_parity_of_module(
     assert_parity(
         function,
         [*inputs, *(v.shape for v in values)],
-        {i: dims for i in range(count)},
+        dict.fromkeys(range(count), dims),
         mesh,
         make=make,
         **options,
@@ -121,7 +122,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _close(expected: Tensor) -> dict[str, float]:
-    """1e-10 (float64) or 1e-5 (float32) of the value, and of the largest one for those near zero."""
+    """1e-10 (float64) or 1e-5 (float32) of the value, or of the largest one near zero."""
     tolerance = 1e-10 if expected.dtype in (torch.float64, torch.complex128) else 1e-5
     largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
     return {"rtol": tolerance, "atol": tolerance * max(largest, 0.1)}
@@ -155,7 +156,7 @@ def assert_double_backward(
     *,
     make: Callable[[Sequence[int]], Tensor] = torch.randn,
 ) -> None:
-    """The gradient of a squared gradient norm, and the gradient itself, equal the one-process run."""
+    """The gradient of a squared gradient norm, and the gradient, equal the one-process run."""
     torch.manual_seed(1)
     inputs = [_cast(make(shape), torch.float64).requires_grad_() for shape in shapes]
     wanted = _penalty(function, inputs)

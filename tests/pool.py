@@ -1,4 +1,4 @@
-"""Ranks that live for the test session: a test marked `spmd(n)` runs its body on each of n of them."""
+"""Ranks that live for the session: a test marked `spmd(n)` runs its body on each of n of them."""
 
 import contextlib
 import os

@@ -126,7 +126,8 @@ def test_exception_on_one_rank_ends_all(tmp_path):
 
 def test_missing_data_file_ends_all(tmp_path):
     config = CONFIG[: CONFIG.index("data:")].replace("SimpleCNNModule", "TFNODarcy") + (
-        "data:\n  class_path: lightning_modules.DarcyDataModule\n  init_args:\n    source: nowhere\n"
+        "data:\n  class_path: lightning_modules.DarcyDataModule\n"
+        "  init_args:\n    source: nowhere\n"
     )
     code, output, _ = run_cli(tmp_path, config)
     assert code != 0

@@ -1,28 +1,13 @@
-"""Spectral layers, unmodified, on split tensors: neuraloperator 2.0.0 and the original code of 2020."""
+"""Spectral layers, unmodified: neuraloperator 2.0.0 and the original code of 2020."""
 
-import sys
-import types
-
-import neuralop.layers.spectral_convolution as source
 import pytest
 import torch
 from neuralop.losses import H1Loss, LpLoss
 from neuralop.models import FNO
 from torch import nn
 
+from tests.double_fno import double_spectral_conv, to_double
 from tests.parity import assert_parity, assert_parity_of_module, mesh_of
-
-
-def double_spectral_conv():
-    """neuraloperator's layer with complex128 where it says complex64, to compare in float64."""
-    name = "neuralop.layers.double_spectral_convolution"
-    if name not in sys.modules:
-        module = types.ModuleType(name)
-        module.__package__ = "neuralop.layers"
-        with open(source.__file__) as file:
-            exec(file.read().replace("torch.cfloat", "torch.cdouble"), module.__dict__)
-        sys.modules[name] = module
-    return sys.modules[name].SpectralConv
 
 
 def spectral_conv(**options):
@@ -126,11 +111,9 @@ def fno(factorization):
     torch.manual_seed(3)
     net = FNO(
         n_modes=(6, 6), in_channels=1, out_channels=1, hidden_channels=4, n_layers=2, rank=0.5,
-        factorization=factorization, implementation="factorized", conv_module=double_spectral_conv(),
+        factorization=factorization, implementation="factorized",
     )  # fmt: skip
-    for p in net.parameters():
-        p.data = p.data.to(torch.complex128 if p.is_complex() else torch.float64)
-    return net
+    return to_double(net)
 
 
 class WithLoss(nn.Module):
@@ -142,8 +125,12 @@ class WithLoss(nn.Module):
         return self.loss(self.net(x), y)
 
 
-LOSSES = {"l2": LpLoss(d=2, reduction="mean"), "l1": LpLoss(d=2, p=1), "h1": H1Loss(d=2, reduction="mean"),
-          "h1_walls": H1Loss(d=2, periodic_in_x=False, periodic_in_y=False)}  # fmt: skip
+LOSSES = {
+    "l2": LpLoss(d=2, reduction="mean"),
+    "l1": LpLoss(d=2, p=1),
+    "h1": H1Loss(d=2, reduction="mean"),
+    "h1_walls": H1Loss(d=2, periodic_in_x=False, periodic_in_y=False),
+}
 
 
 @pytest.mark.spmd(4)

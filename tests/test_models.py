@@ -27,7 +27,11 @@ class UNet(nn.Module):
     @staticmethod
     def block(a: int, b: int) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU()
+            nn.Conv2d(a, b, 3, padding=1),
+            nn.GroupNorm(2, b),
+            nn.SiLU(),
+            nn.Conv2d(b, b, 3, padding=1),
+            nn.ReLU(),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,12 +66,12 @@ class FromEmbeddings(nn.Module):
         return self.model(inputs_embeds=x).last_hidden_state
 
 
-
-
 def swin() -> nn.Module:
     from torchvision.models.swin_transformer import SwinTransformer
 
-    return SwinTransformer([2, 2], 8, [2, 2], [2, 2], [3, 3], num_classes=5, stochastic_depth_prob=0.0)
+    return SwinTransformer(
+        [2, 2], 8, [2, 2], [2, 2], [3, 3], num_classes=5, stochastic_depth_prob=0.0
+    )
 
 
 def vit() -> nn.Module:
@@ -77,35 +81,40 @@ def vit() -> nn.Module:
 
 
 def t5_encoder() -> nn.Module:
-    config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0)
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0
+    )
     return FromEmbeddings(T5EncoderModel(config))
+
+
+def convnext() -> nn.Module:
+    return torchvision.models.convnext_tiny(**SMALL, stochastic_depth_prob=0.0)
+
+
+def fcn() -> nn.Module:
+    options = {"weights": None, "weights_backbone": None, "num_classes": 3}
+    return Output(torchvision.models.segmentation.fcn_resnet50(**options), "out")
+
+
+def uno() -> nn.Module:
+    net = UNO(
+        in_channels=1, out_channels=1, hidden_channels=4, uno_out_channels=[4, 4, 4], n_layers=3,
+        uno_n_modes=[[4, 4]] * 3, uno_scalings=[[1, 1], [0.5, 0.5], [2, 2]],
+        channel_mlp_skip="linear",
+    )  # fmt: skip
+    return to_double(net)
 
 
 MODELS = {
     "resnet50": (lambda: torchvision.models.resnet50(**SMALL), (2, 3, 40, 33), 2),
-    "convnext": (lambda: torchvision.models.convnext_tiny(**SMALL, stochastic_depth_prob=0.0), (1, 3, 48, 33), 2),
-    "fcn": (
-        lambda: Output(
-            torchvision.models.segmentation.fcn_resnet50(weights=None, weights_backbone=None, num_classes=3), "out"
-        ),
-        (2, 3, 40, 33),
-        2,
-    ),
+    "convnext": (convnext, (1, 3, 48, 33), 2),
+    "fcn": (fcn, (2, 3, 40, 33), 2),
     "unet": (UNet, (2, 3, 14, 10), 2),
     "vit": (vit, (2, 3, 32, 32), 2),
     "swin": (swin, (2, 3, 32, 40), 2),
     "t5_encoder": (t5_encoder, (2, 11, 16), 1),
-    "uno": (
-        lambda: to_double(
-            UNO(
-                in_channels=1, out_channels=1, hidden_channels=4, uno_out_channels=[4, 4, 4], n_layers=3,
-                uno_n_modes=[[4, 4]] * 3, uno_scalings=[[1, 1], [0.5, 0.5], [2, 2]],
-            )
-        ),
-        (2, 1, 16, 12),
-        2,
-    ),
-}  # fmt: skip
+    "uno": (uno, (2, 1, 16, 12), 2),
+}
 
 
 @pytest.mark.spmd(2)

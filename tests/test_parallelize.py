@@ -68,7 +68,11 @@ def test_parallelize_shards_parameters_and_averages(domain):
             p.add_(dist.get_rank())
     lightning_shard.parallelize(net, mesh)
     mine = x.chunk(data.size())[data.get_local_rank()]
-    split = net(lightning_shard.shard(mine, mesh[names], dims=range(2, 2 + len(domain)))).square().mean()
+    split = (
+        net(lightning_shard.shard(mine, mesh[names], dims=range(2, 2 + len(domain))))
+        .square()
+        .mean()
+    )
     split.backward()
     total = split.detach() / 4
     dist.all_reduce(total)

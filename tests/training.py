@@ -81,7 +81,7 @@ def make(name: str, dtype: torch.dtype) -> LightningModule:
 def loader(
     name: str, dtype: torch.dtype, batch_size: int, samples: int, *, alone: bool = False
 ) -> DataLoader:
-    """Batches of the model's samples; `alone` in the order in which Lightning's sampler has them."""
+    """Batches of the model's samples; `alone` in the order of Lightning's own sampler."""
 
     def collate(items: list[Any]) -> Any:
         batch = torch.utils.data.default_collate(items)
@@ -133,8 +133,8 @@ def trainer(domain: tuple[int, ...], **options: Any) -> Trainer:
     """A trainer over all ranks of the pool."""
     world = torch.distributed.get_world_size()
     settings = {
-        "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False,
+        "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
     return Trainer(
         accelerator="cpu",

@@ -25,7 +25,7 @@ def subdomains(values: Any) -> list[Subdomain]:
 
 
 def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
-    """This rank's part of a plain tensor's `dim`, split as `factors` say (a view where possible)."""
+    """This rank's part of a plain tensor's `dim`, split as `factors` say."""
     if len(factors) == 1:
         low, high = factors[0].bounds(grid)
         return x.narrow(dim, low, high - low)

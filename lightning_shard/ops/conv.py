@@ -1,7 +1,6 @@
-"""Convolutions: each rank fetches the rows under its own output rows, then convolves them locally."""
+"""Convolutions: each rank fetches the rows under its own output rows, then convolves them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +33,8 @@ def window_rows(
     """The rows of split `dim` under this rank's windows, padded with `fill` beyond the edges.
 
     Returns:
-        The local rows, with the layout of the output in `dim`: a window function without padding gives
-        exactly this rank's output rows. No rows where the rank has no output.
+        The local rows, with the layout of the output in `dim`: a window function without padding
+        gives exactly this rank's output rows. No rows where the rank has no output.
     """
     x = simple(x, dim)
     extent, grid = x.shape[dim], x.layout.grid

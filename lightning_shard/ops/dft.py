@@ -1,9 +1,10 @@
 """Truncated discrete Fourier transforms as matrix products, and their adjoints.
 
-A dim of N rows of which k frequencies are kept is one (k, N) matrix; a rank applies its columns to its
-rows. Phases are exact integers (f n) mod N, turned into float64 angles, and cast last. Products run in
-full float32 (or float64) whatever autocast and the TF32 switch say: truncated inputs would cost three
-digits. Real data takes one real product with interleaved cosines and sines for its last dim.
+A dim of N rows of which k frequencies are kept is one (k, N) matrix; a rank applies its columns to
+its rows. Phases are exact integers (f n) mod N, turned into float64 angles, and cast last. Products
+run in full float32 (or float64) whatever autocast and the TF32 switch say: truncated inputs would
+cost three digits. Real data takes one real product with interleaved cosines and sines for its last
+dim.
 """
 
 import math
@@ -26,10 +27,11 @@ def table(
 
     Rows beyond the extent N are zero: a transform of N points ignores them.
     """
-    f = torch.tensor(frequencies, dtype=torch.int64, device=device)[:, None]
-    n = torch.arange(*rows, dtype=torch.int64, device=device)
-    angle = (f * n % extent).double() * (sign * 2 * math.pi / extent)
-    return torch.polar((n < extent).double().expand_as(angle), angle)
+    with torch.inference_mode(False):  # the table may be made in validation and used in training
+        f = torch.tensor(frequencies, dtype=torch.int64, device=device)[:, None]
+        n = torch.arange(*rows, dtype=torch.int64, device=device)
+        angle = (f * n % extent).double() * (sign * 2 * math.pi / extent)
+        return torch.polar((n < extent).double().expand_as(angle), angle)
 
 
 def scale(norm: str | None, extents: Sequence[int], sign: int) -> float:
@@ -41,7 +43,7 @@ def scale(norm: str | None, extents: Sequence[int], sign: int) -> float:
 
 
 def to_modes(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    """(..., n, ...) -> (..., k, ...) with a complex (k, n) matrix; real `x` only for the last dim."""
+    """(..., n, ...) -> (..., k, ...) with a complex (k, n) matrix; of real `x` the last dim."""
     if x.is_complex():
         return _product(x, dim, matrix)
     interleaved = torch.view_as_real(matrix).transpose(1, 2).reshape(-1, matrix.shape[1])

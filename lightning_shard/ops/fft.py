@@ -82,7 +82,12 @@ def _backward(
 
 
 def _call(
-    kind: Callable[..., Any], rank: int | None, one_sided: bool, func: Any, *args: Any, **kwargs: Any
+    kind: Callable[..., Any],
+    rank: int | None,
+    one_sided: bool,
+    func: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     x = kwargs.pop("input", None)
     return kind(func, *(args[:1] or (x,)), rank, one_sided, *args[1:], **kwargs)
@@ -91,8 +96,11 @@ def _call(
 def _register() -> None:
     for name, rank in (("fft", 1), ("fft2", 2), ("fftn", None)):
         for prefix, kind, one_sided in (
-            ("", _forward, False), ("r", _forward, True), ("i", _backward, False), ("ir", _backward, True)
-        ):  # fmt: skip
+            ("", _forward, False),
+            ("r", _forward, True),
+            ("i", _backward, False),
+            ("ir", _backward, True),
+        ):
             function = getattr(torch.fft, prefix + name)
 
             rule = functools.partial(_call, kind, rank, one_sided)
@@ -150,7 +158,7 @@ def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> No
     x.assign(index, value.read() if isinstance(value, Spectrum) else value)
 
 
-@implements_lazily(Tensor.chalf, Tensor.cfloat, Tensor.cdouble, Tensor.to)
+@implements_lazily(Tensor.chalf, Tensor.to)
 def lazy_convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Spectrum):
         raise UnsupportedOperationError("conversion of a spectrum to which modes were assigned")

@@ -20,7 +20,15 @@ from torch import Tensor
 from lightning_shard.comm import all_reduce
 from lightning_shard.domain import Subdomain
 from lightning_shard.layout import Dim, Factor, Layout, merge
-from lightning_shard.ops.align import common_dim, common_layout, local_part, simple, subdomains, take_local, whole
+from lightning_shard.ops.align import (
+    common_dim,
+    common_layout,
+    local_part,
+    simple,
+    subdomains,
+    take_local,
+    whole,
+)
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 Operand = Subdomain | Tensor

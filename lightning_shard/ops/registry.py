@@ -1,7 +1,8 @@
 """The one table from torch function to rule.
 
-A rule takes the function it stands for and that function's arguments, in which every domain tensor is
-a `Subdomain`; it returns `Subdomain`s, or plain tensors where the result is the same on every rank.
+A rule takes the function it stands for and that function's arguments, in which every domain tensor
+is a `Subdomain`; it returns `Subdomain`s, or plain tensors where the result is the same on every
+rank.
 """
 
 import functools
@@ -35,12 +36,14 @@ def implements(*functions: Callable[..., Any]) -> Callable[[R], R]:
 def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
     """Teach split tensors a torch function: the public way to add a rule.
 
-    The rule takes the function and its arguments, in which each split tensor is a `Subdomain`: `local`
-    is this rank's part, `layout` says which dims are split (`layout.split_dims`), and `x.like(local)`
-    wraps a result that is split in the same way. All ranks must make the same decisions.
+    The rule takes the function and its arguments, in which each split tensor is a `Subdomain`:
+    `local` is this rank's part, `layout` says which dims are split (`layout.split_dims`), and
+    `x.like(local)` wraps a result that is split in the same way. All ranks must make the same
+    decisions.
 
     Args:
-        functions: What users call, such as `torch.erfcx`; for a function of your own, one that calls
+        functions: What users call, such as `torch.erfcx`; for a function of your own, one that
+        calls
             `torch.overrides.handle_torch_function`.
 
     Raises:
@@ -117,7 +120,7 @@ def name_of(function: Any) -> str:
         return f"Tensor.{name.split('.', 1)[1]}"
     if name.startswith("_VariableFunctionsClass."):
         return f"torch.{name.split('.', 1)[1]}"
-    if name.startswith("_fft.") or name.startswith("fft_"):
+    if name.startswith(("_fft.", "fft_")):
         return f"torch.fft.{name.rpartition('fft_')[2]}"
     module = getattr(function, "__module__", None) or ""
     module = {

@@ -1,10 +1,11 @@
 """Lazy spectra: a Fourier transform of a split tensor computes only the modes that are read.
 
-`torch.fft.rfftn` of a split tensor returns a `Spectrum` that remembers its source. Shifting and slicing
-it are index arithmetic on lists of frequencies; whatever else touches it reads it. Reading k modes of a
-split dim multiplies the slab by its columns of the truncated DFT matrix and reduce-scatters the partial
-sums over modes, so the bytes sent do not depend on the resolution. Modes are split along the same dims
-as the field was, so each rank multiplies its own modes by its own slice of the weights.
+`torch.fft.rfftn` of a split tensor returns a `Spectrum` that remembers its source. Shifting and
+slicing it are index arithmetic on lists of frequencies; whatever else touches it reads it. Reading
+k modes of a split dim multiplies the slab by its columns of the truncated DFT matrix and
+reduce-scatters the partial sums over modes, so the bytes sent do not depend on the resolution.
+Modes are split along the same dims as the field was, so each rank multiplies its own modes by its
+own slice of the weights.
 
 A plain complex tensor that is assigned such modes (`out = torch.zeros(...); out[slices] = modes`)
 becomes a `Canvas` that records the assignment; the inverse transform gathers the recorded modes and
@@ -35,7 +36,8 @@ class Spectrum:
 
     Attributes:
         source: The field.
-        dims: The transformed dims, in the order of torch.fft; of real data the last one is one-sided.
+        dims: The transformed dims, in the order of torch.fft; of real data the last one is
+        one-sided.
         extents: The number of points of the transform in each of `dims`.
         frequencies: For each of `dims` the frequencies in the order in which indices show them.
         sign: -1 for a forward transform, +1 for an inverse one.
@@ -150,7 +152,8 @@ class Canvas:
         positions = tuple(shown[e] for shown, e in zip(self.order, entries, strict=True))
         if value.shape != tuple(map(len, positions)):
             raise UnsupportedOperationError(
-                f"modes of shape {value.shape} assigned to a place of shape {tuple(map(len, positions))}"
+                f"modes of shape {value.shape} assigned to a place of shape "
+                f"{tuple(map(len, positions))}"
             )
         for write in self.writes:
             if all(set(a) & set(b) for a, b in zip(write.positions, positions, strict=True)):
@@ -213,7 +216,7 @@ def _rows_of_modes(
     axes: tuple[int, ...],
     one_sided: bool,
 ) -> Subdomain:
-    """Sum the modes of whole `dim` into this rank's rows of a field of `extent`, split over `axes`."""
+    """Sum the modes of whole `dim` into this rank's rows of a field split over `axes`."""
     limit = extent // 2 + 1 if one_sided else extent
     fits = [i for i, p in enumerate(positions) if p < limit]
     local = x.local
