@@ -42,13 +42,13 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
             )
         split = {
             key: value
-            if (dims := _named(shard_dims, key)) is None
-            else _apply(value, mesh, dims, key)
+            if (named := _named(shard_dims, key)) is None
+            else _apply(value, mesh, named, key)
             for key, value in entries.items()
         }
         return _rebuild(batch, split)
     default = shard_dims is None
-    dims: Dims = tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
+    dims = tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
 
     def field(x: Tensor) -> Tensor:
         if not x.is_floating_point() or x.ndim < 3 or (default and x.ndim < 2 + axes):
