@@ -47,7 +47,6 @@ def whole(x: Subdomain, dim: int) -> Subdomain:
     """The same tensor with every row of `dim` on every rank."""
     if not x.layout.axes(dim):
         return x
-    x = simple(x, dim)
     layout = x.layout.with_dim(dim, x.shape[dim], axes=())
     return x.like(fetch_all(x, dim), layout)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import empty_attached
 from lightning_shard.layout import Factor, Layout
-from lightning_shard.ops.align import common_layout, local_part, subdomains, whole
+from lightning_shard.ops.align import common_layout, local_part, subdomains, take_local, whole
 from lightning_shard.ops.random import own_generator
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
@@ -105,9 +105,8 @@ def _mask(x: Operand, scores: Layout) -> Tensor:
 def _causal(scores: Layout, device: torch.device) -> Tensor:
     """Query i attends to keys 0 to i, both counted in the whole sequence."""
     rows = torch.arange(scores.shape[-2], device=device)
-    (factor,) = scores.dims[-2]
-    low, high = factor.bounds(scores.grid)
-    return torch.arange(scores.shape[-1], device=device) <= rows[low:high, None]
+    rows = take_local(rows, 0, scores.dims[-2], scores.grid)
+    return torch.arange(scores.shape[-1], device=device) <= rows[:, None]
 
 
 def _learned(mask: Tensor | None) -> bool:

@@ -46,7 +46,7 @@ def to_modes(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
     """(..., n, ...) -> (..., k, ...) with a complex (k, n) matrix; of real `x` the last dim."""
     if x.is_complex():
         return _product(x, dim, matrix)
-    interleaved = torch.view_as_real(matrix).transpose(1, 2).reshape(-1, matrix.shape[1])
+    interleaved = torch.view_as_real(matrix).transpose(1, 2).flatten(0, 1)
     pairs = _product(x, dim, interleaved)
     return torch.view_as_complex(pairs.unflatten(-1, (matrix.shape[0], 2)).contiguous())
 
@@ -54,7 +54,7 @@ def to_modes(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
 def to_real_rows(modes: Tensor, matrix: Tensor) -> Tensor:
     """Re(sum over k of modes times matrix): (..., k) -> (..., n) with a complex (k, n) matrix."""
     pairs = torch.view_as_real(modes.contiguous()).flatten(-2)
-    real = torch.stack([matrix.real, -matrix.imag], 1).reshape(-1, matrix.shape[1])
+    real = torch.stack([matrix.real, -matrix.imag], 1).flatten(0, 1)
     return _product(pairs, pairs.ndim - 1, real.t())
 
 
@@ -71,8 +71,9 @@ class _Product(Function):
         with torch.autocast(x.device.type, enabled=False), _FullPrecision(x.device):
             if dim == x.ndim - 1:
                 return torch.matmul(x, matrix.t())
-            slabs = x.reshape(-1, x.shape[dim], math.prod(x.shape[dim + 1 :]))
-            return torch.matmul(matrix, slabs).view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+            before, after = x.shape[:dim], x.shape[dim + 1 :]
+            slabs = x.reshape(math.prod(before), x.shape[dim], math.prod(after))
+            return torch.matmul(matrix, slabs).view(*before, matrix.shape[0], *after)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -32,12 +32,19 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
     done = 0  # factors of `flat` already taken
     for extent in shape:
         start, need = done, extent
-        while done < flat.ndim and (need > 1 or flat.shape[done] == 1):
+        while done < flat.ndim and (
+            need > 1 or (extent == flat.shape[done] == 1 and done == start)
+        ):
             if need % flat.shape[done]:
                 flat = _split_factor(flat, done, need, x.shape, shape)
             need //= flat.shape[done]
             done += 1
         dims.append(merge([f for dim in flat.layout.dims[start:done] for f in dim]))
+    rest = [f for dim in flat.layout.dims[done:] for f in dim]  # split factors of extent 1
+    if rest and dims:
+        dims[-1] = merge([*dims[-1], *rest])
+    elif rest:
+        flat = whole(flat, 0)
     layout = Layout(tuple(dims), x.layout.grid)
     return flat.view(flat.local.reshape(layout.local_shape), layout)
 
