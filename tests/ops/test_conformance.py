@@ -92,8 +92,8 @@ def transformed(n, k, s, p, d):
 FAMILIES = {
     f.__name__: f
     for f in (
-        convolution, transposed, max_pool, avg_pool, adaptive, interpolated, padded, sliced, normalized,
-        attended, transformed,
+        convolution, transposed, max_pool, avg_pool, adaptive, interpolated, padded, sliced,
+        normalized, attended, transformed,
     )
 }  # fmt: skip
 
