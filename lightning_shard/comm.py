@@ -1,11 +1,10 @@
 """Differentiable collectives on plain tensors, each with its true adjoint.
 
-| primitive                   | this rank gets                   | adjoint                     |
-| --------------------------- | -------------------------------- | --------------------------- |
-| exchange(x, dim, route)     | pieces of other ranks' rows      | add_to_owners               |
-| add_to_owners(y, dim, ...)  | the sum of others' parts of its  | exchange                    |
-| all_reduce(x)               | the sum over ranks               | all_reduce                  |
-| transpose(x, rows, columns) | all rows of its own columns      | transpose(x, columns, rows) |
+| primitive                  | this rank gets                           | adjoint       |
+| -------------------------- | ---------------------------------------- | ------------- |
+| exchange(x, dim, route)    | pieces of other ranks' rows              | add_to_owners |
+| add_to_owners(y, dim, ...) | its rows, summed over what others return | exchange      |
+| all_reduce(x)              | the sum over ranks                       | all_reduce    |
 
 A gather is an exchange in which every rank wants every row; its adjoint is the reduce-scatter. One
 duality holds everywhere: the cotangent of a split tensor is split, that of a replicated tensor is a
@@ -17,7 +16,6 @@ The group is always an argument and the device is the tensor's: nothing here kno
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,21 +66,6 @@ def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
     return result
 
 
-def transpose(
-    x: Tensor, rows: int, columns: int, sizes: "Transposition", group: dist.ProcessGroup
-) -> Tensor:
-    """From split `rows` and whole `columns` (dims of `x`) to whole `rows` and split `columns`."""
-    return _Transpose.apply(x, rows, columns, sizes, group)
-
-
-@dataclass(frozen=True)
-class Transposition:
-    """The parts of both dims of a `transpose`, rank by rank."""
-
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-
-
 class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
@@ -130,24 +113,6 @@ class _AllReduce(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _AllReduce.apply(grads[0], ctx.group), None
-
-
-class _Transpose(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rows: int, columns: int, sizes: Transposition, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.plan = columns, rows, Transposition(sizes.columns, sizes.rows), group
-        mine = sizes.columns[dist.get_rank(group)]
-        starts = accumulate(sizes.columns, initial=0)
-        pieces = [[x.narrow(columns, s, n)] for s, n in zip(starts, sizes.columns, strict=False)]
-        like = x.new_empty(_with_size(x, columns, mine))
-        received = _swap(pieces, tuple((n,) for n in sizes.rows), like, rows, group)
-        return torch.cat([parts[0] for parts in received], rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Transpose.apply(grads[0], *ctx.plan), None, None, None, None
 
 
 def _swap(

@@ -34,7 +34,8 @@ from lightning_shard.mesh_strategy import MeshStrategy
 from lightning_shard.parallelize import parallelize
 from lightning_shard.resumable import make_resumable
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# predict_step runs with whole parameters, see on_predict_start
+STEPS = ("training_step", "validation_step", "test_step")
 
 
 class HybridShardStrategy(MeshStrategy):

@@ -83,6 +83,7 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
         "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "TORCHELASTIC_RUN_ID": "pool",
     }  # fmt: skip
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of a test in the main process: it would seed samplers
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=SILENCE_S))
     while True:

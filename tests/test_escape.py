@@ -19,7 +19,13 @@ def test_registered_rule():
         return x.like(func(x.local, scale, zero_point, quant_min, quant_max))
 
     try:
-        assert_parity(lambda x: function(x.float(), 0.1, 0, -8, 7), [(7, 3)], {0: [0]}, mesh_of(3))
+        assert_parity(
+            lambda x: function(x, 0.1, 0, -8, 7),
+            [(7, 3)],
+            {0: [0]},
+            mesh_of(3),
+            dtype=torch.float32,
+        )
         x = lightning_shard.shard(torch.randn(4, 3), mesh_of(3), 0)
         with pytest.raises(UnsupportedOperationError, match="a scale that is a tensor"):
             function(x, torch.tensor(0.1), torch.tensor(0), -8, 7)
