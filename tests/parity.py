@@ -31,6 +31,7 @@ def assert_parity(
     *,
     dtype: torch.dtype = torch.float64,
     make: Callable[[Sequence[int]], Tensor] = torch.randn,
+    tolerance: float | None = None,
 ) -> None:
     """`function` of split tensors equals the one-process run: outputs and gradients of every input.
 
@@ -43,6 +44,7 @@ def assert_parity(
         mesh: The domain mesh: all ranks.
         dtype: Of the inputs.
         make: Makes an input of a shape.
+        tolerance: Relative, where the function itself computes in a narrower dtype.
     """
     torch.manual_seed(1)
     inputs = [_cast(make(shape), dtype).requires_grad_() for shape in shapes]
@@ -63,7 +65,7 @@ def assert_parity(
         assert result.dtype == value.dtype
         _assert_canonical(result)
         torch.testing.assert_close(
-            lightning_shard.gather(result).detach(), value.detach(), **_close(value)
+            lightning_shard.gather(result).detach(), value.detach(), **_close(value, tolerance)
         )
     ranks = dist.get_world_size()
     wholes = [lightning_shard.gather(r) for r in results]
@@ -72,7 +74,10 @@ def assert_parity(
         total = gradient.contiguous() / ranks  # every rank starts the backward of its replica
         dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         torch.testing.assert_close(
-            total, value, **_close(value), msg=lambda m, i=i: f"gradient of input {i}: {m}"
+            total,
+            value,
+            **_close(value, tolerance),
+            msg=lambda m, i=i: f"gradient of input {i}: {m}",
         )
 
 
@@ -121,11 +126,12 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().clone() if x.is_complex() else x.detach().to(dtype, copy=True)
 
 
-def _close(expected: Tensor) -> dict[str, float]:
+def _close(expected: Tensor, tolerance: float | None = None) -> dict[str, float]:
     """1e-10 (float64) or 1e-5 (float32) of the value, or of the largest one near zero."""
     if not (expected.is_floating_point() or expected.is_complex()):
         return {"rtol": 0.0, "atol": 0.0}
-    tolerance = 1e-10 if expected.dtype in (torch.float64, torch.complex128) else 1e-5
+    wide = expected.dtype in (torch.float64, torch.complex128)
+    tolerance = tolerance or (1e-10 if wide else 1e-5)
     sizes = expected.detach().abs().flatten()
     largest = float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
     return {"rtol": tolerance, "atol": tolerance * max(largest, 0.1)}

@@ -10,6 +10,7 @@ from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
 from tests.double_fno import to_double
 from tests.parity import assert_parity_of_module, mesh_of
 
+T5_TOLERANCE = 1e-5  # its norms and softmax are computed in float32, whatever its weights are
 SMALL = {"weights": None, "num_classes": 5}
 
 
@@ -126,7 +127,8 @@ def test_model(name):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    assert_parity_of_module(model, shape, [dim], mesh_of(2))
+    tolerance = T5_TOLERANCE if name.startswith("t5") else None
+    assert_parity_of_module(model, shape, [dim], mesh_of(2), tolerance=tolerance)
 
 
 def t5_loss():
@@ -151,4 +153,6 @@ class Summarizer(nn.Module):
 @pytest.mark.spmd(3)
 def test_t5_on_a_split_source():
     torch.manual_seed(5)
-    assert_parity_of_module(Summarizer().double(), (2, 11, 16), [1], mesh_of(3))
+    assert_parity_of_module(
+        Summarizer().double(), (2, 11, 16), [1], mesh_of(3), tolerance=T5_TOLERANCE
+    )
