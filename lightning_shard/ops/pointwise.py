@@ -25,7 +25,10 @@ UNTAGGED = (
     "absolute negative multiply subtract divide floor_divide fix greater greater_equal less "
     "less_equal not_equal arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj real imag "
     "isreal float_power isclose expit gammaln gammainc gammaincc multigammaln ndtr psi "
-    "softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex"
+    "softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex "
+    # tagged since later versions than torch 2.11
+    "relu relu6 elu selu celu leaky_relu hardtanh hardsigmoid hardshrink softshrink softplus silu "
+    "mish gelu threshold"
 ).split()
 CONVERSIONS = (
     "to type type_as float double half bfloat16 chalf cfloat cdouble bool int long short char "
