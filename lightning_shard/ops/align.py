@@ -90,20 +90,21 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
                 if any(f.axes for f in chosen):
                     candidate = common_dim(chosen, candidate)
                 if candidate is None:
-                    raise UnsupportedOperationError(
-                        "the operands are split differently: "
-                        + "; ".join(str(s.layout) for s in split)
-                    )
+                    raise split_differently(split)
                 chosen = candidate
         dims.append(chosen)
     layout = Layout(tuple(dims), split[0].layout.grid)
     if len(set(layout.axes())) < len(layout.axes()) or any(
         s.domain is not split[0].domain for s in split
     ):
-        raise UnsupportedOperationError(
-            "the operands are split differently: " + "; ".join(str(s.layout) for s in split)
-        )
+        raise split_differently(split)
     return layout
+
+
+def split_differently(operands: Sequence[Subdomain | Tensor]) -> UnsupportedOperationError:
+    """The refusal of operands whose split dims do not fit together."""
+    layouts = "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
+    return UnsupportedOperationError(f"the operands are split differently: {layouts}")
 
 
 def common_dim(a: Dim, b: Dim) -> Dim | None:

@@ -1,4 +1,4 @@
-"""torch.fft on split tensors, by lazy spectra (ops/spectrum.py); whole dims transform locally."""
+"""torch.fft on split tensors, by lazy spectra (ops/spectrum.py)."""
 
 import functools
 from collections.abc import Callable, Sequence

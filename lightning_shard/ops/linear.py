@@ -25,6 +25,7 @@ from lightning_shard.ops.align import (
     common_layout,
     local_part,
     simple,
+    split_differently,
     subdomains,
     take_local,
     whole,
@@ -90,10 +91,7 @@ def _label_dims(operands: Sequence[Operand], inputs: Sequence[str]) -> dict[str,
             elif any(f.axes for f in own):
                 common = common_dim(known, own)
                 if common is None:
-                    raise UnsupportedOperationError(
-                        "the operands are split differently: "
-                        + "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
-                    )
+                    raise split_differently(operands)
                 dims[label] = common
     return dims
 
