@@ -16,6 +16,7 @@ R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
 _LAZY_RULES: dict[Callable[..., Any], Rule] = {}
+_LIMITS: dict[Callable[..., Any], str] = {}
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 _WRAPPER: list[Callable[[Any], Any]] = []
 
@@ -24,16 +25,16 @@ class UnsupportedOperationError(NotImplementedError):
     """An operation, or this use of it, has no rule for tensors split over a domain mesh."""
 
 
-def implements(*functions: Callable[..., Any]) -> Callable[[R], R]:
-    """Register the decorated rule for `functions`.
+def implements(*functions: Callable[..., Any], limits: str = "") -> Callable[[R], R]:
+    """Register the decorated rule for `functions`; `limits` names the uses that it refuses.
 
     Raises:
         ValueError: A function has a rule already.
     """
-    return functools.partial(_register, _RULES, functions)
+    return functools.partial(_register, _RULES, functions, limits=limits)
 
 
-def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
+def register_rule(*functions: Callable[..., Any], limits: str = "") -> Callable[[R], R]:
     """Teach split tensors a torch function: the public way to add a rule.
 
     The rule takes the function and its arguments, in which each split tensor is a `Subdomain`:
@@ -43,8 +44,8 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
 
     Args:
         functions: What users call, such as `torch.erfcx`; for a function of your own, one that
-        calls
-            `torch.overrides.handle_torch_function`.
+            calls `torch.overrides.handle_torch_function`.
+        limits: The uses that the rule refuses, in a few words, for `python -m lightning_shard ops`.
 
     Raises:
         ValueError: A function has a rule already.
@@ -56,7 +57,7 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
         ...         raise UnsupportedOperationError("a scale that is a tensor")
         ...     return x.like(func(x.local, scale, zero_point, quant_min, quant_max))
     """
-    return implements(*functions)
+    return implements(*functions, limits=limits)
 
 
 def implements_lazily(*functions: Callable[..., Any]) -> Callable[[R], R]:
@@ -64,7 +65,9 @@ def implements_lazily(*functions: Callable[..., Any]) -> Callable[[R], R]:
     return functools.partial(_register, _LAZY_RULES, functions)
 
 
-def _register(table: dict[Callable[..., Any], Rule], functions: Iterable[Any], rule: R) -> R:
+def _register(
+    table: dict[Callable[..., Any], Rule], functions: Iterable[Any], rule: R, limits: str = ""
+) -> R:
     for function in dict.fromkeys(functions):
         if function in table:
             raise ValueError(
@@ -72,11 +75,18 @@ def _register(table: dict[Callable[..., Any], Rule], functions: Iterable[Any], r
                 f"cannot register {name_of(rule)} for it too."
             )
         table[function] = rule
+        if limits:
+            _LIMITS[function] = limits
     return rule
 
 
 def rule_for(function: Callable[..., Any], *, lazy: bool = False) -> Rule | None:
     return (_LAZY_RULES if lazy else _RULES).get(function)
+
+
+def limits_of(function: Callable[..., Any]) -> str:
+    """The uses that the function's rule refuses; empty where it serves all."""
+    return _LIMITS.get(function, "")
 
 
 def functions_with_rules() -> dict[Callable[..., Any], Rule]:
