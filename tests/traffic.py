@@ -1,0 +1,89 @@
+"""The bytes that this rank sends to other ranks, counted at the collectives of torch.distributed.
+
+Of the reductions and gathers it counts what the algorithms of least traffic send over P ranks:
+a reduce-scatter of n bytes (P - 1) / P * n, an all-gather as much of its result, and an all-reduce
+both.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Traffic:
+    """What was sent: bytes, and collectives called."""
+
+    bytes: int = 0
+    calls: int = 0
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count what this rank sends inside the block."""
+    traffic = Traffic()
+    with contextlib.ExitStack() as stack:
+        for name, sent in _SENT.items():
+            counting = _counting(getattr(dist, name), sent, traffic)
+            stack.enter_context(mock.patch.object(dist, name, counting))
+        yield traffic
+
+
+def _counting(
+    collective: Callable[..., Any], sent: Callable[..., int], traffic: Traffic
+) -> Callable[..., Any]:
+    signature = inspect.signature(collective)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        traffic.calls += 1
+        traffic.bytes += sent(**given.arguments)
+        return collective(*args, **kwargs)
+
+    return call
+
+
+def _all_to_all_single(
+    input: Tensor,  # noqa: A002 - torch's name of the argument
+    input_split_sizes: list[int] | None,
+    group: Any,
+    **_: Any,
+) -> int:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rows = len(input) if input.ndim else 1
+    sizes = input_split_sizes or [rows // ranks] * ranks
+    return (rows - sizes[rank]) * input.nbytes // max(rows, 1)
+
+
+def _all_to_all(input_tensor_list: list[Tensor], group: Any, **_: Any) -> int:
+    rank = dist.get_rank(group)
+    return sum(t.nbytes for peer, t in enumerate(input_tensor_list) if peer != rank)
+
+
+def _all_gather(input_tensor: Tensor, group: Any, **_: Any) -> int:
+    return input_tensor.nbytes * (dist.get_world_size(group) - 1)
+
+
+def _reduce_scatter(output: Tensor, group: Any, **_: Any) -> int:
+    return output.nbytes * (dist.get_world_size(group) - 1)
+
+
+def _all_reduce(tensor: Tensor, group: Any, **_: Any) -> int:
+    ranks = dist.get_world_size(group)
+    return 2 * tensor.nbytes * (ranks - 1) // ranks
+
+
+_SENT: dict[str, Callable[..., int]] = {
+    "all_to_all_single": _all_to_all_single,
+    "all_to_all": _all_to_all,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_reduce": _all_reduce,
+}
