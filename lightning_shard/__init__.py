@@ -5,6 +5,7 @@ from lightning_shard.escape import allow_gather as allow_gather
 from lightning_shard.escape import local_map as local_map
 from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperationError
 from lightning_shard.ops.registry import register_rule as register_rule
+from lightning_shard.ops.spectral_plan import spectral_method as spectral_method
 from lightning_shard.parallelize import parallelize as parallelize
 from lightning_shard.placement import from_local as from_local
 from lightning_shard.placement import gather as gather

@@ -5,6 +5,7 @@
 | exchange(x, dim, route)    | pieces of other ranks' rows              | add_to_owners |
 | add_to_owners(y, dim, ...) | its rows, summed over what others return | exchange      |
 | all_reduce(x)              | the sum over ranks                       | all_reduce    |
+| transpose(x, a, b, ...)    | dim b whole instead of dim a             | transpose     |
 
 A gather is an exchange in which every rank wants every row; its adjoint is the reduce-scatter. One
 duality holds everywhere: the cotangent of a split tensor is split, that of a replicated tensor is a
@@ -54,6 +55,32 @@ def add_to_owners(y: Tensor, dim: int, rows: int, route: Route, group: dist.Proc
     return _ExchangeAdjoint.apply(y, dim, rows, route, group)
 
 
+def transpose(
+    x: Tensor,
+    split: int,
+    join: int,
+    split_sizes: Sequence[int],
+    join_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """All-to-all: from whole in dim `split` and parted in dim `join` to the other way round.
+
+    Args:
+        x: This rank's part, `sum(split_sizes)` x `join_sizes[rank]` in these dims.
+        split: The dim that is parted.
+        join: The dim that becomes whole.
+        split_sizes: For each rank its part of `split` afterwards.
+        join_sizes: For each rank its part of `join` before.
+        group: The ranks.
+
+    Returns:
+        `split_sizes[rank]` x `sum(join_sizes)` in these dims.
+    """
+    if len(split_sizes) == 1:
+        return x
+    return _Transpose.apply(x, split, join, tuple(split_sizes), tuple(join_sizes), group)
+
+
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the ranks, on every rank."""
     return _AllReduce.apply(x, group)
@@ -100,6 +127,29 @@ class _ExchangeAdjoint(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _Exchange.apply(grads[0], *ctx.plan), None, None, None, None
+
+
+class _Transpose(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        split: int,
+        join: int,
+        split_sizes: tuple[int, ...],
+        join_sizes: tuple[int, ...],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.plan = join, split, join_sizes, split_sizes, group
+        pieces = x.split(split_sizes, split)
+        mine = pieces[dist.get_rank(group)]
+        sizes = [(n,) for n in join_sizes]
+        received = _swap([(p,) for p in pieces], sizes, mine, join, group)
+        return torch.cat([part for (part,) in received], join)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Transpose.apply(grads[0], *ctx.plan), None, None, None, None, None
 
 
 class _AllReduce(Function):

@@ -18,9 +18,10 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import gathered
+from lightning_shard.ops.canvas import Canvas
 from lightning_shard.ops.pointwise import is_in_place
 from lightning_shard.ops.registry import canonical_names, set_wrapper
-from lightning_shard.ops.spectrum import Canvas, Spectrum
+from lightning_shard.ops.spectrum import Spectrum
 
 Part = Subdomain | Spectrum | Canvas
 

@@ -6,8 +6,14 @@ from neuralop.losses import H1Loss, LpLoss
 from neuralop.models import FNO
 from torch import nn
 
+from lightning_shard import spectral_method
 from tests.double_fno import double_spectral_conv, to_double
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import (
+    assert_double_backward,
+    assert_parity,
+    assert_parity_of_module,
+    mesh_of,
+)
 
 
 def spectral_conv(**options):
@@ -74,17 +80,32 @@ def check_layer(name, dims, mesh):
     assert_parity_of_module(layer, (2, 3, *extents), dims, mesh)
 
 
+methods = pytest.mark.parametrize("method", ["dft", "fft"])
+
+
 @pytest.mark.spmd(3)
+@methods
 @pytest.mark.parametrize("dim", [2, 3])
 @pytest.mark.parametrize("name", LAYERS)
-def test_spectral_layer_on_three_ranks(name, dim):
-    check_layer(name, [dim], mesh_of(3))
+def test_spectral_layer_on_three_ranks(name, dim, method):
+    with spectral_method(method):
+        check_layer(name, [dim], mesh_of(3))
 
 
 @pytest.mark.spmd(4)
+@methods
 @pytest.mark.parametrize("name", LAYERS)
-def test_spectral_layer_on_two_by_two(name):
-    check_layer(name, [2, 3], mesh_of(2, 2))
+def test_spectral_layer_on_two_by_two(name, method):
+    with spectral_method(method):
+        check_layer(name, [2, 3], mesh_of(2, 2))
+
+
+@pytest.mark.spmd(2)
+@methods
+@pytest.mark.parametrize("name", ["dense_odd", "original"])
+def test_spectral_layer_on_two_ranks(name, method):
+    with spectral_method(method):
+        check_layer(name, [2], mesh_of(2))
 
 
 TRANSFORMS = {
@@ -100,11 +121,39 @@ TRANSFORMS = {
 }
 
 
+METHODS = ("auto", "dft", "fft")
+
+
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("dim", [2, 3])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transform(name, dim):
-    assert_parity(TRANSFORMS[name], [(2, 3, 7, 5)], {0: [dim]}, mesh_of(3))
+    for method in METHODS:
+        with spectral_method(method):
+            assert_parity(TRANSFORMS[name], [(2, 3, 7, 5)], {0: [dim]}, mesh_of(3))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("extents", [(3, 2), (45, 8), (1, 6)], ids=str)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transform_split_twice_and_with_empty_parts(name, extents):
+    """3 rows on 4 ranks; 2 x 2; the FFT splits what is not transformed, here of 2 elements."""
+    for method in METHODS:
+        with spectral_method(method):
+            assert_parity(TRANSFORMS[name], [(1, 2, *extents)], {0: [2]}, mesh_of(4))
+            assert_parity(TRANSFORMS[name], [(1, 2, *extents)], {0: [3, 2]}, mesh_of(2, 2))
+
+
+@pytest.mark.spmd(3)
+@methods
+@pytest.mark.parametrize("name", ["rfft2", "roundtrip", "shifted", "rfft_padded"])
+def test_transform_twice_differentiable(name, method):
+    def power(x):
+        z = TRANSFORMS[name](x)
+        return (torch.view_as_real(z) if z.is_complex() else z).pow(3)
+
+    with spectral_method(method):
+        assert_double_backward(power, [(2, 2, 7, 5)], {0: [2]}, mesh_of(3))
 
 
 def fno(factorization):

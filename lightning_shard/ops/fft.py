@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
+from lightning_shard.ops.canvas import Canvas, Positions, Write
 from lightning_shard.ops.dft import scale
 from lightning_shard.ops.index import expanded_index, getitem
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, implements_lazily
 from lightning_shard.ops.shift import roll
-from lightning_shard.ops.spectrum import Canvas, Positions, Spectrum, Write, inverse
+from lightning_shard.ops.spectrum import Spectrum, inverse
 
 Lazy = Spectrum | Canvas
 
@@ -51,9 +52,8 @@ def _forward(
         if x.dtype.is_complex:
             raise RuntimeError(f"{func.__name__} expects a real input; got {x.dtype}")
         frequencies[-1] = tuple(range(extents[-1] // 2 + 1))
-    return Spectrum(
-        x, tuple(dims), extents, tuple(frequencies), -1, scale(norm, extents, -1), _complex(x.dtype)
-    )
+    factor = scale(norm, extents, forward=True)
+    return Spectrum(x, tuple(dims), extents, tuple(frequencies), factor, _complex(x.dtype))
 
 
 def _backward(

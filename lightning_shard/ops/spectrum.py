@@ -3,31 +3,30 @@
 `torch.fft.rfftn` of a split tensor returns a `Spectrum` that remembers its source. Shifting and
 slicing it are index arithmetic on lists of frequencies; whatever else touches it reads it. Reading
 k modes of a split dim multiplies the slab by its columns of the truncated DFT matrix and
-reduce-scatters the partial sums over modes, so the bytes sent do not depend on the resolution.
-Modes are split along the same dims as the field was, so each rank multiplies its own modes by its
-own slice of the weights.
-
-A plain complex tensor that is assigned such modes (`out = torch.zeros(...); out[slices] = modes`)
-becomes a `Canvas` that records the assignment; the inverse transform gathers the recorded modes and
-computes the rows of this rank's slab.
+reduce-scatters the partial sums over modes, so the bytes sent do not depend on the resolution; what
+is hardly truncated is transposed and takes an FFT (ops/spectral_plan.py decides). Modes are split
+along the same dims as the field was, so each rank multiplies its own modes by its own slice of the
+weights. The inverse transform takes the same steps backwards.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from lightning_shard.comm import transpose
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import scatter_sum
-from lightning_shard.layout import Layout
+from lightning_shard.layout import Layout, partition
 from lightning_shard.ops.align import simple, whole
-from lightning_shard.ops.dft import scale, table, to_modes, to_real_rows
-from lightning_shard.ops.index import expanded_index
-from lightning_shard.ops.registry import UnsupportedOperationError
-
-Positions = tuple[int, ...]
+from lightning_shard.ops.canvas import Positions, Write
+from lightning_shard.ops.dft import Transform, analyse, scale, synthesise
+from lightning_shard.ops.index import take_rows
+from lightning_shard.ops.spectral_plan import Extent, Step, plan
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,21 @@ class Spectrum:
     Attributes:
         source: The field.
         dims: The transformed dims, in the order of torch.fft; of real data the last one is
-        one-sided.
+            one-sided.
         extents: The number of points of the transform in each of `dims`.
         frequencies: For each of `dims` the frequencies in the order in which indices show them.
-        sign: -1 for a forward transform, +1 for an inverse one.
         factor: What the sums are multiplied by.
         dtype: The complex dtype that is shown.
+        begun: The first steps of earlier reads, for reads that share them.
     """
 
     source: Subdomain
     dims: tuple[int, ...]
     extents: tuple[int, ...]
     frequencies: tuple[Positions, ...]
-    sign: int
     factor: float
     dtype: torch.dtype
+    begun: dict[object, Subdomain] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,98 +81,40 @@ class Spectrum:
 
     def read(self) -> Subdomain:
         """The modes, split along the dims along which the source is split."""
-        x, partial = self.source, []
-        local = x.local if x.local.is_complex() else x.local.to(_real(self.dtype))
-        for dim, extent, kept in reversed(
-            list(zip(self.dims, self.extents, self.frequencies, strict=True))
-        ):
+        x = self.source
+        for dim in self.dims:
             x = simple(x, dim)
-            (rows,) = x.layout.dims[dim]
-            matrix = table(extent, kept, rows.bounds(x.layout.grid), self.sign, local.device)
-            if dim == self.dims[-1]:
-                matrix = matrix * self.factor
-            if not local.is_complex():
-                local = to_modes(local.movedim(dim, -1), x.ndim - 1, matrix).movedim(-1, dim)
-            else:
-                local = to_modes(local, dim, matrix)
-            partial.append((dim, rows.axes))
-            x = x.like(local, x.layout.with_dim(dim, len(kept), axes=()))
-        for dim, axes in partial:
-            if axes:
-                x = scatter_sum(x, dim, axes)
-        return x.like(x.local.to(self.dtype))
+        if not x.dtype.is_complex:
+            x = x.like(x.local.to(_computed_in(self.dtype).to_real()))
+        layout = x.layout
+        (first, *rest) = _steps(x, self.dims, self.extents, self.frequencies)
+        key = first, self.frequencies[first[0]], torch.is_grad_enabled()
+        if key not in self.begun:
+            self.begun[key] = self._step(x, first)
+        x = self.begun[key]
+        for step in rest:
+            x = self._step(x, step)
+        for dim in self.dims:
+            if x.layout.axes(dim) != layout.axes(dim):  # partial sums
+                x = scatter_sum(x, dim, layout.axes(dim))
+        local = x.local if self.factor == 1 else x.local * self.factor
+        return x.like(local.to(self.dtype))
 
-
-@dataclass(frozen=True)
-class Write:
-    """Modes assigned to a canvas: `modes` stand at `positions` of each dim."""
-
-    modes: Subdomain
-    positions: tuple[Positions, ...]
-
-
-@dataclass
-class Canvas:
-    """A spectrum that is zero but for the recorded assignments.
-
-    A dataclass that is changed in place, because assignment to a tensor is.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    writes: list[Write]
-    order: tuple[Positions, ...]  # position in the canvas as it was made, for each index shown now
-
-    @staticmethod
-    def like(plain: Tensor) -> "Canvas":
-        if plain.requires_grad or bool(plain.any()):
-            raise UnsupportedOperationError(
-                "modes of a split tensor can be assigned to a plain tensor of zeros only"
-            )
-        shape = tuple(plain.shape)
-        return Canvas(shape, plain.dtype, [], tuple(tuple(range(n)) for n in shape))
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def local(self) -> Tensor:
-        return self.writes[-1].modes.local
-
-    @property
-    def layout(self) -> Layout:
-        return self.writes[-1].modes.layout
-
-    def assign(self, index: Any, value: Subdomain) -> None:
-        entries = expanded_index(len(self.shape), index)
-        if any(not isinstance(e, slice) for e in entries):
-            raise UnsupportedOperationError("modes are assigned to slices of a spectrum")
-        positions = tuple(shown[e] for shown, e in zip(self.order, entries, strict=True))
-        if value.shape != tuple(map(len, positions)):
-            raise UnsupportedOperationError(
-                f"modes of shape {value.shape} assigned to a place of shape "
-                f"{tuple(map(len, positions))}"
-            )
-        for write in self.writes:
-            if all(set(a) & set(b) for a, b in zip(write.positions, positions, strict=True)):
-                raise UnsupportedOperationError("two assignments of modes to the same place")
-        self.writes.append(Write(value.like(value.local.to(self.dtype)), positions))
-
-    def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Canvas":
-        """What is at index i of the result was at index order(i) of this."""
-        moved = []
-        for d, n in enumerate(self.shape):
-            source = order[d](tuple(range(n))) if d in order else tuple(range(n))
-            moved.append({old: new for new, old in enumerate(source)})
-        writes = [
-            Write(
-                w.modes,
-                tuple(tuple(m[p] for p in at) for m, at in zip(moved, w.positions, strict=True)),
-            )
-            for w in self.writes
-        ]
-        return Canvas(self.shape, self.dtype, writes, tuple(tuple(range(n)) for n in self.shape))
+    def _step(self, x: Subdomain, step: Step) -> Subdomain:
+        """Rows of one dim to modes: of whole rows all, or this rank's modes; else partial sums."""
+        i, fft = step
+        dim, kept = self.dims[i], self.frequencies[i]
+        axes, rows = x.layout.axes(dim), x.shape[dim]
+        if _parts(x, dim) == 1:
+            transform = Transform(self.extents[i], (0, rows), kept, fft)
+            return x.like(analyse(x.local, dim, transform), x.layout.with_dim(dim, len(kept)))
+        if fft:
+            transform = Transform(self.extents[i], (0, rows), kept, fft)
+            local = _on_whole_rows(x, dim, len(kept), lambda x: analyse(x, 1, transform))
+            return x.like(local, x.layout.with_dim(dim, len(kept), axes))
+        bounds = x.layout.dims[dim][0].bounds(x.layout.grid)
+        local = analyse(x.local, dim, Transform(self.extents[i], bounds, kept))
+        return x.like(local, x.layout.with_dim(dim, len(kept), axes=()))
 
 
 def inverse(
@@ -193,46 +134,140 @@ def inverse(
         norm: As in torch.fft.
         real: Whether the field is real.
     """
-    total: Subdomain | None = None
+    factor = scale(norm, extents, forward=False)
+    sums: dict[tuple[Step, Positions], tuple[Subdomain, tuple[int, ...]]] = {}
     for write in writes:
-        x = write.modes
+        x, kept = _fitting(write, dims, extents, one_sided=real)
+        x = _weighted(x, dims[-1], kept[-1], extents[-1], factor) if real else x
+        x = x if real or factor == 1 else x.like(x.local * factor)
         axes = {dim: x.layout.axes(dim) for dim in dims}
-        for dim in dims:
-            x = whole(x, dim)
-        for dim, extent in zip(dims, extents, strict=True):
-            one_sided = real and dim == dims[-1]
-            x = _rows_of_modes(x, dim, extent, write.positions[dim], axes[dim], one_sided)
-        x = x.like(x.local * scale(norm, extents, +1))
+        *steps, last = reversed(_steps(x, dims, extents, kept, real=real))
+        for i, fft in (*steps, last):
+            x = whole(x, dims[i]) if not fft and _parts(x, dims[i]) > 1 else x
+        for step in steps:
+            dim = dims[step[0]]
+            x = _step_back(x, dim, extents[step[0]], kept[step[0]], step[1], axes[dim], real=False)
+        key = last, kept[last[0]]
+        so_far = sums.get(key)
+        if so_far is not None:
+            x = x.like(x.local + so_far[0].local)
+        sums[key] = x, axes[dims[last[0]]]
+    total: Subdomain | None = None
+    for ((i, fft), kept_last), (x, axes_last) in sums.items():
+        x = _step_back(x, dims[i], extents[i], kept_last, fft, axes_last, real=real)
         total = x if total is None else x.like(total.local + x.local)
     assert total is not None
-    return total
+    shown = writes[0].modes.dtype
+    return total.like(total.local.to(shown.to_real() if real else shown))
 
 
-def _rows_of_modes(
+def _step_back(
     x: Subdomain,
     dim: int,
     extent: int,
-    positions: Positions,
+    kept: Positions,
+    fft: bool,
     axes: tuple[int, ...],
-    one_sided: bool,
+    *,
+    real: bool,
 ) -> Subdomain:
-    """Sum the modes of whole `dim` into this rank's rows of a field split over `axes`."""
-    limit = extent // 2 + 1 if one_sided else extent
-    fits = [i for i, p in enumerate(positions) if p < limit]
-    local = x.local
-    if len(fits) < len(positions):
-        local = local.index_select(dim, torch.tensor(fits, device=local.device))
-    kept = tuple(positions[i] for i in fits)
+    """Modes of one dim to rows: of whole modes this rank's rows; an FFT takes its own modes."""
     layout = x.layout.with_dim(dim, extent, axes)
+    if fft and _parts(x, dim) > 1:
+        transform = Transform(extent, (0, extent), kept, fft)
+        back = _on_whole_rows(x, dim, extent, lambda x: synthesise(x, 1, transform, real=real))
+        return x.like(back, layout)
     rows = layout.dims[dim][0].bounds(layout.grid)
-    matrix = table(extent, kept, rows, +1, local.device)
-    if not one_sided:
-        return x.like(to_modes(local, dim, matrix.t()), layout)
-    twice = [1.0 if p == 0 or 2 * p == extent else 2.0 for p in kept]
-    weights = torch.tensor(twice, dtype=torch.float64, device=local.device)
-    local = to_real_rows(local.movedim(dim, -1), matrix * weights[:, None]).movedim(-1, dim)
-    return x.like(local, layout)
+    transform = Transform(extent, rows, kept, fft)
+    return x.like(synthesise(x.local, dim, transform, real=real), layout)
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.complex128 else torch.float32
+def _on_whole_rows(
+    x: Subdomain, dim: int, extent: int, function: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Apply `function` to whole rows of split `dim`: all other dims are split for it, and back.
+
+    Args:
+        x: The split tensor.
+        dim: The split dim.
+        extent: Of the result in `dim`.
+        function: (m, N) -> (m, extent).
+    """
+    group, parts = x.domain.group(x.layout.axes(dim)), _parts(x, dim)
+    moved = x.local.movedim(dim, -1)
+    flat = moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
+    bands = _sizes(flat.shape[0], parts)
+    rows = transpose(flat, 0, 1, bands, _sizes(x.shape[dim], parts), group)
+    back = transpose(function(rows), 1, 0, _sizes(extent, parts), bands, group)
+    return back.reshape(*moved.shape[:-1], back.shape[1]).movedim(-1, dim)
+
+
+def _steps(
+    x: Subdomain,
+    dims: Sequence[int],
+    extents: Sequence[int],
+    kept: Sequence[Positions],
+    *,
+    real: bool | None = None,
+) -> tuple[Step, ...]:
+    """The plan for a field; of an inverse `x` are its modes."""
+    known = real is not None
+    points = tuple(
+        Extent(n, n if known else x.shape[d], len(k), _parts(x, d))
+        for d, n, k in zip(dims, extents, kept, strict=True)
+    )
+    others = math.prod(
+        partition(f.extent, x.layout.grid.parts(f.axes))[1]
+        for d, dim in enumerate(x.layout.dims)
+        if d not in dims
+        for f in dim
+    )
+    real = real if real is not None else not x.dtype.is_complex
+    return plan(points, others, x.dtype.to_real().itemsize, real, x.local.device.type)
+
+
+def _fitting(
+    write: Write, dims: Sequence[int], extents: Sequence[int], *, one_sided: bool
+) -> tuple[Subdomain, list[Positions]]:
+    """The modes that a field of `extents` has, in the dtype to compute in, and their positions."""
+    x = write.modes
+    x = x.like(x.local.to(_computed_in(x.dtype)))
+    kept = []
+    for dim, extent in zip(dims, extents, strict=True):
+        x = simple(x, dim)
+        positions = write.positions[dim]
+        limit = extent // 2 + 1 if one_sided and dim == dims[-1] else extent
+        fits = [i for i, p in enumerate(positions) if p < limit]
+        if len(fits) < len(positions):
+            x = take_rows(x, dim, torch.tensor(fits, dtype=torch.long))
+        kept.append(tuple(positions[i] for i in fits))
+    return x, kept
+
+
+def _weighted(x: Subdomain, dim: int, kept: Positions, extent: int, factor: float) -> Subdomain:
+    """Modes of one-sided `dim` times what their negatives add to a real field."""
+    low, high = x.layout.dims[dim][0].bounds(x.layout.grid)
+    weights = _twice(kept[low:high], extent, factor, x.dtype.to_real(), x.local.device)
+    return x.like(x.local * weights.view(-1, *[1] * (x.ndim - dim - 1)))
+
+
+@lru_cache(maxsize=512)
+def _twice(
+    kept: Positions, extent: int, factor: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    with torch.inference_mode(False):
+        weights = [factor if p == 0 or 2 * p == extent else 2 * factor for p in kept]
+        return torch.tensor(weights, dtype=torch.float64, device=device).to(dtype)
+
+
+def _parts(x: Subdomain, dim: int) -> int:
+    return x.layout.grid.parts(x.layout.axes(dim))
+
+
+def _sizes(extent: int, parts: int) -> list[int]:
+    return [high - low for low, high in pairwise(partition(extent, parts))]
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """complex64 stands in for complex32, of which no transform is accurate."""
+    return torch.complex64 if dtype == torch.complex32 else dtype
