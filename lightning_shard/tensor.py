@@ -20,7 +20,7 @@ from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import gathered
 from lightning_shard.ops.canvas import Canvas
 from lightning_shard.ops.pointwise import is_in_place
-from lightning_shard.ops.registry import canonical_names, set_wrapper
+from lightning_shard.ops.registry import canonical_names, check_operands, set_wrapper
 from lightning_shard.ops.spectrum import Spectrum
 
 Part = Subdomain | Spectrum | Canvas
@@ -146,6 +146,8 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
                 "with x[index] = value"
             )
         local_args, local_kwargs = canonical_names(tuple(local_args), local_kwargs)
+        if not lazy:
+            check_operands(rule, local_args, local_kwargs)
         return _wrap(rule(func, *local_args, **local_kwargs), wrappers)
     except UnsupportedOperationError as error:
         if gather_allowed.get() and not is_in_place(func):

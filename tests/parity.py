@@ -122,6 +122,13 @@ def _assert_canonical(result: Tensor) -> None:
         assert tuple(part.local.shape) == part.layout.local_shape, (part.local.shape, part.layout)
 
 
+def assert_same(found: Tensor, expected: Tensor, what: str = "output") -> None:
+    """Equal to 1e-10 (float64) or 1e-5 (float32) of the value, or of the largest one near zero."""
+    torch.testing.assert_close(
+        found, expected, equal_nan=True, msg=lambda m: f"{what}: {m}", **_close(expected)
+    )
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().clone() if x.is_complex() else x.detach().to(dtype, copy=True)
 

@@ -28,7 +28,10 @@ def _plan(
         raise UnsupportedOperationError(f"arguments {sorted(set(given) - set(names))} of torch.fft")
     sizes, dims = given.get(names[0]), given.get("dim")
     if rank == 1:
-        dims, sizes = [-1 if dims is None else dims], None if sizes is None else [sizes]
+        sizes = None if sizes is None else [sizes]
+        dims = -1 if dims is None else dims
+    if isinstance(dims, int):
+        dims = [dims]
     elif dims is None:
         last = 2 if rank == 2 else x.ndim if sizes is None else len(sizes)
         dims = list(range(-last, 0))

@@ -80,9 +80,58 @@ def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
 
 
 @implements(F.bilinear, torch.bilinear)
-def bilinear(func: Callable[..., Any], x: Any, y: Any, weight: Any, bias: Any = None) -> Tensor:
-    product = torch.einsum("...i,oij,...j->...o", wrapped(x), weight, wrapped(y))
-    return product if bias is None else product + bias
+def bilinear(
+    func: Callable[..., Any], x: Any, input2: Any, weight: Any, bias: Any = None
+) -> Tensor:
+    operands = map(wrapped, (x, weight, input2))
+    product = torch.einsum("...i,oij,...j->...o", *operands)
+    return product if bias is None else product + wrapped(bias)
+
+
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "addr": torch.outer,
+    "addbmm": lambda a, b: torch.einsum("bij,bjk->ik", a, b),
+}
+
+
+@implements(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv,
+            torch.addr, Tensor.addr, torch.addbmm, Tensor.addbmm)  # fmt: skip
+def add_product(
+    func: Callable[..., Tensor],
+    x: Any,
+    *operands: Any,
+    beta: float = 1,
+    alpha: float = 1,
+    **named: Any,
+) -> Tensor:
+    """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
+    a, b = map(wrapped, (*operands, *named.values()))
+    product = _PRODUCTS.get(func.__name__, torch.matmul)(a, b)
+    product = product if alpha == 1 else alpha * product
+    if not beta:
+        return product
+    return product + (wrapped(x) if beta == 1 else beta * wrapped(x))
+
+
+@implements(torch.vdot, Tensor.vdot)
+def vdot(func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+    return torch.dot(wrapped(x).conj(), wrapped(other))
+
+
+@implements(torch.linalg.vecdot)
+def vecdot(func: Callable[..., Tensor], x: Any, y: Any, *, dim: int = -1) -> Tensor:
+    return (wrapped(x).conj() * wrapped(y)).sum(dim)
+
+
+@implements(torch.linalg.cross, torch.cross, Tensor.cross)
+def cross(func: Callable[..., Tensor], x: Any, other: Any, dim: int | None = None) -> Tensor:
+    """Over a dim of three components."""
+    x, y = torch.broadcast_tensors(wrapped(x), wrapped(other))
+    if dim is None:
+        dim = -1 if func is torch.linalg.cross else x.shape.index(3) if 3 in x.shape else -1
+    if x.shape[dim] != 3:
+        raise RuntimeError(f"cross: dim {dim} must have 3 rows, but has {x.shape[dim]}")
+    return x.roll(-1, dim) * y.roll(1, dim) - x.roll(1, dim) * y.roll(-1, dim)
 
 
 @implements(torch.dist, Tensor.dist)

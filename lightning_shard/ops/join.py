@@ -10,7 +10,7 @@ from lightning_shard.domain import Subdomain
 from lightning_shard.halo import Span, fetch, needs_of
 from lightning_shard.layout import Layout
 from lightning_shard.ops.align import common_layout, local_part, simple
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, wrapped
 from lightning_shard.ops.view import unsqueeze
 
 Operand = Subdomain | Tensor
@@ -19,8 +19,11 @@ Operand = Subdomain | Tensor
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kwargs: Any) -> Any:
     dim = kwargs.get("axis", dim)
-    tensors = [t for t in tensors if tuple(t.shape) != (0,)]  # torch leaves these out, of any rank
-    first = next(t for t in tensors if isinstance(t, Subdomain))
+    joined = [t for t in tensors if tuple(t.shape) != (0,)]  # torch leaves these out, of any rank
+    tensors = joined or tensors
+    first = next((t for t in tensors if isinstance(t, Subdomain)), None)
+    if first is None:
+        return torch.cat([wrapped(t) for t in tensors], dim)
     dim = first.layout.dim(dim)
     axes = next(
         (t.layout.axes(dim) for t in tensors if isinstance(t, Subdomain) and t.layout.axes(dim)), ()

@@ -11,7 +11,7 @@ from lightning_shard.domain import Subdomain
 from lightning_shard.halo import empty_attached
 from lightning_shard.ops.align import take_local, volume
 from lightning_shard.ops.conv import window_rows
-from lightning_shard.ops.norm import as_autocast, moments, normalized, split_input
+from lightning_shard.ops.norm import as_autocast, moments, normalized
 from lightning_shard.ops.reduce import sum_over
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, rule_for
 
@@ -26,7 +26,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Subdomain:
-    x, dims = split_input(input), _trailing(input, normalized_shape)
+    x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, bias, eps))
     local = as_autocast(F.layer_norm, x.local)
@@ -44,7 +44,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Subdomain:
-    x, dims = split_input(input), _trailing(input, normalized_shape)
+    x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, eps))
     local = as_autocast(F.rms_norm, x.local)

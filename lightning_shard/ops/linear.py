@@ -22,15 +22,14 @@ from lightning_shard.domain import Subdomain
 from lightning_shard.layout import Dim, Factor, Layout, merge
 from lightning_shard.ops.align import (
     common_dim,
-    common_layout,
-    local_part,
     simple,
     split_differently,
     subdomains,
     take_local,
     whole,
 )
-from lightning_shard.ops.registry import UnsupportedOperationError, implements
+from lightning_shard.ops.reduce import sum_
+from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
 
 Operand = Subdomain | Tensor
 
@@ -113,13 +112,17 @@ def linear(
     func: Callable[..., Tensor], x: Operand, weight: Operand, bias: Tensor | None = None
 ) -> Operand:
     free = ascii_letters[: x.ndim - 1]
-    if isinstance(x, Subdomain) and not x.layout.axes(x.ndim - 1) and isinstance(weight, Tensor):
+    if (
+        isinstance(x, Subdomain)
+        and isinstance(weight, Tensor)
+        and weight.ndim == 2
+        and not x.layout.axes(x.ndim - 1)
+    ):
         layout = x.layout.with_dim(x.ndim - 1, weight.shape[0])
         return x.like(func(x.local, weight, bias), layout)
-    result = contract(F.linear, [x, weight], [free + "Y", "ZY"], free + "Z")
-    if bias is None:
-        return result
-    return result.like(result.local + bias) if isinstance(result, Subdomain) else result + bias
+    kept = "Z" if weight.ndim > 1 else ""  # a weight of one dim gives one number
+    result = contract(F.linear, [x, weight], [free + "Y", kept + "Y"], free + kept)
+    return result if bias is None else wrapped(result) + wrapped(bias)
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.linalg.matmul,
@@ -136,37 +139,20 @@ def matmul(func: Callable[..., Tensor], a: Operand, b: Operand, **kwargs: Any) -
     return contract(torch.matmul, [a, b], [left, right], output)
 
 
-@implements(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
-def add_product(
-    func: Callable[..., Tensor],
-    x: Operand,
-    a: Operand,
-    b: Operand,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Operand:
-    """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
-    product = matmul(torch.matmul, a, b)
-    operands = [x, product] if beta else [product]
-    split = subdomains(operands)
-    layout = common_layout(operands) if split else None
-    parts: list[Any] = [local_part(o, layout) if layout else o for o in operands]
-    result = alpha * parts[-1] + (beta * parts[0] if beta else 0)
-    return split[0].like(result, layout) if layout else result
-
-
 @implements(torch.inner, Tensor.inner)
-def inner(func: Callable[..., Tensor], a: Operand, b: Operand) -> Operand:
+def inner(func: Callable[..., Tensor], input: Operand, other: Operand) -> Operand:  # noqa: A002
     """The sum of products over the last dims."""
+    a, b = input, other
+    if not (a.ndim and b.ndim):
+        return wrapped(a) * wrapped(b)
     left, right = ascii_letters[: a.ndim], ascii_letters[a.ndim :][: b.ndim]
     output = left[:-1] + right[:-1]
     return contract(torch.inner, [a, b], [left, right[:-1] + left[-1]], output)
 
 
 @implements(torch.outer, Tensor.outer, torch.ger, Tensor.ger)
-def outer(func: Callable[..., Tensor], a: Operand, b: Operand) -> Operand:
-    return contract(torch.outer, [a, b], ["X", "Z"], "XZ")
+def outer(func: Callable[..., Tensor], input: Operand, vec2: Operand) -> Operand:  # noqa: A002
+    return contract(torch.outer, [input, vec2], ["X", "Z"], "XZ")
 
 
 @implements(torch.einsum, torch.functional.einsum)
@@ -210,6 +196,10 @@ def tensordot(
     if isinstance(dims, int):
         dims = (range(a.ndim - dims, a.ndim), range(dims))
     left, right = ([d % t.ndim for d in each] for t, each in ((a, dims[0]), (b, dims[1])))
+    a = _summed(a, [i for i, j in zip(left, right, strict=True) if b.shape[j] == 1 != a.shape[i]])
+    b = _summed(b, [j for i, j in zip(left, right, strict=True) if a.shape[i] == 1 != b.shape[j]])
+    if not subdomains([a, b]):
+        return torch.tensordot(a, b, (left, right))  # pyright: ignore[reportArgumentType]
     a_labels, b_labels = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim :][: b.ndim])
     for i, j in zip(left, right, strict=True):
         b_labels[j] = a_labels[i]
@@ -222,6 +212,15 @@ def tensordot(
         ["".join(a_labels), "".join(b_labels)],
         "".join(kept),
     )
+
+
+def _summed(x: Operand, dims: Sequence[int]) -> Any:
+    """With one row of `dims`: torch contracts a dim with one of extent 1 so."""
+    if not dims:
+        return x
+    if isinstance(x, Tensor):
+        return x.sum(tuple(dims), keepdim=True)
+    return sum_(torch.sum, x, tuple(dims), keepdim=True)
 
 
 def _tell_opt_einsum() -> None:

@@ -95,7 +95,9 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Subdomain:
     """Statistics over the domain ranks; each keeps the same running buffers."""
-    x = split_input(input)
+    x = input
+    if x.ndim < 2:
+        raise UnsupportedOperationError("batch_norm of a tensor without channels (dim 1)")
     if not training:
         own = [_of_channels(x, v) for v in (running_mean, running_var, weight, bias)]
         return x.like(func(x.local, *own, False, momentum, eps))
@@ -127,7 +129,7 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Subdomain:
     """Statistics of each image; the running ones take their mean over the batch."""
-    x = split_input(input)
+    x = input
     if not use_input_stats:
         return batch_norm(F.batch_norm, x, running_mean, running_var, weight, bias, False, eps=eps)
     dims = list(range(2, x.ndim))
@@ -145,12 +147,6 @@ def instance_norm(
     shape = [1, -1, *[1] * (x.ndim - 2)]
     weight, bias = (None if v is None else _of_channels(x, v).view(shape) for v in (weight, bias))
     return x.like(normalized(x.local, mean, variance, weight, bias, eps))
-
-
-def split_input(x: Any) -> Subdomain:
-    if not isinstance(x, Subdomain):
-        raise UnsupportedOperationError("only the input of a normalisation may be split")
-    return x
 
 
 def _of_channels(x: Subdomain, values: Any) -> Any:
@@ -181,7 +177,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Subdomain:
-    x, spatial = split_input(input), list(range(2, input.ndim))
+    x, spatial = input, list(range(2, input.ndim))
     batch, channels = x.local.shape[0], x.shape[1]
     if x.layout.axes(1):
         raise UnsupportedOperationError("group_norm over split channels (dim 1)")

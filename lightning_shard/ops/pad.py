@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.halo import Span, fetch, needs_of
+from lightning_shard.halo import Span, empty_attached, fetch, needs_of
 from lightning_shard.ops.align import simple
-from lightning_shard.ops.index import chosen_rows
+from lightning_shard.ops.index import chosen_rows, strided
 from lightning_shard.ops.registry import implements
 
 
@@ -29,18 +29,24 @@ def pad(
             inner[2 * i : 2 * i + 2] = before, after
         elif before or after:
             x = _pad_split(x, dim, before, after, mode, value)
-    local = F.pad(x.local, inner, mode, value) if any(inner) else x.local
+    if not any(inner):
+        return x
     layout = x.layout
     for i in range(len(pad) // 2):
         if any(inner[2 * i : 2 * i + 2]):
             dim = x.ndim - 1 - i
             layout = layout.with_dim(dim, x.shape[dim] + sum(inner[2 * i : 2 * i + 2]))
-    return x.like(local, layout)
+    if mode != "constant" and 0 in layout.local_shape:  # torch refuses to mirror no rows
+        return x.like(empty_attached(layout.local_shape, x.local), layout)
+    return x.like(F.pad(x.local, inner, mode, value), layout)
 
 
 def _pad_split(
     x: Subdomain, dim: int, before: int, after: int, mode: str, value: float | None
 ) -> Subdomain:
+    if mode == "circular" and min(before, after) < 0:  # torch crops first, then wraps the rest
+        x = strided(x, dim, range(max(-before, 0), x.shape[dim] - max(-after, 0)))
+        before, after = max(before, 0), max(after, 0)
     n = x.shape[dim]
     extent = n + before + after
     if mode != "constant":

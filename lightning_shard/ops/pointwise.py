@@ -59,11 +59,12 @@ def _tagged_names() -> set[str]:
 
 def _pointwise_functions() -> list[Callable[..., Any]]:
     names = _tagged_names() | set(UNTAGGED)
-    names |= {f"{name}_" for name in names} | {f"__{name}__" for name in OPERATORS}
+    names |= {f"{name}_" for name in names}
+    operators = _named({f"__{name}__" for name in OPERATORS}, Tensor)
     getters = [Tensor.real.__get__, Tensor.imag.__get__]  # pyright: ignore[reportAttributeAccessIssue]
     functions = _named(names, torch, Tensor, torch.special, F, vars(torch._C)["_nn"])
     conversions = set(_named(set(CONVERSIONS), torch, Tensor))
-    return [f for f in {*functions, *getters} if f not in conversions]
+    return [f for f in {*functions, *operators, *getters} if f not in conversions]
 
 
 @implements(*_pointwise_functions())

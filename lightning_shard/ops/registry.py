@@ -6,18 +6,24 @@ rank.
 """
 
 import functools
+import inspect
+import typing
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain import Subdomain
 
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
 _LAZY_RULES: dict[Callable[..., Any], Rule] = {}
+_OPERANDS: dict[Rule, tuple[tuple[int, str, bool], ...]] = {}
 _LIMITS: dict[Callable[..., Any], str] = {}
-_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+_NUMPY_NAMES = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
 _WRAPPER: list[Callable[[Any], Any]] = []
 
 
@@ -75,9 +81,38 @@ def _register(
                 f"cannot register {name_of(rule)} for it too."
             )
         table[function] = rule
+        if table is _RULES:
+            _OPERANDS[rule] = _typed_operands(rule)
         if limits:
             _LIMITS[function] = limits
     return rule
+
+
+def _typed_operands(rule: Rule) -> tuple[tuple[int, str, bool], ...]:
+    """(position, name, whether split) of the arguments that the rule wants split, or plain."""
+    parameters = list(inspect.signature(rule).parameters.values())[1:]
+    typed = []
+    for place, parameter in enumerate(parameters):
+        kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and (
+            (Subdomain in kinds) != (Tensor in kinds)
+        ):
+            typed.append((place, parameter.name, Subdomain in kinds))
+    return tuple(typed)
+
+
+def check_operands(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse split tensors where the rule's annotations say `Tensor`, and plain ones the other way.
+
+    Raises:
+        UnsupportedOperationError: An operand is of the other kind; the message names it.
+    """
+    for place, name, split in _OPERANDS[rule]:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor if split else Subdomain):
+            raise UnsupportedOperationError(
+                f"its operand {place + 1} ({name}) {'must' if split else 'must not'} be split"
+            )
 
 
 def rule_for(function: Callable[..., Any], *, lazy: bool = False) -> Rule | None:
@@ -103,6 +138,8 @@ def canonical_names(
     """
     if not kwargs:
         return args, kwargs
+    if "out" in kwargs and kwargs["out"] is None:
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     if not args and "input" in kwargs and "condition" not in kwargs:
         args = (kwargs.pop("input"),)
@@ -124,14 +161,17 @@ def name_of(function: Any) -> str:
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
     if "boolean_dispatch" in name:  # F.max_pool2d and its like, which have no name of their own
         name = next((n for n, f in vars(F).items() if f is function), name)
-    if name.endswith(".__get__"):
-        return f"Tensor.{getattr(function.__self__, '__name__', function.__self__)}"
+    if name.startswith("getset_descriptor.") or name.endswith(".__get__"):
+        attribute = getattr(function.__self__, "__name__", function.__self__)
+        kind = {"__set__": " (assigned)", "__delete__": " (deleted)"}.get(name.rpartition(".")[2])
+        return f"Tensor.{attribute}{kind or ''}"
     if name.startswith(("_TensorBase.", "TensorBase.", "method_descriptor.")):
         return f"Tensor.{name.split('.', 1)[1]}"
     if name.startswith("_VariableFunctionsClass."):
         return f"torch.{name.split('.', 1)[1]}"
-    if name.startswith(("_fft.", "fft_")):
-        return f"torch.fft.{name.rpartition('fft_')[2]}"
+    for group in ("fft", "linalg", "special"):
+        if name.startswith(f"{group}_"):
+            return f"torch.{group}.{name.removeprefix(group + '_')}"
     module = getattr(function, "__module__", None) or ""
     module = {
         "torch._C._nn": "torch.nn.functional",

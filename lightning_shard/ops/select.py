@@ -16,7 +16,7 @@ from lightning_shard.layout import Factor, Layout
 from lightning_shard.ops.align import subdomains, take_local
 from lightning_shard.ops.extreme import extreme
 from lightning_shard.ops.index import take_rows
-from lightning_shard.ops.registry import UnsupportedOperationError, implements
+from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
 from lightning_shard.ops.view import expand
 
 Operand = Subdomain | Tensor
@@ -47,7 +47,7 @@ def gather(
 @implements(torch.take_along_dim, Tensor.take_along_dim)
 def take_along_dim(
     func: Callable[..., Any], x: Operand, indices: Operand, dim: int | None = None
-) -> Subdomain:
+) -> Tensor:
     if dim is None:
         raise UnsupportedOperationError("take_along_dim of the flattened tensor; name the dim")
     d = dim % x.ndim
@@ -55,7 +55,8 @@ def take_along_dim(
     x, indices = (
         _spread(t, [t.shape[i] if i == d else n for i, n in enumerate(both)]) for t in (x, indices)
     )
-    return gather(torch.gather, x, d, indices)
+    rows = wrapped(indices)
+    return torch.gather(wrapped(x), d, torch.where(rows < 0, rows + x.shape[d], rows))
 
 
 @implements(torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
@@ -151,6 +152,8 @@ def _layout(dim: int, shape: Sequence[int], *operands: Operand) -> Layout:
     Along such dims all operands must have the same rows.
     """
     owner = subdomains(operands)[0]
+    if any(o.ndim != len(shape) for o in operands):
+        raise UnsupportedOperationError("operand and index of different numbers of dims")
     layout = Layout.of(shape, {}, owner.layout.grid)
     for d in (d for d in range(len(shape)) if d != dim):
         split = [o for o in subdomains(operands) if o.layout.axes(d)]

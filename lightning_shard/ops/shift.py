@@ -12,14 +12,14 @@ from lightning_shard.ops.align import simple
 from lightning_shard.ops.index import chosen_rows, strided
 from lightning_shard.ops.join import cat
 from lightning_shard.ops.pointwise import pointwise
-from lightning_shard.ops.registry import UnsupportedOperationError, implements
-from lightning_shard.ops.view import transpose
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view import reshape_to, transpose
 
 
 @implements(torch.roll, Tensor.roll)
 def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) -> Subdomain:
     if dims is None or dims == ():
-        raise UnsupportedOperationError("roll of the flattened tensor; name the dims")
+        return reshape_to(roll(func, reshape_to(x, [-1]), shifts, 0), x.shape)
     shifts = [shifts] if isinstance(shifts, int) else shifts
     dims = [dims] if isinstance(dims, int) else dims
     for shift, dim in zip(shifts, map(x.layout.dim, dims), strict=True):
@@ -32,8 +32,9 @@ def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) 
 
 
 @implements(torch.flip, Tensor.flip)
-def flip(func: Callable[..., Any], x: Subdomain, *dims: Any) -> Subdomain:
-    for dim in map(x.layout.dim, dims[0] if isinstance(dims[0], Sequence) else dims):
+def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -> Subdomain:
+    dims = places or dims
+    for dim in map(x.layout.dim, dims[0] if dims and isinstance(dims[0], Sequence) else dims):
         n, axes = x.shape[dim], x.layout.axes(dim)
         local = x.local
         if axes:
@@ -77,6 +78,8 @@ def diff(
     append: Any = None,
 ) -> Any:
     d = dim % x.ndim
+    if not n:
+        return x
     pieces = [t for t in (prepend, x, append) if t is not None]
     x = cat(torch.cat, pieces, d) if len(pieces) > 1 else x
     step = torch.ne if x.dtype == torch.bool else torch.sub

@@ -36,11 +36,10 @@ def chunk(
     return split(func, x, max(-(-x.shape[x.layout.dim(dim)] // chunks), 1), dim)
 
 
-@implements(torch.unbind, Tensor.unbind, Tensor.__iter__)
+@implements(torch.unbind, Tensor.unbind)
 def unbind(func: Callable[..., Any], x: Subdomain, dim: int = 0) -> Any:
     d = x.layout.dim(dim)
-    rows = tuple(getitem(func, x, (slice(None),) * d + (i,)) for i in range(x.shape[d]))
-    return iter(rows) if func is Tensor.__iter__ else rows
+    return tuple(getitem(func, x, (slice(None),) * d + (i,)) for i in range(x.shape[d]))
 
 
 @implements(torch.tensor_split, Tensor.tensor_split)
@@ -62,8 +61,11 @@ def tensor_split(
 
 
 @implements(torch.hsplit, Tensor.hsplit, torch.vsplit, Tensor.vsplit, torch.dsplit, Tensor.dsplit)
-def split_by_name(func: Callable[..., Any], x: Subdomain, cuts: Any) -> tuple[Subdomain, ...]:
+def split_by_name(
+    func: Callable[..., Any], x: Subdomain, indices_or_sections: int | Sequence[int]
+) -> tuple[Subdomain, ...]:
     d = min(_DIM_OF[func.__name__], x.ndim - 1)
+    cuts = indices_or_sections
     if isinstance(cuts, int) and x.shape[d] % cuts:
         raise RuntimeError(
             f"{func.__name__}: dim {d} of size {x.shape[d]} is not divisible by {cuts}"

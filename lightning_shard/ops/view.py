@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import fetch, route_of
 from lightning_shard.layout import Dim, Factor, Layout, merge, partition
-from lightning_shard.ops.align import whole
+from lightning_shard.ops.align import common_layout, local_part, whole
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 
@@ -186,8 +186,11 @@ def view_as_pairs(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)
-def expand(func: Callable[..., Any], x: Subdomain, *sizes: Any, **kwargs: Any) -> Subdomain:
+def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subdomain:
     first = (sizes or tuple(kwargs.values()))[0]
+    if isinstance(x, Tensor):  # like a split tensor
+        layout = common_layout([x, first])
+        return first.like(local_part(x, layout).expand(layout.local_shape), layout)
     first = first.shape if isinstance(first, Tensor | Subdomain) else first
     target = [int(n) for n in (first if isinstance(first, Sequence) else sizes)]
     added = len(target) - x.ndim

@@ -1,0 +1,166 @@
+"""Every function that has a rule, against one process, with the arguments of the table.
+
+A case is exact (outputs, and the gradients of all tensors) or refused by name. Nothing else passes:
+not a wrong number, not another error, not a rank that decides otherwise than its peers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+import lightning_shard
+from lightning_shard import UnsupportedOperationError, tensor
+from lightning_shard.ops.registry import functions_with_rules, name_of, rule_for
+from tests.ops import database
+from tests.parity import assert_same, mesh_of
+
+
+def check(name: str, limit: int, mesh: DeviceMesh) -> int:
+    """Run cases of a row; the number that were exact."""
+    exact = 0
+    for function, sample, split in database.cases_of(name, limit):
+        try:
+            values = not database.is_random(name, sample)
+            exact += check_case(function, sample, split, mesh, values=values)
+        except AssertionError as error:
+            tensors, dim = split
+            call = f"{name_of(function)}({sample})"
+            line = f"{name}: {call} with tensors {tensors} split along dim {dim}"
+            raise AssertionError(f"{line}\n{error}") from error
+    return exact
+
+
+def check_case(
+    function: Callable[..., Any],
+    sample: database.Sample,
+    split: tuple[tuple[int, ...], int],
+    mesh: DeviceMesh,
+    *,
+    values: bool,
+) -> bool:
+    """Whether the case is exact; False if it is refused, or if torch refuses it unsplit."""
+    try:
+        expected, inputs = run(function, sample, lambda i, t: t)
+    except Exception:  # torch takes such arguments in another form of the function
+        return False
+    chosen, dim = split
+    try:
+        results, given = run(
+            function,
+            sample,
+            lambda i, t: lightning_shard.shard(t, mesh, dim) if i in chosen else t,
+        )
+        assert len(results) == len(expected)
+        for result, value in zip(results, expected, strict=True):
+            assert isinstance(result, Tensor) == isinstance(value, Tensor)
+            if not isinstance(value, Tensor):
+                assert result == value or not values, f"{result!r}, expected {value!r}"
+                continue
+            assert result.shape == value.shape, f"{result.shape}, expected {value.shape}"
+            assert result.dtype == value.dtype
+            whole = lightning_shard.gather(result)
+            if values:
+                assert_same(whole.detach(), value.detach())
+        if values:
+            assert_same_gradients(results, expected, given, inputs)
+    except UnsupportedOperationError:
+        return False
+    return True
+
+
+def run(
+    function: Callable[..., Any], sample: database.Sample, place: Callable[[int, Tensor], Tensor]
+) -> tuple[list[Any], list[Tensor]]:
+    """The outputs, and fresh leaves that stand for the sample's tensors."""
+    leaves: list[Tensor] = []
+
+    def fresh(x: Tensor) -> Tensor:
+        leaf = x.detach().clone()
+        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        leaves.append(leaf)
+        return place(len(leaves) - 1, leaf.clone())  # not the leaf: it may be written to
+
+    args, kwargs = tree_map_only(Tensor, fresh, (sample.args, sample.kwargs))
+    torch.manual_seed(0)
+    result = function(*args, **kwargs)
+    return list(result) if isinstance(result, tuple | list) else [result], leaves
+
+
+def assert_same_gradients(
+    results: list[Any], expected: list[Any], given: list[Tensor], inputs: list[Tensor]
+) -> None:
+    def gradients(outputs: list[Tensor], leaves: list[Tensor]) -> Any:
+        torch.manual_seed(3)
+        loss = torch.zeros(())
+        for output in outputs:
+            seed = torch.randn(output.shape, dtype=output.dtype)
+            loss = loss + (output * seed).sum().real
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    used = [i for i, e in enumerate(expected) if isinstance(e, Tensor) and e.requires_grad]
+    leaves = [i for i, x in enumerate(inputs) if x.requires_grad]
+    if not used or not leaves:
+        return
+    try:
+        wanted = gradients([expected[i] for i in used], [inputs[i] for i in leaves])
+    except (RuntimeError, NotImplementedError):  # torch has no backward for it
+        return
+    wholes = [lightning_shard.gather(results[i]) for i in used]
+    found = gradients(wholes, [given[i] for i in leaves])
+    for i, own, value in zip(leaves, found, wanted, strict=True):
+        own = torch.zeros_like(inputs[i]) if own is None else own.to_dense().contiguous()
+        value = torch.zeros_like(inputs[i]) if value is None else value.to_dense()
+        dist.all_reduce(torch.view_as_real(own) if own.is_complex() else own)
+        assert_same(own / dist.get_world_size(), value, f"gradient of tensor {i}")
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", database.names())
+def test_two_ranks(name):
+    check(name, 10, mesh_of(2))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("name", database.names())
+def test_three_ranks(name):
+    check(name, 10, mesh_of(3))
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", database.names())
+def test_all_arguments_on_four_ranks(name):
+    check(name, 1000, mesh_of(4))
+
+
+# need a device that is not there
+ELSEWHERE = {Tensor.cuda, Tensor.xpu}
+
+
+@pytest.mark.spmd(1)
+@pytest.mark.filterwarnings("ignore")
+def test_every_rule_has_a_row():
+    """A row counts when one of its cases ran to the end, exactly."""
+    seen = set()
+
+    def recording(function: Any, *, lazy: bool = False) -> Any:
+        used.add(function)
+        return rule_for(function, lazy=lazy)
+
+    with mock.patch.object(tensor, "rule_for", recording):
+        for name in database.names():
+            for function, sample, split in database.cases_of(name, 200):
+                used = set()
+                if function not in seen and check_case(
+                    function, sample, split, mesh_of(1), values=False
+                ):
+                    seen |= {*used, function}
+    missing = sorted(name_of(f) for f in {*functions_with_rules()} - seen - ELSEWHERE)
+    assert not missing, f"{len(missing)} functions have a rule and no row: {missing}"
