@@ -13,10 +13,12 @@ from lightning_shard.ops import extreme as extreme
 from lightning_shard.ops import fft as fft
 from lightning_shard.ops import formula as formula
 from lightning_shard.ops import grid_sample as grid_sample
+from lightning_shard.ops import histogram as histogram
 from lightning_shard.ops import index as index
 from lightning_shard.ops import interpolate as interpolate
 from lightning_shard.ops import join as join
 from lightning_shard.ops import layer_norm as layer_norm
+from lightning_shard.ops import linalg as linalg
 from lightning_shard.ops import linear as linear
 from lightning_shard.ops import loss as loss
 from lightning_shard.ops import norm as norm
@@ -31,6 +33,7 @@ from lightning_shard.ops import select as select
 from lightning_shard.ops import shift as shift
 from lightning_shard.ops import show as show
 from lightning_shard.ops import shuffle as shuffle
+from lightning_shard.ops import sliding as sliding
 from lightning_shard.ops import softmax as softmax
 from lightning_shard.ops import sort as sort
 from lightning_shard.ops import split as split

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_shard.comm import transpose
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import fetch, fetch_all, needs_of, route_of
-from lightning_shard.layout import Dim, Factor, Grid, Layout, merge
+from lightning_shard.layout import Dim, Factor, Grid, Layout, merge, partition
 from lightning_shard.ops.registry import UnsupportedOperationError
 
 
@@ -73,6 +75,19 @@ def simple(x: Subdomain, dim: int) -> Subdomain:
     needs = needs_of(x.shape[dim], parts, lambda low, high: [(low, high)])
     moved = x.moved or route_of(x, dim, needs).moves
     return Subdomain(fetch(x, dim, needs), layout, x.domain, moved)
+
+
+def split_moved(x: Subdomain, dim: int, other: int) -> Subdomain:
+    """The same tensor with the split of `dim` moved to the whole dim `other`, by an all-to-all."""
+    x = simple(x, dim)
+    axes, grid = x.layout.axes(dim), x.layout.grid
+
+    def sizes(extent: int) -> list[int]:
+        return [high - low for low, high in pairwise(partition(extent, grid.parts(axes)))]
+
+    rows, others = x.shape[dim], x.shape[other]
+    local = transpose(x.local, other, dim, sizes(others), sizes(rows), x.domain.group(axes))
+    return x.like(local, x.layout.with_dim(dim, rows, ()).with_dim(other, others, axes))
 
 
 def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:

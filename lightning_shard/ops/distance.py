@@ -1,6 +1,7 @@
 """Norms and distances: powers summed over all ranks, then the root."""
 
 from collections.abc import Callable
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.ops.align import common_layout, local_part
 from lightning_shard.ops.extreme import extreme
-from lightning_shard.ops.reduce import Dims, reduced_dims, result, sum_over
+from lightning_shard.ops.linear import contract
+from lightning_shard.ops.reduce import Dims, reduced_dims, result, sum_, sum_over
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 Operand = Subdomain | Tensor
@@ -26,10 +28,13 @@ def norm(
     dtype: Any = None,
     **kwargs: Any,
 ) -> Subdomain | Tensor:
-    """Vector norms of finite order above 0, and the two infinite ones."""
+    """Vector norms of any order."""
     p = kwargs.pop("ord", 2.0 if p in (None, "fro") else p)
-    if kwargs or not isinstance(p, int | float) or p == 0:
+    if kwargs or not isinstance(p, int | float):
         raise UnsupportedOperationError(f"norm of order {p!r} with {sorted(kwargs)}")
+    if p == 0:
+        kept = x.like((x.local != 0).to(dtype or x.local.abs().dtype))
+        return sum_(torch.sum, kept, dim, keepdim)
     size = x.like(x.local.to(dtype).abs() if dtype else x.local.abs())
     if p in (float("inf"), float("-inf")):
         return extreme(
@@ -49,6 +54,22 @@ def cosine_similarity(
     sizes = [_local(norm(torch.norm, x, 2, dims, True)).clamp_min(eps) for x in (a, b)]
     product = (a.local / sizes[0]) * (b.local / sizes[1])
     return result(a, sum_over(a, product.sum(dims), dims), dims, False)
+
+
+@implements(torch.cdist, torch.functional.cdist, limits="the coordinates (last dim) must be whole")
+def cdist(
+    func: Callable[..., Tensor], x1: Operand, x2: Operand, p: float = 2.0, *_: Any, **__: Any
+) -> Operand:
+    """Distances of all pairs: (*, P, M) and (*, R, M) -> (*, P, R); always by differences."""
+    if any(x.layout.axes(x.ndim - 1) for x in (x1, x2) if isinstance(x, Subdomain)):
+        raise UnsupportedOperationError("points whose coordinates are split")
+    batch = ascii_letters[: max(x1.ndim, x2.ndim) - 2]
+    labels = [(batch + rows)[-x.ndim :] for x, rows in ((x1, "XZ"), (x2, "YZ"))]
+
+    def local(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
+
+    return contract(local, [x1, x2], labels, batch + "XY")
 
 
 @implements(F.pairwise_distance, torch.pairwise_distance)

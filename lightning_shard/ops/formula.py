@@ -134,6 +134,57 @@ def cross(func: Callable[..., Tensor], x: Any, other: Any, dim: int | None = Non
     return x.roll(-1, dim) * y.roll(1, dim) - x.roll(1, dim) * y.roll(-1, dim)
 
 
+@implements(torch.cov, Tensor.cov, limits="no frequencies or weights of observations")
+def cov(func: Callable[..., Tensor], x: Any, *, correction: int = 1, **weights: Any) -> Tensor:
+    """Rows are variables, columns observations."""
+    if any(w is not None for w in weights.values()):
+        raise UnsupportedOperationError(f"cov with {sorted(weights)}")
+    x = torch.atleast_2d(wrapped(x))
+    centred = x - x.mean(1, keepdim=True)
+    found = centred @ centred.mH / max(x.shape[1] - correction, 0)
+    return found.squeeze((0, 1)) if found.numel() == 1 else found
+
+
+@implements(torch.renorm, Tensor.renorm)
+def renorm(func: Callable[..., Tensor], x: Any, p: float, dim: int, maxnorm: float) -> Tensor:
+    x = wrapped(x)
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    sizes = torch.linalg.vector_norm(x, p, others, keepdim=True)
+    return x * torch.where(sizes > maxnorm, maxnorm / (sizes + 1e-7), 1.0)
+
+
+@implements(Tensor.sum_to_size)
+def sum_to_size(func: Callable[..., Tensor], x: Any, *size: Any) -> Tensor:
+    """The adjoint of `expand`."""
+    x, target = wrapped(x), list(size[0] if isinstance(size[0], Sequence) else size)
+    added = x.ndim - len(target)
+    x = x.sum(tuple(range(added))) if added else x
+    ones = tuple(d for d, n in enumerate(target) if n == 1 != x.shape[d])
+    return x.sum(ones, keepdim=True) if ones else x
+
+
+@implements(torch.slice_scatter, Tensor.slice_scatter, torch.select_scatter, Tensor.select_scatter)
+def scattered(
+    func: Callable[..., Tensor], x: Any, src: Any, dim: int = 0, *place: Any, **named: Any
+) -> Tensor:
+    """A copy of `x` with `src` in a slice or a row of `dim`."""
+    if func.__name__ == "select_scatter":
+        entry = place[0] if place else named["index"]
+    else:
+        given = dict(zip(("start", "end", "step"), place, strict=False)) | named
+        entry = slice(given.get("start"), given.get("end"), given.get("step", 1))
+    found = wrapped(x).clone()
+    found[(slice(None),) * (dim % found.ndim) + (entry,)] = wrapped(src)
+    return found
+
+
+@implements(torch.constant_pad_nd)
+def constant_pad(
+    func: Callable[..., Tensor], x: Any, pad: Sequence[int], value: float = 0
+) -> Tensor:
+    return F.pad(wrapped(x), list(pad), value=value)
+
+
 @implements(torch.dist, Tensor.dist)
 def dist(func: Callable[..., Any], x: Any, other: Any, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(wrapped(x) - wrapped(other), p)

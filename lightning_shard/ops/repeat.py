@@ -80,7 +80,7 @@ def broadcast_tensors(func: Callable[..., Any], *tensors: Any) -> tuple[Subdomai
     )
 
 
-@implements(torch.meshgrid, torch.functional.meshgrid)
+@implements(torch.meshgrid, torch.functional.meshgrid, torch._C._VariableFunctions.meshgrid)  # pyright: ignore[reportAttributeAccessIssue]
 def meshgrid(
     func: Callable[..., Any], *tensors: Any, indexing: str | None = None
 ) -> tuple[Subdomain, ...]:

@@ -18,6 +18,8 @@ from lightning_shard.ops.view import reshape_to, transpose
 
 @implements(torch.roll, Tensor.roll)
 def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) -> Subdomain:
+    if 0 in x.shape:
+        return x
     if dims is None or dims == ():
         return reshape_to(roll(func, reshape_to(x, [-1]), shifts, 0), x.shape)
     shifts = [shifts] if isinstance(shifts, int) else shifts

@@ -1,6 +1,7 @@
-"""Order statistics: local along whole dims; over a split dim only `topk`, of the ranks' own.
+"""Order statistics: local along whole dims; `topk` over a split dim is of the ranks' own.
 
-A sort, a median or a quantile over a split dim would need all rows on one rank, so it is refused.
+A sort, a median or a quantile over a split dim needs all its rows in order on one rank: an
+all-to-all moves the split to another dim. Where no other dim is whole it is refused.
 """
 
 from collections.abc import Callable
@@ -13,29 +14,39 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import empty_attached, fetch_all
 from lightning_shard.layout import Factor, Layout, partition
-from lightning_shard.ops.align import simple
+from lightning_shard.ops.align import simple, split_moved
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 
 @implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.msort, Tensor.msort,
-            torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin)  # fmt: skip
+            torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin,
+            limits="over a split dim only if another dim of 2 or more rows is whole")  # fmt: skip
 def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Functions along one whole dim that keep the shape."""
     default = 0 if func.__name__ == "msort" else -1
-    _whole_dim(func, x, _named_dim(args, kwargs, default))
-    found = func(x.local, *args, **kwargs)
-    return x.like(found) if isinstance(found, Tensor) else type(found)([x.like(f) for f in found])
+    d = _sorted_dim(func, x, _named_dim(args, kwargs, default))
+    other = _spare_dim(func, x, d)
+    turned = x if other is None else split_moved(x, d, other)
+    found = func(turned.local, *args, **kwargs)
+
+    def own(value: Tensor) -> Subdomain:
+        return turned.like(value) if other is None else split_moved(turned.like(value), other, d)
+
+    return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
 
 
 @implements(torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian, torch.mode, Tensor.mode,
             torch.kthvalue, Tensor.kthvalue, torch.quantile, Tensor.quantile, torch.nanquantile,
-            Tensor.nanquantile)  # fmt: skip
+            Tensor.nanquantile,
+            limits="name a dim; over a split one only if another dim is whole")  # fmt: skip
 def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Functions that reduce one whole dim; `quantile` of several q has them as the first dim."""
     name = func.__name__
     numbered = name in ("kthvalue", "quantile", "nanquantile") and not kwargs.keys() & {"k", "q"}
     asked = _named_dim(args[numbered:], kwargs, -1 if name in ("mode", "kthvalue") else None)
-    d = _whole_dim(func, x, asked)
+    d = _sorted_dim(func, x, asked)
+    other = _spare_dim(func, x, d)
+    x = x if other is None else split_moved(x, d, other)
     rows = (
         x.local if x.local.numel() else empty_attached([max(n, 1) for n in x.local.shape], x.local)
     )
@@ -94,18 +105,25 @@ def _named_dim(args: tuple[Any, ...], kwargs: dict[str, Any], default: int | Non
     )
 
 
-def _whole_dim(func: Callable[..., Any], x: Subdomain, dim: int | None) -> int:
-    name = func.__name__
+def _sorted_dim(func: Callable[..., Any], x: Subdomain, dim: int | None) -> int:
     if dim is None:
         raise UnsupportedOperationError(
-            f"{name} of all elements needs them in order on one rank; name a dim"
+            f"{func.__name__} of all elements needs them in order on one rank; name a dim"
         )
-    d = x.layout.dim(dim)
-    if x.layout.axes(d):
+    return x.layout.dim(dim)
+
+
+def _spare_dim(func: Callable[..., Any], x: Subdomain, dim: int) -> int | None:
+    """The dim that is to be split in place of `dim`; None if `dim` is whole."""
+    if not x.layout.axes(dim):
+        return None
+    spare = [d for d in range(x.ndim) if x.shape[d] > 1 and not x.layout.axes(d)]
+    if not spare:
         raise UnsupportedOperationError(
-            f"{name} needs all rows of the split dim {d} in order on one rank"
+            f"{func.__name__} needs all rows of the split dim {dim} in order on one rank, and no "
+            "other dim can be split in its place"
         )
-    return d
+    return max(spare, key=lambda d: x.shape[d])
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
