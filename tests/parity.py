@@ -122,10 +122,12 @@ def _assert_canonical(result: Tensor) -> None:
         assert tuple(part.local.shape) == part.layout.local_shape, (part.local.shape, part.layout)
 
 
-def assert_same(found: Tensor, expected: Tensor, what: str = "output") -> None:
+def assert_same(
+    found: Tensor, expected: Tensor, what: str = "output", tolerance: float | None = None
+) -> None:
     """Equal to 1e-10 (float64) or 1e-5 (float32) of the value, or of the largest one near zero."""
     torch.testing.assert_close(
-        found, expected, equal_nan=True, msg=lambda m: f"{what}: {m}", **_close(expected)
+        found, expected, equal_nan=True, msg=lambda m: f"{what}: {m}", **_close(expected, tolerance)
     )
 
 

@@ -1,5 +1,7 @@
 """The command line: `python -m lightning_shard fit|validate|test|predict --config a.yaml`.
 
+`python -m lightning_shard ops` prints the table of functions.
+
 Lightning's own command line with this package's strategy as the default, an optimizer made after
 sharding, and errors of one sentence. A mistake in what was typed exits with 2; a refusal by a
 module, a data module or the strategy before the first batch with 1; later errors keep their
@@ -32,6 +34,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_shard.cli.checks import check
 from lightning_shard.cli.defaults import own_defaults
 from lightning_shard.cli.errors import diagnose
+from lightning_shard.cli.operations import report
 from lightning_shard.cli.report import exit_with, is_first_rank, origin
 from lightning_shard.cli.sources import (
     ENV_PREFIX,
@@ -202,6 +205,9 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: The words of the command line; those of the process if None.
     """
+    args = sys.argv[1:] if args is None else args
+    if args[:1] == ["ops"]:
+        return report(args[1:])
     state = RunState()
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -209,7 +215,7 @@ def main(args: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     try:
         _import_names()
-        ShardCLI(sys.argv[1:] if args is None else args, state)
+        ShardCLI(args, state)
     except UsageError as err:
         exit_with(err, code=2)
     except Exception as wrapped:

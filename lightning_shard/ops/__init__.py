@@ -42,5 +42,6 @@ from lightning_shard.ops import view as view
 from lightning_shard.ops.registry import UnsupportedOperationError as UnsupportedOperationError
 from lightning_shard.ops.registry import functions_with_rules as functions_with_rules
 from lightning_shard.ops.registry import implements as implements
+from lightning_shard.ops.registry import limits_of as limits_of
 from lightning_shard.ops.registry import name_of as name_of
 from lightning_shard.ops.registry import rule_for as rule_for

@@ -14,7 +14,7 @@ from lightning_shard.ops.registry import UnsupportedOperationError, implements
 from lightning_shard.ops.view import unsqueeze
 
 
-@implements(Tensor.__setitem__)
+@implements(Tensor.__setitem__, limits="no None; a mask takes one value")
 def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
     """Each rank writes the assigned rows that it owns."""
     if not isinstance(x, Subdomain):

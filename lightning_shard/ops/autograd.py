@@ -25,7 +25,7 @@ _GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
-@implements(torch.autograd.grad)
+@implements(torch.autograd.grad, limits="no is_grads_batched")
 def grad(
     func: Callable[..., Any],
     outputs: Sequence[Operand],

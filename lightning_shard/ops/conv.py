@@ -52,7 +52,15 @@ def window_rows(
     return x.like(rows, layout)
 
 
-@implements(F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
+@implements(
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    torch.conv1d,
+    torch.conv2d,
+    torch.conv3d,
+    limits="channels and weights must be whole",
+)
 def conv(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

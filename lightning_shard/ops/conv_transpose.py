@@ -75,7 +75,12 @@ def _needs(extent: int, parts: int, output: int, window: tuple[int, int, int, in
     return needs_of(output, parts, spans)
 
 
-@implements(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+@implements(
+    torch.conv_transpose1d,
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
+    limits="channels and weights must be whole",
+)
 def conv_transpose(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

@@ -1,5 +1,6 @@
 """Norms and distances: powers summed over all ranks, then the root."""
 
+import math
 from collections.abc import Callable
 from string import ascii_letters
 from typing import Any
@@ -18,7 +19,8 @@ from lightning_shard.ops.registry import UnsupportedOperationError, implements
 Operand = Subdomain | Tensor
 
 
-@implements(torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.functional.norm)
+@implements(torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.functional.norm,
+            limits="no negative finite order; 'fro', but not 'nuc'")  # fmt: skip
 def norm(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -28,9 +30,9 @@ def norm(
     dtype: Any = None,
     **kwargs: Any,
 ) -> Subdomain | Tensor:
-    """Vector norms of any order."""
+    """Vector norms of all orders but the negative finite ones."""
     p = kwargs.pop("ord", 2.0 if p in (None, "fro") else p)
-    if kwargs or not isinstance(p, int | float):
+    if kwargs or not isinstance(p, int | float) or -math.inf < p < 0:
         raise UnsupportedOperationError(f"norm of order {p!r} with {sorted(kwargs)}")
     if p == 0:
         kept = x.like((x.local != 0).to(dtype or x.local.abs().dtype))

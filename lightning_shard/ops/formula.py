@@ -26,7 +26,7 @@ def trapezoid(
     return areas.cumsum(d) if func is torch.cumulative_trapezoid else areas.sum(d)
 
 
-@implements(torch.gradient)
+@implements(torch.gradient, limits="spacing in numbers, not coordinates")
 def gradient(
     func: Callable[..., Any], x: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from lightning_shard.ops.align import local_part, whole
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 
-@implements(F.grid_sample)
+@implements(F.grid_sample, limits="the coordinates (last dim of the grid) must be whole")
 def grid_sample(
     func: Callable[..., Tensor],
     input: Any,  # noqa: A002 - torch's name of the argument
@@ -69,7 +69,7 @@ def _layout(like: Layout, dims: Sequence[Dim]) -> Layout:
     return Layout(tuple(dims), like.grid)
 
 
-@implements(F.affine_grid, torch.affine_grid_generator)
+@implements(F.affine_grid, torch.affine_grid_generator, limits="the matrices must be whole")
 def affine_grid(
     func: Callable[..., Tensor], theta: Subdomain, size: Sequence[int], align_corners: Any = None
 ) -> Subdomain:

@@ -70,7 +70,7 @@ def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     return x.like(local, x.layout.with_dim(dim, len(rows)))
 
 
-@implements(Tensor.__getitem__)
+@implements(Tensor.__getitem__, limits="no split masks; index tensors for one dim, if it is split")
 def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
     """Slices, numbers and None dim by dim; then lists of rows, on dims that lie side by side."""
     if not isinstance(x, Subdomain):

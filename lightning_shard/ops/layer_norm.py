@@ -16,7 +16,7 @@ from lightning_shard.ops.reduce import sum_over
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, rule_for
 
 
-@implements(F.layer_norm, torch.layer_norm)
+@implements(F.layer_norm, torch.layer_norm, limits="only the input may be split")
 def layer_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -36,7 +36,7 @@ def layer_norm(
     return x.like(_affine(result, weight, bias))
 
 
-@implements(F.rms_norm, torch.rms_norm)
+@implements(F.rms_norm, torch.rms_norm, limits="only the input may be split")
 def rms_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

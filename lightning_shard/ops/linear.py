@@ -155,7 +155,11 @@ def outer(func: Callable[..., Tensor], input: Operand, vec2: Operand) -> Operand
     return contract(torch.outer, [input, vec2], ["X", "Z"], "XZ")
 
 
-@implements(torch.einsum, torch.functional.einsum)
+@implements(
+    torch.einsum,
+    torch.functional.einsum,
+    limits="an equation without a repeated label in one operand",
+)
 def einsum(func: Callable[..., Tensor], equation: str, *operands: Any) -> Operand:
     if not isinstance(equation, str):
         raise UnsupportedOperationError("einsum with lists of dims; write the equation as a string")

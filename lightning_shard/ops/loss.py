@@ -41,7 +41,7 @@ def elementwise_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     return _over(weighted, _over(scale, 1))
 
 
-@implements(F.cross_entropy, F.nll_loss)
+@implements(F.cross_entropy, F.nll_loss, limits="the classes (dim 1) must be whole")
 def class_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operand:
     """Per sample or pixel; the mean divides by the global weight of the classes that count."""
     given = _arguments(func, args, kwargs)

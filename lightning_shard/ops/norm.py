@@ -82,7 +82,7 @@ def normalized(
     return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
-@implements(F.batch_norm)
+@implements(F.batch_norm, limits="only the input may be split")
 def batch_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -116,7 +116,7 @@ def batch_norm(
     return x.like(normalized(x.local, mean, variance, weight, bias, eps))
 
 
-@implements(F.instance_norm)
+@implements(F.instance_norm, limits="only the input may be split")
 def instance_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -167,7 +167,7 @@ def _update(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
         buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
 
 
-@implements(F.group_norm, torch.group_norm)
+@implements(F.group_norm, torch.group_norm, limits="channels (dim 1) must be whole")
 def group_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

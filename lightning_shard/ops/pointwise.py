@@ -67,7 +67,7 @@ def _pointwise_functions() -> list[Callable[..., Any]]:
     return [f for f in {*functions, *operators, *getters} if f not in conversions]
 
 
-@implements(*_pointwise_functions())
+@implements(*_pointwise_functions(), limits="no out=")
 def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Broadcast the layouts, then compute on the local parts."""
     if kwargs.get("out") is not None:
@@ -106,7 +106,7 @@ def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any)
     return func(x.local, *args, **kwargs)
 
 
-@implements(torch.bucketize, torch.isin)
+@implements(torch.bucketize, torch.isin, limits="the table must be plain")
 def look_up(
     func: Callable[..., Tensor], x: Any, table: Any, *args: Any, **kwargs: Any
 ) -> Subdomain:

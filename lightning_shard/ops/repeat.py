@@ -37,7 +37,9 @@ def repeat(func: Callable[..., Any], x: Subdomain, *sizes: Any, **kwargs: Any) -
     return x.like(x.local.repeat(counts), Layout(dims, x.layout.grid))
 
 
-@implements(torch.repeat_interleave, Tensor.repeat_interleave)
+@implements(
+    torch.repeat_interleave, Tensor.repeat_interleave, limits="the numbers of repeats must be plain"
+)
 def repeat_interleave(
     func: Callable[..., Any],
     x: Subdomain,

@@ -22,7 +22,7 @@ from lightning_shard.ops.view import expand
 Operand = Subdomain | Tensor
 
 
-@implements(torch.index_select, Tensor.index_select)
+@implements(torch.index_select, Tensor.index_select, limits="the index must be plain")
 def index_select(func: Callable[..., Any], x: Operand, dim: int, index: Operand) -> Subdomain:
     if isinstance(x, Tensor) or isinstance(index, Subdomain):
         raise UnsupportedOperationError(
@@ -31,7 +31,7 @@ def index_select(func: Callable[..., Any], x: Operand, dim: int, index: Operand)
     return take_rows(x, x.layout.dim(dim), index.reshape(-1))
 
 
-@implements(torch.gather, Tensor.gather)
+@implements(torch.gather, Tensor.gather, limits="the dim that is indexed must be whole")
 def gather(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False
 ) -> Subdomain:
@@ -44,7 +44,9 @@ def gather(
     return subdomains([x, index])[0].like(picked, layout)
 
 
-@implements(torch.take_along_dim, Tensor.take_along_dim)
+@implements(
+    torch.take_along_dim, Tensor.take_along_dim, limits="the dim that is indexed must be whole"
+)
 def take_along_dim(
     func: Callable[..., Any], x: Operand, indices: Operand, dim: int | None = None
 ) -> Tensor:
@@ -61,7 +63,8 @@ def take_along_dim(
 
 @implements(torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
             Tensor.scatter_add, Tensor.scatter_add_, torch.scatter_reduce,
-            Tensor.scatter_reduce, Tensor.scatter_reduce_)  # fmt: skip
+            Tensor.scatter_reduce, Tensor.scatter_reduce_,
+            limits="the dim that is indexed must be whole")  # fmt: skip
 def scatter(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
 ) -> Subdomain:
@@ -83,7 +86,8 @@ def scatter(
 
 @implements(torch.index_add, Tensor.index_add, Tensor.index_add_, torch.index_copy,
             Tensor.index_copy, Tensor.index_copy_, torch.index_fill, Tensor.index_fill,
-            Tensor.index_fill_)  # fmt: skip
+            Tensor.index_fill_,
+            limits="the dim that is indexed must be whole")  # fmt: skip
 def write_rows(
     func: Callable[..., Any], x: Operand, dim: int, index: Tensor, source: Any, **kwargs: Any
 ) -> Subdomain:
@@ -101,7 +105,7 @@ def write_rows(
     return x.like(func(x.local, d, index, rows, **kwargs))
 
 
-@implements(F.embedding)
+@implements(F.embedding, limits="the table must be plain; no max_norm, no scale_grad_by_freq")
 def embedding(
     func: Callable[..., Any],
     input: Operand,  # noqa: A002 - torch's name of the argument
@@ -138,7 +142,8 @@ def one_hot(func: Callable[..., Any], x: Subdomain, num_classes: int = -1) -> Su
 @implements(torch.masked_select, Tensor.masked_select, torch.nonzero, Tensor.nonzero,
             torch.argwhere, Tensor.argwhere, torch.unique, Tensor.unique,
             torch.functional.unique, torch.unique_consecutive,
-            Tensor.unique_consecutive)  # fmt: skip
+            Tensor.unique_consecutive,
+            limits="refused: no rank knows how long its part of the result is")  # fmt: skip
 def refuse_counts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedOperationError(
         "its result has as many rows as the values decide, so no rank knows its part; mask with "

@@ -56,7 +56,13 @@ def contains(func: Callable[..., bool], x: Subdomain, element: Any) -> bool:
 
 
 @implements(
-    Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__, Tensor.apply_, Tensor.map_
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.tolist,
+    Tensor.__dlpack__,
+    Tensor.apply_,
+    Tensor.map_,
+    limits="refused: the values lie on several ranks",
 )
 def refuse_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedOperationError(

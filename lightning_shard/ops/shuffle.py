@@ -22,7 +22,7 @@ from lightning_shard.ops.registry import UnsupportedOperationError, implements
 from lightning_shard.ops.view import reshape_to
 
 
-@implements(torch.pixel_shuffle)
+@implements(torch.pixel_shuffle, limits="channels must be whole")
 def pixel_shuffle(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -57,7 +57,7 @@ def _under(x: Subdomain, dim: int, scale: int) -> tuple[Subdomain, int]:
     return x.like(fetch(x, dim, needs), layout), factor.bounds(layout.grid)[0] % scale
 
 
-@implements(torch.pixel_unshuffle)
+@implements(torch.pixel_unshuffle, limits="channels must be whole")
 def pixel_unshuffle(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -144,7 +144,7 @@ def _count(extent: int, kernel: int, stride: int, padding: int, dilation: int) -
     return blocks
 
 
-@implements(F.fold)
+@implements(F.fold, limits="the values of a block must be whole")
 def fold(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

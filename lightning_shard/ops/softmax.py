@@ -14,7 +14,7 @@ from lightning_shard.ops.reduce import Dims, reduced_dims, result, squeezed, sum
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 
-@implements(torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax)
+@implements(torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, limits="name the dim")
 def softmax(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -29,7 +29,13 @@ def softmax(
     return x.like(powers / sum_over(x, powers.sum(d, keepdim=True), (d,)))
 
 
-@implements(torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax)
+@implements(
+    torch.log_softmax,
+    Tensor.log_softmax,
+    F.log_softmax,
+    torch.special.log_softmax,
+    limits="name the dim",
+)
 def log_softmax(
     func: Callable[..., Tensor],
     x: Subdomain,

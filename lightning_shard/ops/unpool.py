@@ -22,7 +22,7 @@ from lightning_shard.ops.registry import UnsupportedOperationError, implements
 UNPOOL = (F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
 
 
-@implements(*UNPOOL)
+@implements(*UNPOOL, limits="the indices must lie in the windows of their maxima")
 def max_unpool(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

@@ -82,7 +82,12 @@ def _resolved(shape: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
     return tuple(target)
 
 
-@implements(torch.reshape, Tensor.reshape, Tensor.view)
+@implements(
+    torch.reshape,
+    Tensor.reshape,
+    Tensor.view,
+    limits="a split dim is not cut across; no view of another dtype",
+)
 def reshape(func: Callable[..., Any], x: Subdomain, *shape: Any, **kwargs: Any) -> Subdomain:
     shape = shape or tuple(kwargs.values())
     if isinstance(shape[0], torch.dtype):

@@ -24,7 +24,8 @@ from tests.ops.rows import ROWS, Row
 RANDOM = frozenset(
     "bernoulli cauchy dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
     "feature_dropout exponential geometric log_normal normal uniform rand_like randn_like random "
-    "randint_like rrelu empty_like new_empty poisson gumbel_softmax native_dropout".split()
+    "randint_like rrelu empty_like new_empty poisson gumbel_softmax native_dropout "
+    "multi_head_attention_forward".split()
 )
 
 

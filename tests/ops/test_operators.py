@@ -21,6 +21,12 @@ from lightning_shard.ops.registry import functions_with_rules, name_of, rule_for
 from tests.ops import database
 from tests.parity import assert_same, mesh_of
 
+# What an output in a narrow type leaves of a gradient.
+NARROW = {
+    torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2,
+    torch.complex32: 1e-2,
+}  # fmt: skip
+
 
 def check(name: str, limit: int, mesh: DeviceMesh) -> int:
     """Run cases of a row; the number that were exact."""
@@ -102,23 +108,26 @@ def assert_same_gradients(
         for output in outputs:
             seed = torch.randn(output.shape, dtype=output.dtype)
             loss = loss + (output * seed).sum().real
+        if not loss.requires_grad:  # a norm of order 0 has no gradient but zeros
+            return [None] * len(leaves)
         return torch.autograd.grad(loss, leaves, allow_unused=True)
 
     used = [i for i, e in enumerate(expected) if isinstance(e, Tensor) and e.requires_grad]
     leaves = [i for i, x in enumerate(inputs) if x.requires_grad]
-    if not used or not leaves:
-        return
+    if not used or not leaves or any(expected[i].isnan().any() for i in used):
+        return  # nothing to compare, or a gradient through NaN
     try:
         wanted = gradients([expected[i] for i in used], [inputs[i] for i in leaves])
     except (RuntimeError, NotImplementedError):  # torch has no backward for it
         return
     wholes = [lightning_shard.gather(results[i]) for i in used]
     found = gradients(wholes, [given[i] for i in leaves])
+    narrow = next((NARROW[e.dtype] for e in (expected[i] for i in used) if e.dtype in NARROW), None)
     for i, own, value in zip(leaves, found, wanted, strict=True):
         own = torch.zeros_like(inputs[i]) if own is None else own.to_dense().contiguous()
         value = torch.zeros_like(inputs[i]) if value is None else value.to_dense()
         dist.all_reduce(torch.view_as_real(own) if own.is_complex() else own)
-        assert_same(own / dist.get_world_size(), value, f"gradient of tensor {i}")
+        assert_same(own / dist.get_world_size(), value, f"gradient of tensor {i}", narrow)
 
 
 @pytest.mark.spmd(2)

@@ -1,0 +1,99 @@
+"""`python -m lightning_shard ops`: the functions that run on split tensors, and their limits."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_shard.ops import functions_with_rules, limits_of, name_of
+
+PREFIXES = {"torch.nn.functional.": "F.", "torch.": "", "Tensor.": ""}
+INTRODUCTION = """\
+# Functions that run on split tensors
+
+Forward and backward, any extents on any number of ranks equal one process. A name without a prefix
+stands for the function in `torch` and the method of `Tensor`, where torch has both; `F` is
+`torch.nn.functional`. Whatever is not in this table, and every use that a limit excludes, raises an
+error that names the function and where the tensor is split. This page is what
+`python -m lightning_shard ops --markdown` prints (here with torch {version}).
+"""
+
+
+@dataclass
+class Family:
+    """The functions of one module of rules: what the module says of itself, names by limit."""
+
+    title: str
+    names: dict[str, set[str]] = field(default_factory=dict)
+
+
+def families() -> list[Family]:
+    """All functions with a rule, in the order of their modules."""
+    found: dict[str, Family] = {}
+    for function, rule in functions_with_rules().items():
+        module = getattr(rule, "func", rule).__module__  # a rule may be a functools.partial
+        title = (sys.modules[module].__doc__ or module).strip().splitlines()[0].rstrip(".")
+        family = found.setdefault(module, Family(title))
+        family.names.setdefault(limits_of(function), set()).add(_short(name_of(function)))
+    return [found[name] for name in sorted(found)]
+
+
+def _short(name: str) -> str:
+    for prefix, shorter in PREFIXES.items():
+        if name.startswith(prefix):
+            return shorter + name.removeprefix(prefix)
+    return name
+
+
+def as_markdown(found: Sequence[Family]) -> str:
+    """The page of the documentation."""
+    version = torch.__version__.partition("+")[0]
+    lines = [INTRODUCTION.format(version=version)]
+    for family in found:
+        lines += [f"## {family.title}", "", "| functions | limits |", "| --- | --- |"]
+        for limits, names in sorted(family.names.items()):
+            listed = ", ".join(f"`{name}`" for name in sorted(names))
+            lines.append(f"| {listed} | {limits} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_text(found: Sequence[Family]) -> str:
+    """The same for a terminal."""
+    lines = []
+    for family in found:
+        lines.append(family.title)
+        for limits, names in sorted(family.names.items()):
+            lines += textwrap.wrap(
+                ", ".join(sorted(names)), 96, initial_indent="  ", subsequent_indent="  "
+            )
+            lines += [f"    limits: {limits}"] if limits else []
+    return "\n".join(lines)
+
+
+def matching(found: Sequence[Family], word: str) -> list[Family]:
+    """The families cut down to names that contain `word`."""
+    chosen = []
+    for family in found:
+        names = {k: {n for n in v if word.lower() in n.lower()} for k, v in family.names.items()}
+        kept = {k: v for k, v in names.items() if v}
+        chosen += [Family(family.title, kept)] if kept else []
+    return chosen
+
+
+def report(args: Sequence[str]) -> None:
+    """Print the table; exits with 2 if no function has the name asked for."""
+    parser = argparse.ArgumentParser("python -m lightning_shard ops", description=__doc__)
+    parser.add_argument("name", nargs="?", default="", help="only functions whose name contains it")
+    parser.add_argument("--markdown", action="store_true", help="as a page of documentation")
+    options = parser.parse_args(args)
+    found = matching(families(), options.name)
+    if not found:
+        parser.error(
+            f"no function with '{options.name}' in its name runs on split tensors; register a rule "
+            "with lightning_shard.register_rule, or gather the tensor"
+        )
+    print(as_markdown(found) if options.markdown else as_text(found))
