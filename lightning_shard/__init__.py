@@ -1,5 +1,6 @@
 """FSDP2 and spatial domain decomposition for PyTorch Lightning, by changing one argument."""
 
+from lightning_shard import functional as functional
 from lightning_shard.domain import Subdomain as Subdomain
 from lightning_shard.escape import allow_gather as allow_gather
 from lightning_shard.escape import local_map as local_map

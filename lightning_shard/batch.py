@@ -58,6 +58,14 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
     return apply_to_collection(batch, Tensor, field)
 
 
+def split_dims(shard_dims: ShardDims) -> tuple[int, ...] | None:
+    """The dims along which all named fields are split, counted from the front; None: not known."""
+    named = list(shard_dims.values()) if isinstance(shard_dims, Mapping) else [shard_dims]
+    chosen = {(d,) if isinstance(d, int) else tuple(d) for d in named if d is not None}
+    dims = chosen.pop() if len(chosen) == 1 else ()
+    return dims if dims and min(dims) >= 0 else None
+
+
 def _apply(value: Any, mesh: DeviceMesh, dims: Dims, key: str) -> Any:
     return apply_to_collection(
         value, Tensor, lambda x: _split(x, mesh, dims, f"batch entry {key!r}")

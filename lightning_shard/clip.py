@@ -1,6 +1,7 @@
 """Clipping by the global norm when gradients are sharded."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ def clip_grad_norm_(optimizer: Optimizer, clip_val: float | int) -> None:
     gradients = [g for g in gradients if g is not None]
     if not gradients or clip_val <= 0:
         return
-    sharded = [g for g in gradients if isinstance(g, DTensor)]
-    plain = [g for g in gradients if not isinstance(g, DTensor)]
-    total = torch.stack([_norm(part).square() for part in (sharded, plain) if part]).sum().sqrt()
+    by_mesh: dict[
+        Any, list[Tensor]
+    ] = {}  # norms of different meshes cannot be added up as DTensors
+    for g in gradients:
+        by_mesh.setdefault(g.device_mesh if isinstance(g, DTensor) else None, []).append(g)
+    total = torch.stack([_norm(part).square() for part in by_mesh.values()]).sum().sqrt()
     factor = (clip_val / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

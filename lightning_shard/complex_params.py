@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.mixins import mix_in
+
 
 class _ComplexView:
     """Mixin of a module whose parameters named in `_pairs` are read as complex tensors."""
@@ -45,10 +47,7 @@ def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
                 replaced[old] = nn.Parameter(pairs, requires_grad=old.requires_grad)
             module._parameters[name] = replaced[old]
         if names:
-            cls = type(module)
-            shown: Any = type(cls)  # the class's own metaclass
-            module.__class__ = shown(cls.__name__, (_ComplexView, cls), {})
-            module.__dict__["_pairs"] = frozenset(names)
+            mix_in(module, _ComplexView, _pairs=frozenset(names))
     return replaced
 
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_shard.complex_params import pair_names, store_as_pairs
+from lightning_shard.fno_layers import avoid_whole_fields
+from lightning_shard.mode_shards import show_split_weights, split_by_mode
 from lightning_shard.placement import pack, unpack
 from lightning_shard.tensor import DomainTensor
 
@@ -54,7 +56,11 @@ def _times(sizes: Sequence[int]) -> str:
 
 
 def parallelize(
-    module: nn.Module, mesh: DeviceMesh, *, methods: Sequence[str] = ()
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    methods: Sequence[str] = (),
+    dims: Sequence[int] | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shard `module`'s parameters over all ranks of `mesh`, in place; its classes stay theirs.
 
@@ -67,6 +73,8 @@ def parallelize(
         pairs.
         mesh: The whole mesh, data and domain axes.
         methods: Methods other than `forward` that run the module, such as `training_step`.
+        dims: The dim of the fields that each domain axis splits, by default 2, 3, ...: along these
+            the dense weights of spectral convolutions are split too (mode_shards.py).
 
     Returns:
         The new parameter for each old one, to mend an optimizer that was made before.
@@ -87,14 +95,29 @@ def parallelize(
     scalars = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
     for scalar in scalars:
         scalar.register_hook(functools.partial(_mean_over_ranks, group=group))
+    avoid_whole_fields(module)
+    _shard_modes(module, mesh, dims)
     for block in (*blocks(module), module):
-        _shard_block(block, flat, scalars)
+        if not isinstance(block, FSDPModule):
+            _shard_block(block, flat, scalars)
     for method in methods:
         setattr(module, method, _returning_no_view(getattr(module, method)))
         register_fsdp_forward_method(module, method)
     module.register_load_state_dict_pre_hook(_split_loaded)
     after = dict(module.named_parameters(remove_duplicate=False))
     return {before[name]: after[name] for name in before}
+
+
+def _shard_modes(module: nn.Module, mesh: DeviceMesh, dims: Sequence[int] | None) -> None:
+    """Spectral weights split by mode over the domain, and sharded over data replicas."""
+    names = mesh.mesh_dim_names or ()
+    if names[:1] != ("data",) or mesh[names[1:]].size() == 1:
+        return
+    domain = mesh[names[1:]]
+    dims = tuple(range(2, 2 + domain.ndim)) if dims is None else tuple(dims)
+    for layer in split_by_mode(module, domain, dims):
+        _shard_block(layer, mesh["data"], set())
+        show_split_weights(layer, dims)
 
 
 def _shard_block(block: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:

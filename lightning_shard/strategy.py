@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.batch import ShardDims, shard_batch
+from lightning_shard.batch import ShardDims, shard_batch, split_dims
 from lightning_shard.checkpoint import (
     full,
     full_module_state,
@@ -112,7 +112,12 @@ class HybridShardStrategy(MeshStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         assert self.device_mesh is not None
-        self._moved |= parallelize(self.lightning_module, self.device_mesh, methods=STEPS)
+        self._moved |= parallelize(
+            self.lightning_module,
+            self.device_mesh,
+            methods=STEPS,
+            dims=split_dims(self.shard_dims),
+        )
         self._share_random_state()
         self.barrier("HybridShardStrategy.setup")
         if fitting:

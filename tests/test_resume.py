@@ -41,7 +41,7 @@ def run(domain, name, *callbacks, path=None, epochs=2):
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(2,), (2, 2)], ids=["2x2", "1x(2x2)"])
-@pytest.mark.parametrize("name", ["tfno", "simple_cnn"])
+@pytest.mark.parametrize("name", ["tfno", "simple_cnn", "dense_fno"])
 def test_resume_inside_an_epoch(name, domain):
     path = shared_path("middle.ckpt")
     losses, state = run(domain, name, SaveOnce(path))
@@ -53,12 +53,13 @@ def test_resume_inside_an_epoch(name, domain):
 
 
 @pytest.mark.spmd(4)
-def test_checkpoint_is_a_plain_one():
+@pytest.mark.parametrize("name", ["tfno", "dense_fno"])
+def test_checkpoint_is_a_plain_one(name):
     """Names, shapes and dtypes of the plain module; loads without the strategy."""
     path = shared_path("middle.ckpt")
-    run((2,), "tfno", SaveOnce(path))
+    run((2,), name, SaveOnce(path))
     saved = torch.load(path, weights_only=True)
-    plain = make("tfno", torch.float32)
+    plain = make(name, torch.float32)
     expected = {key: (v.shape, v.dtype) for key, v in plain.state_dict().items()}
     assert {key: (v.shape, v.dtype) for key, v in saved["state_dict"].items()} == expected
     plain.load_state_dict(saved["state_dict"])
@@ -70,12 +71,13 @@ def test_checkpoint_is_a_plain_one():
 
 
 @pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", ["simple_cnn", "dense_fno"])
 @pytest.mark.parametrize("meshes", [((2,), (4,)), ((4,), (1,)), ((2, 2), (2,))], ids=str)
-def test_resume_on_another_mesh(meshes):
+def test_resume_on_another_mesh(name, meshes):
     path = shared_path("middle.ckpt")
-    losses, _ = run(meshes[0], "simple_cnn", SaveOnce(path))
+    losses, _ = run(meshes[0], name, SaveOnce(path))
     means = torch.tensor(losses)
     dist.all_reduce(means)
-    resumed = torch.tensor(run(meshes[1], "simple_cnn", path=path)[0])
+    resumed = torch.tensor(run(meshes[1], name, path=path)[0])
     dist.all_reduce(resumed)
     torch.testing.assert_close(resumed, means[SAVE_AT:], rtol=1e-5, atol=0)

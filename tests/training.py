@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from neuralop.models import FNO
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -54,6 +55,32 @@ def tfno() -> LightningModule:
     return TFNODarcy(n_modes=(6, 6), hidden_channels=4, n_layers=2)
 
 
+def _drop_metadata(_: Any, state: dict[str, Any], *__: Any) -> None:
+    """neuraloperator's state_dict adds an entry that is no tensor."""
+    state.pop("_metadata", None)
+
+
+class DenseFNO(LightningModule):
+    """An FNO with dense spectral weights, which are split by mode."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "network"):
+            self.register_state_dict_post_hook(_drop_metadata)
+            self.network = FNO(
+                n_modes=(10, 6), in_channels=1, out_channels=1, hidden_channels=4, n_layers=2
+            )
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return (self.network(batch["x"]) - batch["y"]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def dense_fno() -> LightningModule:
+    return DenseFNO()
+
+
 def simple_cnn() -> LightningModule:
     return SimpleCNNModule()
 
@@ -64,6 +91,7 @@ def mnist() -> LightningModule:
 
 MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[[int], Any]]] = {
     "tfno": (tfno, darcy_sample),
+    "dense_fno": (dense_fno, darcy_sample),
     "simple_cnn": (simple_cnn, image_sample(3, 13)),
     "mnist": (mnist, image_sample(1, 28)),
 }

@@ -38,6 +38,12 @@ class Canvas:
     dtype: torch.dtype
     writes: list[Write]
     order: tuple[Positions, ...]  # position in the canvas as it was made, for each index shown now
+    local: Tensor  # without elements, for its device
+
+    @staticmethod
+    def of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Canvas":
+        order = tuple(tuple(range(n)) for n in shape)
+        return Canvas(shape, dtype, [], order, torch.empty(0, dtype=dtype, device=device))
 
     @staticmethod
     def like(plain: Tensor) -> "Canvas":
@@ -45,20 +51,15 @@ class Canvas:
             raise UnsupportedOperationError(
                 "modes of a split tensor can be assigned to a plain tensor of zeros only"
             )
-        shape = tuple(plain.shape)
-        return Canvas(shape, plain.dtype, [], tuple(tuple(range(n)) for n in shape))
+        return Canvas.of(tuple(plain.shape), plain.dtype, plain.device)
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
     @property
-    def local(self) -> Tensor:
-        return self.writes[-1].modes.local
-
-    @property
-    def layout(self) -> Layout:
-        return self.writes[-1].modes.layout
+    def layout(self) -> Layout | None:
+        return self.writes[-1].modes.layout if self.writes else None
 
     def assign(self, index: Any, value: Subdomain) -> None:
         entries = expanded_index(len(self.shape), index)
@@ -88,4 +89,6 @@ class Canvas:
             )
             for w in self.writes
         ]
-        return Canvas(self.shape, self.dtype, writes, tuple(tuple(range(n)) for n in self.shape))
+        canvas = Canvas.of(self.shape, self.dtype, self.local.device)
+        canvas.writes += writes
+        return canvas

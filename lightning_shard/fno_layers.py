@@ -1,0 +1,69 @@
+"""What neuraloperator's layers allocate of whole fields, made of this rank's part.
+
+Their values stay theirs: a grid embedding's coordinates are views of one vector for each dim, of
+which each rank copies its rows; and the spectrum of zeros to which a spectral convolution assigns
+modes is a `Canvas` from the start.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_shard.mixins import is_a, mix_in
+from lightning_shard.ops.canvas import Canvas
+from lightning_shard.tensor import DomainTensor
+
+
+def avoid_whole_fields(root: nn.Module) -> None:
+    """Let the layers under `root` allocate parts only, where their input is split; in place."""
+    for module in list(root.modules()):
+        if is_a(module, "neuralop", "GridEmbeddingND", "GridEmbedding2D"):
+            mix_in(module, _LocalGrid)
+        elif is_a(module, "neuralop", "SpectralConv"):
+            mix_in(module, _LazyCanvas)
+
+
+class _LocalGrid:
+    """Mixin of a grid embedding."""
+
+    grid_boundaries: list[list[float]]
+
+    def forward(self, data: Tensor, batched: bool = True) -> Any:
+        """(B, C, *spatial) -> (B, C + dims, *spatial)."""
+        spatial = data.shape[2:]
+        if not batched or not isinstance(data, DomainTensor):
+            return super().forward(data, batched)  # pyright: ignore[reportAttributeAccessIssue]
+        grids = []
+        for d, (extent, (low, high)) in enumerate(zip(spatial, self.grid_boundaries, strict=True)):
+            points = torch.linspace(low, high, extent + 1)[:-1].to(data.device, data.dtype)
+            shape = [1, 1, *(extent if d == e else 1 for e in range(len(spatial)))]
+            grids.append(points.view(shape).expand(data.shape[0], 1, *spatial))
+        return torch.cat((data, *grids), dim=1)
+
+
+class _LazyCanvas:
+    """Mixin of a spectral convolution."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own."""
+        run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(x, DomainTensor):
+            return run(x, *args, **kwargs)
+        with _ComplexZerosAreCanvases():
+            return run(x, *args, **kwargs)
+
+
+class _ComplexZerosAreCanvases(TorchFunctionMode):
+    """Inside, `torch.zeros` of a complex dtype allocates nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dtype = kwargs.get("dtype")
+        if func is torch.zeros and dtype is not None and dtype.is_complex and len(args) == 1:
+            device = torch.device(kwargs.get("device") or "cpu")
+            return DomainTensor(Canvas.of(tuple(args[0]), dtype, device), device)
+        return func(*args, **kwargs)

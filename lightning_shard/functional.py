@@ -1,0 +1,153 @@
+"""Differentiable collectives and Fourier transforms on local tensors, for code that splits itself.
+
+Everywhere `x` is this rank's part of a tensor of global `shape` that `dims` split over a mesh, one
+dim for each mesh axis, as `torch.tensor_split` shares out rows; any extent will do. Gradients
+follow one duality: the cotangent of a split tensor is split, that of a replicated one is a partial
+sum on each rank. Every function has its true adjoint, so when all ranks start backward on their
+replica of a loss, the gradient is the mean over ranks of what they get.
+
+| function  | this rank gets                             | its gradient                         |
+| --------- | ------------------------------------------ | ------------------------------------ |
+| scatter   | its part of a replicated tensor            | the part in its place, zero around   |
+| gather    | the whole tensor                           | summed and split (reduce-scatter)    |
+| reduce    | the sum over ranks                         | summed                               |
+| copy      | its replicated input                       | summed: whole instead of partial     |
+| transpose | the part along another dim (all-to-all)    | transposed back                      |
+| fftn, ... | its part of the transform                  | its part of the adjoint transform    |
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard import comm, placement
+from lightning_shard.domain import domain_of
+from lightning_shard.layout import partition
+
+
+def scatter(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Tensor:
+    """This rank's part of `x`, which every rank holds whole."""
+    return placement.shard(x, mesh, dims).to_local()
+
+
+def gather(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The whole tensor of `shape`, on every rank.
+
+    Raises:
+        ValueError: `x` is not this rank's part of it.
+    """
+    return placement.gather(placement.from_local(x, mesh, dims, shape))
+
+
+def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of `x` over the ranks of the mesh, on every rank."""
+    return comm.all_reduce(x, _group(mesh))
+
+
+def copy(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`x` itself, equal on all ranks; its gradient is the sum of the gradients of all ranks."""
+    return _Copy.apply(x, _group(mesh))
+
+
+def transpose(
+    x: Tensor, mesh: DeviceMesh, shape: Sequence[int], *, split: int, join: int
+) -> Tensor:
+    """All-to-all over a mesh of one axis: dim `join`, which was split, is whole instead of `split`.
+
+    Args:
+        x: This rank's part, split along `join`.
+        mesh: A mesh of one axis.
+        shape: The global shape.
+        split: The dim along which the result is split.
+        join: The dim along which `x` is split.
+
+    Raises:
+        ValueError: The mesh has several axes, or `x` is not this rank's part.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"transpose needs a mesh of one axis; got {mesh.ndim} axes. Slice it.")
+    part = placement.from_local(x, mesh, join, shape)
+    sizes = [
+        [b - a for a, b in pairwise(partition(part.shape[d], mesh.size()))] for d in (split, join)
+    ]
+    return comm.transpose(x, split, join, *sizes, mesh.get_group())
+
+
+def fftn(
+    x: Tensor,
+    mesh: DeviceMesh,
+    dims: int | Sequence[int],
+    shape: Sequence[int],
+    *,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+) -> Tensor:
+    """This rank's part of `torch.fft.fftn` of the whole tensor, split along the same dims.
+
+    Args:
+        x: This rank's part.
+        mesh: The mesh.
+        dims: The dims that its axes split.
+        shape: The global shape of `x`.
+        s: As in torch.fft, of the whole tensor.
+        dim: The transformed dims, split or not; by default all, as in torch.fft.
+        norm: As in torch.fft.
+
+    Raises:
+        ValueError: `x` is not this rank's part of a tensor of `shape`.
+    """
+    return _transform(torch.fft.fftn, x, mesh, dims, shape, s=s, dim=dim, norm=norm)
+
+
+def ifftn(
+    x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
+) -> Tensor:
+    """The same for `torch.fft.ifftn`."""
+    return _transform(torch.fft.ifftn, x, mesh, dims, shape, **options)
+
+
+def rfftn(
+    x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
+) -> Tensor:
+    """The same for `torch.fft.rfftn`: of real `x` the last transformed dim is one-sided."""
+    return _transform(torch.fft.rfftn, x, mesh, dims, shape, **options)
+
+
+def irfftn(
+    x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
+) -> Tensor:
+    """The same for `torch.fft.irfftn`; `shape` is that of the one-sided spectrum `x`."""
+    return _transform(torch.fft.irfftn, x, mesh, dims, shape, **options)
+
+
+def _transform(
+    function: Callable[..., Any],
+    x: Tensor,
+    mesh: DeviceMesh,
+    dims: int | Sequence[int],
+    shape: Sequence[int],
+    **options: Any,
+) -> Tensor:
+    return function(placement.from_local(x, mesh, dims, shape), **options).to_local()
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return comm.all_reduce(grads[0], ctx.group), None
+
+
+def _group(mesh: DeviceMesh) -> ProcessGroup:
+    return domain_of(mesh).group(tuple(range(mesh.ndim)))

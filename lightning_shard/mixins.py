@@ -1,0 +1,20 @@
+"""Modules that keep their class by name and by isinstance, with something put before it."""
+
+from typing import Any
+
+from torch import nn
+
+
+def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
+    """Let `mixin` come before the class of `module`, in place, and set its attributes."""
+    cls = type(module)
+    metaclass: Any = type(cls)  # the class's own
+    module.__class__ = metaclass(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    module.__dict__.update(state)
+
+
+def is_a(module: nn.Module, package: str, *names: str) -> bool:
+    """Whether a class of `package` with one of the names is among the classes of `module`."""
+    return any(
+        cls.__name__ in names and cls.__module__.startswith(package) for cls in type(module).__mro__
+    )

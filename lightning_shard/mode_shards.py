@@ -1,0 +1,161 @@
+"""Dense spectral weights split by mode over the domain: each rank holds the modes it multiplies.
+
+Such weights are far larger than the modes of the fields, so FSDP2 would send much more for them
+than the whole spectral convolution sends. Here each rank of a domain keeps its modes for good, and
+FSDP2 shards those over data replicas only. The layer sees a tensor of the whole shape, split over
+modes as the modes of its input are; where the input is not split in that way, it sees whole
+weights.
+
+DTensor parts a dim as `torch.chunk` does and a `Subdomain` as `torch.tensor_split` does; the rows
+in between travel.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from lightning_shard.comm import exchange
+from lightning_shard.domain import Domain, Subdomain, domain_of
+from lightning_shard.halo import Needs, Segment, route
+from lightning_shard.layout import Layout, partition
+from lightning_shard.mixins import is_a, mix_in
+from lightning_shard.ops.align import gathered
+from lightning_shard.tensor import DomainTensor
+
+
+class _SplitByMode:
+    """Mixin of a factorized dense weight whose pairs are a DTensor of the domain in forward."""
+
+    _domain_mesh: DeviceMesh
+    _split: dict[int, tuple[int, ...]]
+    _input_domain: Domain | None
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing to register: the class stands for its base (tltorch would list it by name)."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(value, DTensor) or not _is_unsharded(value, self._domain_mesh):
+            return value  # of a slice of the weight, or FSDP2's own
+        modes = torch.view_as_complex(_mean_over(self._domain_mesh, value.to_local()))
+        domain = self._input_domain or domain_of(self._domain_mesh)
+        part = _canonical(modes, tuple(value.shape[:-1]), self._split, domain)
+        return gathered(part) if self._input_domain is None else DomainTensor(part)
+
+
+class _ReplicatedBias:
+    """Mixin of a layer whose bias is a replicated DTensor of the domain in forward."""
+
+    _domain_mesh: DeviceMesh
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(value, DTensor) or not _is_unsharded(value, self._domain_mesh):
+            return value
+        local = value.to_local(grad_placements=[Partial()] * self._domain_mesh.ndim)
+        return _mean_over(self._domain_mesh, local)
+
+
+def split_by_mode(root: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> Iterator[nn.Module]:
+    """Split the dense weights of neuraloperator's spectral convolutions, and give their layers.
+
+    Args:
+        root: A module whose complex parameters are stored as pairs.
+        mesh: The domain mesh.
+        dims: The dim of the fields that each mesh axis splits.
+
+    Returns:
+        The layers whose weights are split. FSDP2 must wrap them over data replicas, and then
+        `show_split_weights` be called.
+    """
+    seen: set[nn.Parameter] = set()
+    for layer in root.modules():
+        if not _has_dense_modes(layer, dims) or layer.weight._parameters["tensor"] in seen:
+            continue
+        weight = layer.weight
+        pairs = weight._parameters["tensor"]
+        seen.add(pairs)
+        shift = 1 if layer.separable else 0  # (channels, modes...) instead of (in, out, modes...)
+        placements: list[Placement] = [Shard(d - shift) for d in dims]
+        weight._parameters["tensor"] = _distributed(pairs, mesh, placements)
+        split = {d - shift: (axis,) for axis, d in enumerate(dims)}
+        mix_in(weight, _SplitByMode, _domain_mesh=mesh, _split=split, _input_domain=None)
+        if layer._parameters.get("bias") is not None:
+            replicated: list[Placement] = [Replicate()] * mesh.ndim
+            layer._parameters["bias"] = _distributed(layer._parameters["bias"], mesh, replicated)
+            mix_in(layer, _ReplicatedBias, _domain_mesh=mesh)
+        yield layer
+
+
+def show_split_weights(layer: nn.Module, dims: Sequence[int]) -> None:
+    """Let `layer` see weights that are split like its input, or whole ones."""
+    wanted = {d: (axis,) for axis, d in enumerate(dims)}
+
+    def look(_: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if args else None
+        alike = isinstance(x, DomainTensor) and all(
+            x._part.layout.axes(d) == wanted.get(d, ()) for d in range(x.ndim)
+        )
+        layer.weight.__dict__["_input_domain"] = x.subdomain.domain if alike else None
+
+    layer.register_forward_pre_hook(look)
+
+
+def _has_dense_modes(layer: nn.Module, dims: Sequence[int]) -> bool:
+    if not is_a(layer, "neuralop", "SpectralConv"):
+        return False
+    weight: Any = getattr(layer, "weight", None)
+    known = getattr(weight, "name", "").endswith("Dense") and "tensor" in weight._parameters
+    return known and all(2 <= d < 2 + layer.order for d in dims)
+
+
+def _distributed(
+    parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placement]
+) -> nn.Parameter:
+    data = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _mean_over(mesh: DeviceMesh, weight: Tensor) -> Tensor:
+    """`weight`, whose gradient is divided by the domain's ranks: each starts its own backward.
+
+    FSDP2's divide factor would do, but on one data replica torch 2.15 divides by it twice.
+    """
+    if weight.requires_grad:
+        weight.register_hook(lambda gradient: gradient / mesh.size())
+    return weight
+
+
+def _is_unsharded(value: DTensor, mesh: DeviceMesh) -> bool:
+    """Whether FSDP2 has gathered it from the data replicas."""
+    return value.device_mesh.ndim == mesh.ndim
+
+
+def _canonical(
+    chunk: Tensor, shape: tuple[int, ...], split: dict[int, tuple[int, ...]], domain: Domain
+) -> Subdomain:
+    """This rank's rows of a tensor of `shape` that is parted as `torch.chunk` does."""
+    layout = Layout.of(shape, split, domain.grid)
+    for dim, axes in split.items():
+        extent, parts = shape[dim], domain.grid.parts(axes)
+        size = -(-extent // parts)
+        held = tuple(
+            Segment(low, min(low + size, extent), owner, 0)
+            for owner, low in enumerate(range(0, extent, size))
+        )
+        offsets = partition(extent, parts)
+        needs: Needs = tuple(((offsets[i], offsets[i + 1]),) for i in range(parts))
+        plan = route(held, domain.grid.index(axes), needs)
+        chunk = exchange(chunk, dim, plan, domain.group(axes))
+    return Subdomain(chunk, layout, domain)
