@@ -73,10 +73,10 @@ def transpose(
     if mesh.ndim != 1:
         raise ValueError(f"transpose needs a mesh of one axis; got {mesh.ndim} axes. Slice it.")
     part = placement.from_local(x, mesh, join, shape)
-    sizes = [
+    parted, before = (
         [b - a for a, b in pairwise(partition(part.shape[d], mesh.size()))] for d in (split, join)
-    ]
-    return comm.transpose(x, split, join, *sizes, mesh.get_group())
+    )
+    return comm.transpose(x, split, join, parted, before, mesh.get_group())
 
 
 def fftn(

@@ -79,21 +79,20 @@ def split_by_mode(root: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> Ite
         The layers whose weights are split. FSDP2 must wrap them over data replicas, and then
         `show_split_weights` be called.
     """
-    seen: set[nn.Parameter] = set()
+    seen: set[Tensor] = set()
     for layer in root.modules():
-        if not _has_dense_modes(layer, dims) or layer.weight._parameters["tensor"] in seen:
+        weight: Any = getattr(layer, "weight", None)
+        if not _has_dense_modes(layer, dims) or weight._parameters["tensor"] in seen:
             continue
-        weight = layer.weight
-        pairs = weight._parameters["tensor"]
-        seen.add(pairs)
-        shift = 1 if layer.separable else 0  # (channels, modes...) instead of (in, out, modes...)
+        seen.add(weight._parameters["tensor"])
+        # (channels, modes...) of separable layers, instead of (in, out, modes...)
+        shift = 1 if layer.separable else 0
         placements: list[Placement] = [Shard(d - shift) for d in dims]
-        weight._parameters["tensor"] = _distributed(pairs, mesh, placements)
+        _distribute(weight, "tensor", mesh, placements)
         split = {d - shift: (axis,) for axis, d in enumerate(dims)}
         mix_in(weight, _SplitByMode, _domain_mesh=mesh, _split=split, _input_domain=None)
         if layer._parameters.get("bias") is not None:
-            replicated: list[Placement] = [Replicate()] * mesh.ndim
-            layer._parameters["bias"] = _distributed(layer._parameters["bias"], mesh, replicated)
+            _distribute(layer, "bias", mesh, [Replicate()] * mesh.ndim)
             mix_in(layer, _ReplicatedBias, _domain_mesh=mesh)
         yield layer
 
@@ -102,12 +101,13 @@ def show_split_weights(layer: nn.Module, dims: Sequence[int]) -> None:
     """Let `layer` see weights that are split like its input, or whole ones."""
     wanted = {d: (axis,) for axis, d in enumerate(dims)}
 
-    def look(_: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0] if args else None
-        alike = isinstance(x, DomainTensor) and all(
-            x._part.layout.axes(d) == wanted.get(d, ()) for d in range(x.ndim)
+    def look(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        part = args[0].subdomain if args and isinstance(args[0], DomainTensor) else None
+        alike = part is not None and all(
+            part.layout.axes(d) == wanted.get(d, ()) for d in range(part.ndim)
         )
-        layer.weight.__dict__["_input_domain"] = x.subdomain.domain if alike else None
+        weight: Any = layer.weight
+        weight._input_domain = part.domain if part is not None and alike else None
 
     layer.register_forward_pre_hook(look)
 
@@ -115,16 +115,20 @@ def show_split_weights(layer: nn.Module, dims: Sequence[int]) -> None:
 def _has_dense_modes(layer: nn.Module, dims: Sequence[int]) -> bool:
     if not is_a(layer, "neuralop", "SpectralConv"):
         return False
-    weight: Any = getattr(layer, "weight", None)
+    weight: Any = layer.weight
+    order: Any = layer.order
     known = getattr(weight, "name", "").endswith("Dense") and "tensor" in weight._parameters
-    return known and all(2 <= d < 2 + layer.order for d in dims)
+    return known and all(2 <= d < 2 + order for d in dims)
 
 
-def _distributed(
-    parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placement]
-) -> nn.Parameter:
+def _distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]
+) -> None:
+    """Make the named parameter of `module` a DTensor."""
+    parameter = module._parameters[name]
+    assert parameter is not None
     data = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def _mean_over(mesh: DeviceMesh, weight: Tensor) -> Tensor:
