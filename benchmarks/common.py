@@ -1,12 +1,15 @@
-"""What measurements share: ranks on this machine, time, memory, and what they were measured on."""
+"""What the benchmarks share: ranks of their own, and the time, bytes and memory of a step."""
 
 import contextlib
 import ctypes
 import gc
+import os
 import platform
 import socket
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,85 +17,116 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-MIB = 2**20
+from tests.traffic import counted
+
+REPEATS = 3
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function(*args)` on new gloo processes of one thread each; what rank 0 returns."""
+@dataclass(frozen=True)
+class Cost:
+    """Of one step on the rank that needs most.
+
+    Attributes:
+        wall: Seconds of wall-clock time, all ranks together.
+        cpu: Seconds of processor time, which other work on the machine does not lengthen.
+        sent: Bytes sent to other ranks.
+        peak: Bytes of memory above those in use before.
+    """
+
+    wall: float
+    cpu: float
+    sent: int
+    peak: int
+
+
+def start(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(*args)` on each of `ranks` new processes of a gloo group.
+
+    Each runs on one thread.
+
+    Args:
+        ranks: The number of processes.
+        function: A function of a module, so that it pickles.
+        args: Its arguments.
+
+    Returns:
+        What rank 0 returned.
+    """
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_start, (ranks, port, results, function, args), nprocs=ranks)
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(_serve, (ranks, port, results, function, args), nprocs=ranks)
     return results.get()
 
 
-def _start(
+def _serve(
     rank: int, ranks: int, port: int, results: Any, function: Callable[..., Any], args: Any
 ) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
     result = function(*args)
     if rank == 0:
         results.put(result)
-    dist.barrier()
     dist.destroy_process_group()
 
 
-def seconds(step: Callable[[], Any], repeats: int) -> float:
-    """The shortest wall time of `step` over `repeats`, of the slowest rank."""
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        start = time.perf_counter()
+def measured(step: Callable[[], Any], warm_up: Callable[[], Any]) -> Cost:
+    """The cost of `step`, the median of several for time; every rank of the group calls it.
+
+    Args:
+        step: What is measured. Its first call gives bytes and memory.
+        warm_up: The same on little data: what libraries allocate once is not counted.
+    """
+    warm_up()
+    before = _reset_peak()
+    with counted() as traffic:
         step()
-        times.append(time.perf_counter() - start)
-    worst = torch.tensor(times)
+    peak = _memory("VmHWM") - before
+    wall, cpu = [], []
+    for _ in range(REPEATS):
+        dist.barrier()
+        begin = time.perf_counter(), time.process_time()
+        step()
+        cpu.append(time.process_time() - begin[1])
+        dist.barrier()
+        wall.append(time.perf_counter() - begin[0])
+    times = statistics.median(wall), statistics.median(cpu)
+    worst = torch.tensor([*times, traffic.bytes, peak], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.min().item()
+    return Cost(float(worst[0]), float(worst[1]), int(worst[2]), int(worst[3]))
 
 
-def peak_bytes(step: Callable[[], Any]) -> int:
-    """By how much the resident memory of this process grows at most during `step`."""
+def _reset_peak() -> int:
+    """Make Linux forget the process's peak of memory; returns what is in use."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    before = _status("VmRSS")
-    step()
-    return _status("VmHWM") - before
+    ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later would hide new memory
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
 
 
-def free_bytes() -> int:
-    """Memory that this machine could still give to processes."""
-    return _kib(Path("/proc/meminfo"), "MemAvailable")
+def _memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
-def _status(name: str) -> int:
-    return _kib(Path("/proc/self/status"), name)
+def describe() -> None:
+    """Print the machine and the versions."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    processor = names[0] if names else platform.machine()
+    print(f"{len(names)} x {processor}, one thread per rank, gloo; ", end="")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}")
 
 
-def _kib(path: Path, name: str) -> int:
-    line = next(line for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
-def conditions(*packages: str) -> str:
-    """The machine and the versions, in a line."""
-    import importlib.metadata
-    import os
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "CPU")
-    versions = [f"{p} {importlib.metadata.version(p)}" for p in ("torch", *packages)]
-    return ", ".join(
-        [f"{os.cpu_count()} cores of {model}", f"Python {platform.python_version()}", *versions]
-    )
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table; the first column is text, the others are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print `rows` as a Markdown table."""
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)

@@ -3,32 +3,35 @@
     python -m benchmarks.spectral --quick
 
 On one process ours is compared with the unmodified layer on a plain tensor; on several with the
-transposed FFT (benchmarks/transposed_fft.py). Bytes are counted at the collectives of rank 0, time
-is the shortest of some repeats of the slowest rank, memory is the growth of rank 0 beyond inputs
-and weights. Ranks share the cores of the machine.
+transposed FFT (benchmarks/transposed_fft.py). Processor time, bytes and memory are those of the
+rank that needs most; memory is beyond inputs and weights.
 """
 
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from neuralop.layers.spectral_convolution import SpectralConv
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lightning_shard
-from benchmarks.common import MIB, conditions, free_bytes, markdown, on_ranks, peak_bytes, seconds
+from benchmarks.common import Cost, describe, measured, start, table
 from benchmarks.transposed_fft import spectral_conv
-from tests.traffic import counted
+from lightning_shard.layout import partition
 
+MIB = 2**20
 FIELDS = ((421, 421), (1024, 1024), (2048, 2048), (128, 128, 128))
 HEADER = (
-    "field, modes, width", "ranks", "compared with", "ours s", "other s", "faster",
-    "ours MiB sent", "other MiB sent", "fewer bytes", "ours peak MiB", "other peak MiB",
+    "field, modes, width", "ranks", "compared with", "CPU s", "other CPU s", "faster",
+    "faster by the clock", "MiB sent", "other MiB sent", "fewer bytes", "peak MiB",
+    "other peak MiB",
 )  # fmt: skip
 
 
@@ -55,28 +58,11 @@ class Case:
 
     def fits(self, ranks: int) -> bool:
         """Whether fields, spectra and every rank's weights with gradients fit into memory."""
-        return 10 * self.field_bytes + 3 * ranks * self.weight_bytes < free_bytes()
+        available = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
+        return 10 * self.field_bytes + 3 * ranks * self.weight_bytes < int(available) * 1024
 
 
-@dataclass
-class Result:
-    """What one method took."""
-
-    seconds: float
-    bytes: int
-    peak: int
-
-
-def measure(step: Any) -> Result:
-    """Fields of rank 0: time, bytes sent and peak memory of `step`."""
-    with counted() as traffic:
-        peak = peak_bytes(step)
-    once = seconds(step, 1)
-    repeats = max(2, min(10, int(4 / once)))
-    return Result(seconds(step, repeats), traffic.bytes, peak)
-
-
-def compare(cases: list[Case]) -> list[tuple[Result, Result] | None]:
+def compare(cases: list[Case]) -> list[tuple[Cost, Cost] | None]:
     """(ours, the other) for each case that fits, on the ranks that call it."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
@@ -94,13 +80,19 @@ def _all_fit(case: Case, ranks: int) -> bool:
     return bool(fits)
 
 
-def _compare(case: Case, mesh: Any) -> tuple[Result, Result]:
-    torch.manual_seed(0)
+def _compare(case: Case, mesh: DeviceMesh) -> tuple[Cost, Cost]:
+    small = Case((16,) * len(case.extents), 4, 2)
+    (ours, other), (ours_once, other_once) = _steps(case, mesh), _steps(small, mesh)
+    return measured(ours, ours_once), measured(other, other_once)
+
+
+def _steps(case: Case, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Our step, and the other's."""
     layer = SpectralConv(case.width, case.width, (case.modes,) * len(case.extents), bias=False)
     shape = (1, case.width, *case.extents)
-    ranks, rows = mesh.size(), case.extents[0]
-    local_rows = rows // ranks + (mesh.get_local_rank() < rows % ranks)
-    local = torch.randn(1, case.width, local_rows, *case.extents[1:], requires_grad=True)
+    offsets = partition(case.extents[0], mesh.size())
+    rows = offsets[mesh.get_local_rank() + 1] - offsets[mesh.get_local_rank()]
+    local = torch.randn(1, case.width, rows, *case.extents[1:], requires_grad=True)
 
     def backward(y: Tensor) -> None:
         y.backward(torch.ones(()).expand_as(y))
@@ -114,23 +106,23 @@ def _compare(case: Case, mesh: Any) -> tuple[Result, Result]:
         backward(layer(local))
 
     def transposed() -> None:
-        backward(spectral_conv(local, layer.weight.tensor, rows, mesh.get_group()))
+        weight = layer.weight.tensor
+        backward(spectral_conv(local, weight, case.extents[0], mesh.get_group()))
 
-    return measure(ours), measure(stock if ranks == 1 else transposed)
+    return ours, stock if mesh.size() == 1 else transposed
 
 
-def row_of(case: Case, ranks: int, results: tuple[Result, Result] | None) -> list[Any]:
+def row_of(case: Case, ranks: int, costs: tuple[Cost, Cost] | None) -> list[Any]:
     """A line of the table."""
     other = "stock, one process" if ranks == 1 else "transposed FFT"
-    if results is None:
-        return [case, ranks, other, *["does not fit"] * 2, *["-"] * 6]
-    ours, theirs = results
-    sent = [f"{r.bytes / MIB:.3g}" for r in results]
-    fewer = f"{theirs.bytes / ours.bytes:.0f}x" if ours.bytes else "-"
+    if costs is None:
+        return [case, ranks, other, "does not fit", *["-"] * 8]
+    ours, theirs = costs
+    fewer = f"{theirs.sent / ours.sent:.0f}x" if ours.sent else "-"
     return [
-        case, ranks, other, f"{ours.seconds:.3f}", f"{theirs.seconds:.3f}",
-        f"{theirs.seconds / ours.seconds:.1f}x", *sent, fewer,
-        f"{ours.peak / MIB:.0f}", f"{theirs.peak / MIB:.0f}",
+        case, ranks, other, f"{ours.cpu:.3f}", f"{theirs.cpu:.3f}",
+        f"{theirs.cpu / ours.cpu:.1f}x", f"{theirs.wall / ours.wall:.1f}x",
+        *(f"{c.sent / MIB:.3g}" for c in costs), fewer, *(f"{c.peak / MIB:.0f}" for c in costs),
     ]  # fmt: skip
 
 
@@ -142,13 +134,10 @@ def main() -> None:
     options = parser.parse_args()
     modes, widths = ((32,), (32,)) if options.quick else ((12, 32, 64), (32, 128))
     cases = [Case(f, m, w) for f in FIELDS for m in modes for w in widths]
-    results = {ranks: on_ranks(ranks, compare, cases) for ranks in options.ranks}
-    print(conditions("neuraloperator", "lightning"))
-    print(
-        markdown(
-            HEADER, [row_of(c, n, r[i]) for i, c in enumerate(cases) for n, r in results.items()]
-        )
-    )
+    results = {ranks: start(ranks, compare, cases) for ranks in options.ranks}
+    describe()
+    rows = [row_of(c, n, found[i]) for i, c in enumerate(cases) for n, found in results.items()]
+    table(HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""Measurements; run one with `python -m benchmarks.<name>`."""
