@@ -1,5 +1,6 @@
 """Operands that meet: which layout they share, and the local part of each in it."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -77,17 +78,51 @@ def simple(x: Subdomain, dim: int) -> Subdomain:
     return Subdomain(fetch(x, dim, needs), layout, x.domain, moved)
 
 
-def split_moved(x: Subdomain, dim: int, other: int) -> Subdomain:
-    """The same tensor with the split of `dim` moved to the whole dim `other`, by an all-to-all."""
-    x = simple(x, dim)
-    axes, grid = x.layout.axes(dim), x.layout.grid
+def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) -> Subdomain:
+    """The same tensor with the split of `dim` moved to the whole dim `other`, by an all-to-all.
 
-    def sizes(extent: int) -> list[int]:
-        return [high - low for low, high in pairwise(partition(extent, grid.parts(axes)))]
+    Args:
+        x: Its dim `dim` is split.
+        dim: Becomes whole.
+        other: Becomes split over the same ranks.
+        factors: How `other` is split; canonically if None.
+    """
+    axes, grid, device = x.layout.axes(dim), x.layout.grid, x.local.device
+    factors = factors or (Factor(x.shape[other], axes),)
+    rows, order = rows_by_owner(x.layout.dims[dim], grid)
+    others, other_order = rows_by_owner(factors, grid)
+    local = x.local
+    if other_order is not None:
+        local = local.index_select(other, other_order.to(device))
+    local = transpose(local, other, dim, others, rows, x.domain.group(axes))
+    if order is not None:
+        local = local.index_select(dim, order.argsort().to(device))
+    return x.like(local, x.layout.with_dim(dim, x.shape[dim], ()).with_dims({other: factors}))
 
-    rows, others = x.shape[dim], x.shape[other]
-    local = transpose(x.local, other, dim, sizes(others), sizes(rows), x.domain.group(axes))
-    return x.like(local, x.layout.with_dim(dim, rows, ()).with_dim(other, others, axes))
+
+def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tensor]:
+    """The global rows, in their local order, that each rank along `axes` has of a dim."""
+    rows = torch.arange(math.prod(f.extent for f in factors))
+    found = []
+    for coord in itertools.product(*(range(grid.sizes[a]) for a in axes)):
+        place = dict(enumerate(grid.coord)) | dict(zip(axes, coord, strict=True))
+        found.append(take_local(rows, 0, factors, Grid(grid.sizes, tuple(place.values()))))
+    return found
+
+
+def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
+    """How many rows of a split dim each rank holds, and all rows in the order of the ranks.
+
+    The order is None where it is that of the rows.
+    """
+    axes = tuple(sorted(a for f in factors for a in f.axes))
+    if len(merge(factors)) == 1:
+        (factor,) = merge(factors)
+        return [
+            high - low for low, high in pairwise(partition(factor.extent, grid.parts(axes)))
+        ], None
+    places = places_by_rank(factors, axes, grid)
+    return [len(each) for each in places], torch.cat(places)
 
 
 def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
@@ -140,6 +175,8 @@ def local_part(x: Subdomain | Tensor, layout: Layout) -> Tensor:
                 x = whole(x, d)
             elif merge(x.layout.dims[d]) != merge(layout.dims[target]):
                 x = simple(x, d)
+                if merge(x.layout.dims[d]) != merge(layout.dims[target]):
+                    raise split_differently([x])
     local = x.local if isinstance(x, Subdomain) else x
     for d in layout.split_dims:
         own = d - (layout.ndim - x.ndim)

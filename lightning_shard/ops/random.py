@@ -5,8 +5,9 @@ advances it equally and code that draws plain tensors stays in step. The numbers
 generator of their own, seeded by that seed and the place of this rank's part.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,22 @@ def own_generator(
     axes = x.layout.axes() if dims is None else x.layout.axes(*dims)
     place = x.layout.grid.index(axes)
     return torch.Generator(x.local.device).manual_seed((seed + place * _SPREAD) % 2**63)
+
+
+@contextlib.contextmanager
+def own_random_state(x: Subdomain) -> Iterator[None]:
+    """Inside, the default generator of the device draws for this rank's part of `x`."""
+    device = x.local.device
+    own = own_generator(x)
+    default = torch.default_generator
+    if device.type != "cpu":
+        default = torch.get_device_module(device).default_generators[device.index]
+    state = default.get_state()
+    default.manual_seed(own.initial_seed())
+    try:
+        yield
+    finally:
+        default.set_state(state)
 
 
 @implements(F.dropout, torch.dropout, torch.dropout_)

@@ -105,9 +105,11 @@ def flatten(
     func: Callable[..., Any], x: Subdomain, start_dim: int = 0, end_dim: int = -1
 ) -> Subdomain:
     first, last = x.layout.dim(start_dim), x.layout.dim(end_dim)
-    return reshape_to(
-        x, [*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :]]
-    )
+    if first > last:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    merged = merge([f for dim in x.layout.dims[first : last + 1] for f in dim])
+    layout = Layout((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
+    return x.view(x.local.reshape(layout.local_shape), layout)
 
 
 @implements(torch.unflatten, Tensor.unflatten)

@@ -160,6 +160,10 @@ ROWS: dict[str, Row] = {
         lambda: [((torch.randn(3, 2, 3).double(), (3, 1, 4, 5), True), {})],
     ),
     "soft_margin_loss": Row([lambda x: F.soft_margin_loss(x, x.detach().sign())], matrices()),
+    "nested_tensor": Row(
+        [torch._nested_tensor_from_mask_left_aligned],
+        lambda: [((torch.randn(2, 3, 4), torch.tensor([[1, 0, 1], [1, 1, 1]]).bool()), {})],
+    ),
     "autograd": Row(
         [written_back, hooked, lambda x: started(x, Tensor.backward),
          lambda x: started(x, torch.autograd.backward)],
