@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import gathered
+from lightning_shard.ops.become import refuse_shared
 from lightning_shard.ops.canvas import Canvas
 from lightning_shard.ops.pointwise import is_in_place
 from lightning_shard.ops.registry import canonical_names, check_operands, set_wrapper
@@ -148,7 +149,10 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         local_args, local_kwargs = canonical_names(tuple(local_args), local_kwargs)
         if not lazy:
             check_operands(rule, local_args, local_kwargs)
-        return _wrap(rule(func, *local_args, **local_kwargs), wrappers)
+        result = rule(func, *local_args, **local_kwargs)
+        if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
+            _show_requires_grad(args[0])
+        return _wrap(result, wrappers)
     except UnsupportedOperationError as error:
         if gather_allowed.get() and not is_in_place(func):
             return _run_whole(func, args, kwargs, parts)
@@ -186,8 +190,16 @@ def _is_spectral_canvas(target: Any, value: Any) -> bool:
     return plain and target.is_complex() and isinstance(value, Subdomain | Spectrum)
 
 
+def _show_requires_grad(tensor: DomainTensor) -> None:
+    """After a write in place the wrapper says what its part says, see `_checked`."""
+    if isinstance(tensor._part, Subdomain):
+        with _plain():
+            tensor.requires_grad_(tensor._part.local.requires_grad)
+
+
 def _become_canvas(plain: Tensor) -> Canvas:
     """Turn the caller's tensor of zeros into a canvas, as the same Python object."""
+    refuse_shared(plain)
     canvas = Canvas.like(plain)
     torch.utils.swap_tensors(plain, DomainTensor(canvas, plain.device))
     return canvas
@@ -235,8 +247,7 @@ def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
             and isinstance(same._part, Subdomain)
             and same._part.layout == value.layout
         ):
-            with _plain():
-                same.requires_grad_(value.local.requires_grad)
+            _show_requires_grad(same)
             return same  # an in-place operation gives back its tensor
         return DomainTensor(value)
     if isinstance(value, Spectrum | Canvas):

@@ -26,6 +26,7 @@ from lightning_shard.ops import pad as pad
 from lightning_shard.ops import pointwise as pointwise
 from lightning_shard.ops import pool as pool
 from lightning_shard.ops import random as random
+from lightning_shard.ops import recurrent as recurrent
 from lightning_shard.ops import reduce as reduce
 from lightning_shard.ops import repeat as repeat
 from lightning_shard.ops import scan as scan

@@ -126,28 +126,29 @@ def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
 
 
 def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
-    """The layout of the broadcast result of `operands`; a plain tensor is whole on every rank."""
-    shapes = [tuple(o.shape) for o in operands]
-    shape = torch.broadcast_shapes(*shapes)
+    """The layout of the broadcast result of `operands`; a plain tensor is whole on every rank.
+
+    Where operands are split over the same ranks in different dims, the largest (of these the first)
+    decides; `local_part` moves the others.
+    """
+    shape = torch.broadcast_shapes(*(tuple(o.shape) for o in operands))
     split = [o for o in operands if isinstance(o, Subdomain)]
-    dims: list[Dim] = []
-    for back in range(len(shape), 0, -1):
-        extent = shape[-back]
-        chosen: Dim = (Factor(extent),)
-        for o in split:
-            if back <= o.ndim and o.shape[-back] == extent and o.layout.axes(o.ndim - back):
-                candidate = o.layout.dims[-back]
-                if any(f.axes for f in chosen):
-                    candidate = common_dim(chosen, candidate)
-                if candidate is None:
-                    raise split_differently(split)
-                chosen = candidate
-        dims.append(chosen)
-    layout = Layout(tuple(dims), split[0].layout.grid)
-    if len(set(layout.axes())) < len(layout.axes()) or any(
-        s.domain is not split[0].domain for s in split
-    ):
+    if any(s.domain is not split[0].domain for s in split):
         raise split_differently(split)
+    layout = Layout.of(shape, {}, split[0].layout.grid)
+    for o in sorted(split, key=lambda o: -math.prod(o.shape)):
+        for d in o.layout.split_dims:
+            target = layout.ndim - o.ndim + d
+            candidate: Dim | None = o.layout.dims[d]
+            if o.shape[d] != shape[target]:
+                continue
+            if layout.axes(target):
+                candidate = common_dim(layout.dims[target], candidate)
+            elif set(o.layout.axes(d)) & set(layout.axes()):
+                continue
+            if candidate is None:
+                raise split_differently(split)
+            layout = layout.with_dims({target: candidate})
     return layout
 
 
@@ -173,6 +174,8 @@ def local_part(x: Subdomain | Tensor, layout: Layout) -> Tensor:
             target = layout.ndim - x.ndim + d
             if x.shape[d] == 1 and layout.shape[target] > 1:
                 x = whole(x, d)
+            elif not layout.axes(target):
+                x = _split_elsewhere(x, d, layout)
             elif merge(x.layout.dims[d]) != merge(layout.dims[target]):
                 x = simple(x, d)
                 if merge(x.layout.dims[d]) != merge(layout.dims[target]):
@@ -185,6 +188,25 @@ def local_part(x: Subdomain | Tensor, layout: Layout) -> Tensor:
         if not (isinstance(x, Subdomain) and x.layout.axes(own)):
             local = take_local(local, own, layout.dims[d], layout.grid)
     return local
+
+
+def _split_elsewhere(x: Subdomain, dim: int, layout: Layout) -> Subdomain:
+    """The same tensor, `dim` whole, and the dim that `layout` splits over the same ranks split."""
+    axes, added = x.layout.axes(dim), layout.ndim - x.ndim
+    other = next((t - added for t in layout.split_dims if layout.axes(t) == axes), None)
+    if other is None or len(merge(layout.dims[other + added])) > 1:
+        raise split_differently([x, x.like(x.local, layout)])
+    if other < 0 or x.shape[other] == 1:
+        return whole(x, dim)
+    if x.layout.axes(other):
+        raise split_differently([x, x.like(x.local, layout)])
+    x = simple(x, dim)
+    target = x.layout.with_dim(dim, x.shape[dim], ()).with_dim(other, x.shape[other], axes)
+    parted, joined = (
+        [high - low for low, high in pairwise(partition(x.shape[d], layout.grid.parts(axes)))]
+        for d in (other, dim)
+    )
+    return x.like(transpose(x.local, other, dim, parted, joined, x.domain.group(axes)), target)
 
 
 def volume(layout: Layout, dims: Sequence[int]) -> int:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import Span, fetch, needs_of
-from lightning_shard.ops.align import local_part, simple
+from lightning_shard.layout import Factor, Layout
+from lightning_shard.ops.align import local_part, simple, split_differently, subdomains, whole
+from lightning_shard.ops.become import become_split
 from lightning_shard.ops.index import expanded_index, range_of, row_of
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 from lightning_shard.ops.view import unsqueeze
@@ -18,10 +20,13 @@ from lightning_shard.ops.view import unsqueeze
 def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
     """Each rank writes the assigned rows that it owns."""
     if not isinstance(x, Subdomain):
-        raise UnsupportedOperationError(
-            "a plain tensor, whole on every rank, cannot take split rows; make it like the split "
-            "tensor (torch.zeros_like)"
+        layout = _layout_of_target(x, index, value)
+        become_split(
+            x,
+            subdomains([index, value])[0].like(x, layout),
+            lambda part: setitem(func, part, index, value),
         )
+        return
     if isinstance(index, Subdomain | Tensor) and index.dtype == torch.bool and index.ndim:
         _fill_where(x, index, value)
         return
@@ -31,6 +36,7 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
     rows = [_rows(x, d, entry) for d, entry in enumerate(entries)]
     if isinstance(value, Subdomain | Tensor) and value.ndim:
         value = _with_dims(func, value, [isinstance(e, int) for e in entries])
+    value = _split_as(x, value) if isinstance(value, Subdomain) else value
     place: list[slice] = []
     for d, chosen in enumerate(rows):
         if not x.layout.axes(d):
@@ -40,6 +46,19 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> None:
         value, where = _owned(x, d, chosen, value)
         place.append(where)
     x.local[tuple(place)] = value.local if isinstance(value, Subdomain) else value
+
+
+def _layout_of_target(x: Tensor, index: Any, value: Any) -> Layout:
+    """How the plain tensor `x` is to be split so that it can take split rows, or a split mask."""
+    if isinstance(index, Subdomain):
+        whole_dims = tuple((Factor(n),) for n in x.shape[index.ndim :])
+        return Layout(index.layout.dims + whole_dims, index.layout.grid)
+    kept = [d for d, e in enumerate(expanded_index(x.ndim, index)) if isinstance(e, slice)]
+    splits = {}
+    for d in value.layout.split_dims if isinstance(value, Subdomain) else ():
+        if value.shape[d] > 1 and value.ndim - d <= len(kept):
+            splits[kept[d - value.ndim]] = value.layout.axes(d)
+    return Layout.of(x.shape, splits, subdomains([index, value])[0].layout.grid)
 
 
 def _rows(x: Subdomain, dim: int, entry: int | slice) -> range:
@@ -63,6 +82,17 @@ def _fill_where(x: Subdomain, mask: Any, value: Any) -> None:
             else mask.unsqueeze(-1)
         )
     x.local.masked_fill_(local_part(mask, x.layout), value)
+
+
+def _split_as(x: Subdomain, value: Subdomain) -> Subdomain:
+    """`value` with dims that are split over the ranks of the same dims of `x`, or whole."""
+    for d in value.layout.split_dims:
+        target = d - value.ndim + x.ndim
+        if value.shape[d] == 1:
+            value = whole(value, d)
+        elif target < 0 or x.layout.axes(target) != value.layout.axes(d):
+            raise split_differently([x, value])
+    return value
 
 
 def _with_dims(func: Callable[..., Any], value: Any, single_rows: Sequence[bool]) -> Any:
@@ -104,8 +134,6 @@ def _owned(x: Subdomain, dim: int, rows: range, value: Any) -> tuple[Any, slice]
     d = value.ndim + own
     if isinstance(value, Subdomain) and value.layout.axes(d):
         value = simple(value, d)
-        if value.layout.axes(d) != factor.axes:
-            raise UnsupportedOperationError(f"assignment of rows split as {value.layout}")
         local = fetch(value, d, needs_of(factor.extent, parts, positions))
         return value.like(local, value.layout.with_dim(d, len(rows), axes=())), where
     if isinstance(value, Subdomain):

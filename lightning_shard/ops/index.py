@@ -122,6 +122,8 @@ def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
     Entries are ints and slices; with `lists` also plain tensors of row numbers, to which lists and
     masks are turned.
     """
+    if isinstance(index, list) and any(isinstance(i, slice | None | type(...)) for i in index):
+        index = tuple(index)
     entries = [_entry(i, lists=lists) for i in (index if isinstance(index, tuple) else (index,))]
     index = [e for group in entries for e in group]
     tensors = [n for n, i in enumerate(index) if isinstance(i, Tensor)]

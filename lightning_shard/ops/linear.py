@@ -128,7 +128,9 @@ def linear(
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.linalg.matmul,
             torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot,
             Tensor.dot)  # fmt: skip
-def matmul(func: Callable[..., Tensor], a: Operand, b: Operand, **kwargs: Any) -> Operand:
+def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: Operand) -> Operand:
+    """The second factor is called `other`, `mat2`, `vec` or `tensor`."""
+    (b,) = (*second, *named.values())
     if func is Tensor.__rmatmul__:
         a, b = b, a
     rank = max(a.ndim, b.ndim) - 2

@@ -22,7 +22,7 @@ def pad(
     value: float | None = None,
 ) -> Subdomain:
     """Whole dims are padded locally, split ones row by row of the padded output."""
-    x, inner = input, [0] * len(pad)
+    x, pad, inner = input, [int(n) for n in pad], [0] * len(pad)
     for i in range(len(pad) // 2):
         dim, before, after = x.ndim - 1 - i, pad[2 * i], pad[2 * i + 1]
         if not x.layout.axes(dim):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_shard.domain import Subdomain
 from lightning_shard.ops.align import common_layout, local_part
+from lightning_shard.ops.become import become_split
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 OPERATORS = (
@@ -80,6 +81,12 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     first = next(o for o in operands if isinstance(o, Subdomain))
     layout = first.layout if len(operands) == 1 else common_layout(operands)
     if is_in_place(func):
+        if not isinstance(args[0], Subdomain) and layout.shape == args[0].shape:
+            return become_split(
+                args[0],
+                first.like(args[0], layout),
+                lambda part: pointwise(func, part, *args[1:], **kwargs),
+            )
         _refuse_in_place(args[0], layout)
 
     def local(a: Any) -> Any:
@@ -97,7 +104,8 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(a.local if isinstance(a, Subdomain) else a for a in args)
     if not isinstance(x, Subdomain):
         return func(x, *args, **kwargs)
-    return x.like(func(x.local, *args, **kwargs))
+    result = func(x.local, *args, **kwargs)
+    return x.like(result) if isinstance(result, Tensor) else result  # the name of type()
 
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
@@ -117,9 +125,13 @@ def look_up(
 
 
 @implements(Tensor.copy_)
-def copy(func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any) -> Subdomain:
+def copy(
+    func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any
+) -> Subdomain | Tensor:
     """Copy the rows that this rank holds."""
     layout = common_layout([x, source])
+    if not isinstance(x, Subdomain) and layout.shape == x.shape:
+        return become_split(x, source.like(x, layout), lambda part: copy(func, part, source))
     _refuse_in_place(x, layout)
     return x.like(func(x.local, local_part(source, layout), *args, **kwargs))
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from lightning_shard.domain import Subdomain
 
@@ -158,6 +159,8 @@ def wrapped(value: Any) -> Any:
 
 def name_of(function: Any) -> str:
     """A readable name: `torch.conv2d`, `torch.nn.functional.pad`, `Tensor.add_`, `Tensor.shape`."""
+    if isinstance(function, OpOverloadPacket | OpOverload):
+        return f"torch.ops.{str(function).replace('::', '.')}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
     if "boolean_dispatch" in name:  # F.max_pool2d and its like, which have no name of their own
         name = next((n for n, f in vars(F).items() if f is function), name)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_shard.domain import Subdomain
 from lightning_shard.layout import Factor, Layout
-from lightning_shard.ops.align import subdomains, take_local
+from lightning_shard.ops.align import split_differently, subdomains, take_local
+from lightning_shard.ops.become import become_split
 from lightning_shard.ops.extreme import extreme
 from lightning_shard.ops.index import take_rows
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
@@ -40,7 +41,7 @@ def gather(
     layout = _layout(d, index.shape, x, index)
     picked = torch.gather(_part(x, layout, d), d, _part(index, layout, d))
     if isinstance(index, Subdomain):  # any of its rows may be here
-        layout = layout.with_dims({d: index.layout.dims[d]})
+        layout = _checked(layout.with_dims({d: index.layout.dims[d]}), x, index)
     return subdomains([x, index])[0].like(picked, layout)
 
 
@@ -67,14 +68,19 @@ def take_along_dim(
             limits="the dim that is indexed must be whole")  # fmt: skip
 def scatter(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
-) -> Subdomain:
+) -> Subdomain | Tensor:
     """Index and source extend as far as the operand along split dims."""
-    source = kwargs.pop("src", kwargs.pop("value", args[0] if args else None))
+    source = args[0] if args else kwargs.pop("src" if "src" in kwargs else "value")
     d = dim % x.ndim
     operands = [o for o in (x, index, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
     _whole(d, *operands)
     layout = _layout(d, x.shape, *operands)
     in_place = func.__name__.endswith("_")
+    if in_place and isinstance(x, Tensor):
+        part = subdomains(operands)[0].like(x, layout)
+        return become_split(
+            x, part, lambda part: scatter(func, part, d, index, source, *args[1:], **kwargs)
+        )
     if in_place and not (isinstance(x, Subdomain) and x.layout == layout):
         raise UnsupportedOperationError(
             "an in-place scatter into a tensor that is not split as its index is"
@@ -171,6 +177,13 @@ def _layout(dim: int, shape: Sequence[int], *operands: Operand) -> Layout:
                 f"shapes are {[tuple(o.shape) for o in operands]}"
             )
         layout = layout.with_dims({d: split[0].layout.dims[d]}) if split else layout
+    return _checked(layout, *operands)
+
+
+def _checked(layout: Layout, *operands: Operand) -> Layout:
+    """`layout`, of which each mesh axis must split one dim only."""
+    if len(set(layout.axes())) < len(layout.axes()):
+        raise split_differently(operands)
     return layout
 
 

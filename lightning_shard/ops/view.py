@@ -2,7 +2,8 @@
 
 Merging dims always keeps every element where it is: the merged dim remembers its factors.
 Splitting a split dim of N rows into (n, N / n) moves rows between neighbours only where the
-partition of N rows is not that of n times N / n.
+partition of N rows is not that of n times N / n. A reshape that cuts across dims, as (3, 4) to
+(2, 6), moves rows to the canonical partition of their product.
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import fetch, route_of
 from lightning_shard.layout import Dim, Factor, Layout, merge, partition
-from lightning_shard.ops.align import common_layout, local_part, whole
+from lightning_shard.ops.align import common_layout, local_part, simple, whole
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 
@@ -36,7 +37,7 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
             need > 1 or (extent == flat.shape[done] == 1 and done == start)
         ):
             if need % flat.shape[done]:
-                flat = _split_factor(flat, done, need, x.shape, shape)
+                flat = _split_factor(flat, done, need)
             need //= flat.shape[done]
             done += 1
         dims.append(merge([f for dim in flat.layout.dims[start:done] for f in dim]))
@@ -49,17 +50,18 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
     return flat.view(flat.local.reshape(layout.local_shape), layout)
 
 
-def _split_factor(
-    flat: Subdomain, dim: int, outer: int, source: Sequence[int], target: Sequence[int]
-) -> Subdomain:
-    """Split factor `dim` of extent N into (outer, N / outer), the outer one split as N was."""
+def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
+    """Split factor `dim` of extent N into (outer, N / outer), the outer one split as N was.
+
+    Where `outer` does not divide N, as in (3, 4) to (2, 6), N is merged with the factor after it.
+    """
+    while flat.shape[dim] % outer:
+        dims = [*flat.layout.dims]
+        dims[dim : dim + 2] = [merge([*dims[dim], *dims[dim + 1]])]
+        layout = Layout(tuple(dims), flat.layout.grid)
+        flat = simple(flat.view(flat.local.reshape(layout.local_shape), layout), dim)
     ((factor,), grid) = flat.layout.dims[dim], flat.layout.grid
-    inner, rest = divmod(factor.extent, outer)
-    if rest:
-        raise UnsupportedOperationError(
-            f"reshape of {tuple(source)} to {tuple(target)} cuts across the dims of which one is "
-            "split"
-        )
+    inner = factor.extent // outer
     local, moved = flat.local, flat.moved
     if factor.axes:
         offsets = [inner * n for n in partition(outer, grid.parts(factor.axes))]
@@ -96,7 +98,9 @@ def reshape(func: Callable[..., Any], x: Subdomain, *shape: Any, **kwargs: Any) 
 
 
 @implements(Tensor.view_as, Tensor.reshape_as)
-def reshape_as(func: Callable[..., Any], x: Subdomain, other: Any) -> Subdomain:
+def reshape_as(func: Callable[..., Any], x: Subdomain | Tensor, other: Any) -> Subdomain | Tensor:
+    if isinstance(x, Tensor):  # of a split one it only needs the shape
+        return x.reshape(other.shape)
     return reshape_to(x, other.shape)
 
 

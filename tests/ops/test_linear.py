@@ -25,6 +25,14 @@ CASES = {
     "tensordot": (lambda x, w: torch.tensordot(x, w, dims=([2, 1], [0, 1])), [SHAPE, (7, 3, 4)]),
     "addmm": (lambda x, w, b: torch.addmm(b, x[0, 0], w, beta=2, alpha=3), [SHAPE, (5, 4), (4,)]),
     "baddbmm": (lambda x, w: torch.baddbmm(x[0], x[1], w, beta=0.5), [SHAPE, (3, 5, 5)]),
+    "by_name": (
+        lambda x, w: (
+            torch.baddbmm(x[0], batch2=w, batch1=x[1]),
+            torch.addmm(w[0, 0], mat1=x[0, 0], mat2=w[1]),
+            torch.bmm(input=x[0], mat2=w) + torch.matmul(x, other=w),
+        ),
+        [SHAPE, (3, 5, 5)],
+    ),
     "bmm": (lambda x, w: torch.bmm(x[0], w), [SHAPE, (3, 5, 4)]),
     "inner": (lambda x, w: torch.inner(x, w), [SHAPE, (4, 5)]),
     "outer": (lambda x, w: torch.outer(x[0, 0, :, 1], w), [SHAPE, (4,)]),

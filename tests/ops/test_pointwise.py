@@ -97,13 +97,42 @@ def test_double_backward(case, dims):
 @pytest.mark.spmd(3)
 def test_refusals():
     x = lightning_shard.shard(torch.randn(SHAPE), mesh_of(3), 2)
-    other = lightning_shard.shard(torch.randn(2, 7, 7, 3), mesh_of(3), 1)
     for refused, reason in (
         (lambda: torch.add(x, x, out=torch.empty(SHAPE)), "out="),
         (lambda: torch.where(x > 0), "unknown extent"),
-        (lambda: x[:, :1] + other, "split differently"),
-        (lambda: torch.zeros(SHAPE).add_(x), "in-place"),
+        (lambda: torch.zeros(1, *SHAPE[1:]).add_(x), "in-place"),
         (lambda: x[:, :, 1:3].zero_(), "into a copy"),
     ):
         with pytest.raises(UnsupportedOperationError, match=reason):
             refused()
+
+
+def assert_moved(function, shapes, first, second, mesh):
+    assert_parity(function, shapes, {0: first, 1: second}, mesh)
+    assert_double_backward(function, shapes, {0: first, 1: second}, mesh)
+
+
+@pytest.mark.spmd(4)
+def test_operands_split_in_different_dims():
+    def function(x, y):
+        return x * y + torch.where(y > 0, y, x), y[:, :1] - x, x * y[0], y[..., None] * x[..., None]
+
+    for first, second in (([2], [3]), ([1], [2]), ([0], [3])):
+        assert_moved(function, [SHAPE, SHAPE], first, second, mesh_of(4))
+    for first, second in (([2, 3], [1, 3]), ([2, 1], [2, 3]), ([0, 1], [0, 2])):
+        assert_moved(function, [SHAPE, SHAPE], first, second, mesh_of(2, 2))
+    assert_moved(lambda x, y: x + y, [(2, 7, 7), (1, 7, 1)], [2], [1], mesh_of(4))
+    assert_moved(lambda x, y: y * x.flatten(2), [SHAPE, (2, 3, 21)], [3], [1], mesh_of(4))
+    assert_moved(lambda x, y: x + y.mT, [(6, 6), (6, 6)], [0], [0], mesh_of(4))
+
+
+@pytest.mark.spmd(4)
+def test_exchanged_dims_are_refused():
+    x = torch.randn(2, 3, 7, 7)
+    a = lightning_shard.shard(x, mesh_of(2, 2), [2, 3])
+    b = lightning_shard.shard(x, mesh_of(2, 2), [3, 2])
+    assert a.type() == x.type()
+    with pytest.raises(UnsupportedOperationError, match="split differently"):
+        a + b
+    with pytest.raises(UnsupportedOperationError, match="split differently"):
+        a + lightning_shard.shard(x, mesh_of(2, 2), [1, 2])

@@ -67,6 +67,7 @@ CASES = {
         [SHAPE],
     ),
     "norm": (lambda x: x.norm(dim=2), [SHAPE]),
+    "norm_by_place": (lambda x: (torch.norm(x, 2, 2), torch.norm(x, dim=(2, 3))), [SHAPE]),
     "norm_1": (lambda x: torch.linalg.vector_norm(x, 1, (2, 3), keepdim=True), [SHAPE]),
     "norm_inf": (lambda x: x.norm(torch.inf), [SHAPE]),
     "norm_zero": (lambda x: (x * (torch.arange(3) != 1)).norm(dim=2), [SHAPE]),

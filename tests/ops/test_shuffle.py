@@ -17,6 +17,8 @@ CASES = {
     "unfold_padding": (lambda x: F.unfold(x, (3, 2), (1, 2), 1, (2, 1)), (2, 3, 9, 6)),
     "unfold_unbatched": (lambda x: F.unfold(x, 3, 2, 2, 2), (3, 9, 6)),
     "unfold_gaps": (lambda x: F.unfold(x, 2, stride=3), (2, 3, 11, 8)),
+    "sliding": (lambda x: (x.unfold(-2, 3, 2), x.unfold(-1, 2, 1)), (2, 3, 7, 5)),
+    "sliding_all": (lambda x: x.unfold(1, 2, 1).unfold(2, 3, 3).unfold(3, 1, 2), (2, 3, 8, 5)),
     "fold": (lambda x: F.fold(F.unfold(x, 3).pow(2), (7, 5), 3), (2, 3, 7, 5)),
     "fold_padding": (
         lambda x: F.fold(F.unfold(x, 3, 2, 2, 2).pow(2), (9, 6), 3, 2, 2, 2),
@@ -52,6 +54,7 @@ def test_split_batch_and_channels(case, dims):
 
 
 TINY = {
+    "sliding": (lambda x: x.unfold(-2, 3, 1) * 2, (2, 3, 4, 5)),
     "shuffle": (lambda x: F.pixel_shuffle(x, 2), (2, 4, 2, 5)),
     "shuffle_one": (lambda x: F.pixel_shuffle(x, 2), (2, 4, 1, 5)),
     "unshuffle": (lambda x: F.pixel_unshuffle(x, 2), (2, 3, 6, 4)),
