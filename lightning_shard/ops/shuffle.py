@@ -151,7 +151,7 @@ def sliding(
     )
     layout = Layout((*rows.layout.dims, (Factor(size),)), rows.layout.grid)
     if 0 in layout.local_shape:
-        return x.like(empty_attached(layout.local_shape, x.local), layout)
+        return x.like(empty_attached(layout.local_shape, rows.local), layout)
     return Subdomain(rows.local.unfold(d, size, step), layout, x.domain, moved=True)
 
 
