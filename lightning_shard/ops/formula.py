@@ -105,7 +105,7 @@ def add_product(
     **named: Any,
 ) -> Tensor:
     """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
-    a, b = map(wrapped, (*operands, *named.values()))
+    a, b = map(wrapped, (*operands, *(named[name] for name in sorted(named))))
     product = _PRODUCTS.get(func.__name__, torch.matmul)(a, b)
     product = product if alpha == 1 else alpha * product
     if not beta:

@@ -134,27 +134,6 @@ def unfold(
     return x.like(func(x.local, kernels, dilations, inner, strides), layout)
 
 
-@implements(Tensor.unfold)
-def sliding(
-    func: Callable[..., Tensor], x: Subdomain, dimension: int, size: int, step: int
-) -> Subdomain:
-    """Windows along one dim; their elements are a new last dim."""
-    d = x.layout.dim(dimension)
-    if not x.layout.axes(d):
-        local, layout = (
-            x.local.unfold(d, size, step),
-            x.layout.with_dim(d, _count(x.shape[d], size, step, 0, 1)),
-        )
-        return x.view(local, Layout((*layout.dims, (Factor(size),)), layout.grid))
-    rows = window_rows(
-        x, d, _count(x.shape[d], size, step, 0, 1), kernel=size, stride=step, padding=0
-    )
-    layout = Layout((*rows.layout.dims, (Factor(size),)), rows.layout.grid)
-    if 0 in layout.local_shape:
-        return x.like(empty_attached(layout.local_shape, rows.local), layout)
-    return Subdomain(rows.local.unfold(d, size, step), layout, x.domain, moved=True)
-
-
 def _count(extent: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
     """The number of blocks along a dim."""
     blocks = (extent + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1

@@ -106,7 +106,39 @@ REFUSED = {
     "unique_consecutive_method": Tensor.unique_consecutive,
 }
 
+
+def recurrences() -> list[Arguments]:
+    """(T, B, E) and weights of as many gates as any recurrence has."""
+    shapes = (5, 3, 2), (12, 2), (12, 3)
+    return [(tuple(torch.randn(shape).double() for shape in shapes), {})]
+
+
+def layer(
+    function: Callable[..., Any], gates: int, *, cell: bool = False
+) -> Callable[..., list[Tensor]]:
+    """`function` with three hidden features and weights of `gates` times as many rows."""
+
+    def run(x: Tensor, wi: Tensor, wh: Tensor) -> list[Tensor]:
+        weights = [wi[: 3 * gates], wh[: 3 * gates]]
+        start = torch.zeros(3 if cell else 1, *([] if cell else [3]), 3).double()
+        start = (start, start) if gates == 4 else start
+        if cell:
+            found = function(x[0], start, *weights)
+        else:
+            found = function(x, start, weights, False, 1, 0.0, False, False, False)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    return run
+
+
 ROWS: dict[str, Row] = {
+    "recurrence": Row(
+        [layer(torch.lstm, 4), layer(torch.gru, 3), layer(torch.rnn_tanh, 1),
+         layer(torch.rnn_relu, 1), layer(torch.lstm_cell, 4, cell=True),
+         layer(torch.gru_cell, 3, cell=True), layer(torch.rnn_tanh_cell, 1, cell=True),
+         layer(torch.rnn_relu_cell, 1, cell=True)],
+        recurrences,
+    ),
     **{f"refused.{name}": Row([refused(f)], matrices()) for name, f in REFUSED.items()},
     "number": Row(
         [Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__complex__,
