@@ -2,27 +2,35 @@
 
 Their values stay theirs: a grid embedding's coordinates are views of one vector for each dim, of
 which each rank copies its rows; and the spectrum of zeros to which a spectral convolution assigns
-modes is a `Canvas` from the start.
+modes is a `Canvas` from the start. Where no field is split, spectral convolutions still transform
+only the modes that they keep: their input passes as a tensor that is split over one rank.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard.mixins import is_a, mix_in
 from lightning_shard.ops.canvas import Canvas
+from lightning_shard.placement import from_local
 from lightning_shard.tensor import DomainTensor
 
 
-def avoid_whole_fields(root: nn.Module) -> None:
-    """Let the layers under `root` allocate parts only, where their input is split; in place."""
+def avoid_whole_fields(root: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Let the layers under `root` allocate parts only, where their input is split; in place.
+
+    Args:
+        root: The whole network.
+        mesh: A domain mesh of one rank, over which inputs that are not split pass.
+    """
     for module in list(root.modules()):
         if is_a(module, "neuralop", "GridEmbeddingND", "GridEmbedding2D"):
             mix_in(module, _LocalGrid)
         elif is_a(module, "neuralop", "SpectralConv"):
-            mix_in(module, _LazyCanvas)
+            mix_in(module, _LazyCanvas, _alone=mesh)
 
 
 class _LocalGrid:
@@ -46,13 +54,24 @@ class _LocalGrid:
 class _LazyCanvas:
     """Mixin of a spectral convolution."""
 
+    _alone: DeviceMesh | None
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own."""
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(x, DomainTensor):
+        split = isinstance(x, DomainTensor)
+        if not split and (self._alone is None or _is_traced()):
             return run(x, *args, **kwargs)
+        if not split:
+            x = from_local(x, self._alone, range(2, 2 + self._alone.ndim), x.shape)
         with _ComplexZerosAreCanvases():
-            return run(x, *args, **kwargs)
+            y = run(x, *args, **kwargs)
+        return y if split else y.to_local()
+
+
+def _is_traced() -> bool:
+    """Whether torch.compile or torch.func look on, which want torch's own functions."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 class _ComplexZerosAreCanvases(TorchFunctionMode):

@@ -82,6 +82,8 @@ def parallelize(
     if isinstance(module, FSDPModule):
         return {}
     before = dict(module.named_parameters(remove_duplicate=False))
+    domain = _domain_mesh(mesh)
+    avoid_whole_fields(module, domain if domain is not None and domain.size() == 1 else None)
     if mesh.size() == 1:
         return {}
     flat = mesh if mesh.ndim == 1 else mesh._flatten("all_ranks")
@@ -95,8 +97,8 @@ def parallelize(
     scalars = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
     for scalar in scalars:
         scalar.register_hook(functools.partial(_mean_over_ranks, group=group))
-    avoid_whole_fields(module)
-    _shard_modes(module, mesh, dims)
+    if domain is not None and domain.size() > 1:
+        _shard_modes(module, mesh, domain, dims)
     for block in (*blocks(module), module):
         if not isinstance(block, FSDPModule):
             _shard_block(block, flat, scalars)
@@ -108,12 +110,16 @@ def parallelize(
     return {before[name]: after[name] for name in before}
 
 
-def _shard_modes(module: nn.Module, mesh: DeviceMesh, dims: Sequence[int] | None) -> None:
-    """Spectral weights split by mode over the domain, and sharded over data replicas."""
+def _domain_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The domain axes of a mesh that `make_mesh` made."""
     names = mesh.mesh_dim_names or ()
-    if names[:1] != ("data",) or mesh[names[1:]].size() == 1:
-        return
-    domain = mesh[names[1:]]
+    return mesh[names[1:]] if names[:1] == ("data",) and len(names) > 1 else None
+
+
+def _shard_modes(
+    module: nn.Module, mesh: DeviceMesh, domain: DeviceMesh, dims: Sequence[int] | None
+) -> None:
+    """Spectral weights split by mode over the domain, and sharded over data replicas."""
     dims = tuple(range(2, 2 + domain.ndim)) if dims is None else tuple(dims)
     for layer in split_by_mode(module, domain, dims):
         _shard_block(layer, mesh["data"], set())

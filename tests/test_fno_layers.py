@@ -48,6 +48,21 @@ def test_values_are_those_of_the_layers(sizes):
     assert_parity_of_module(net, (2, 1, 21, 16), (2, 3)[: len(sizes)], mesh_of(*sizes))
 
 
+@pytest.mark.spmd(1)
+def test_one_process_takes_the_same_way():
+    """And torch.func finds the layer's own."""
+    torch.manual_seed(4)
+    net, x = Scaled(), torch.randn(2, 1, 21, 16, dtype=torch.float64, requires_grad=True)
+    fast = copy.deepcopy(net)
+    lightning_shard.parallelize(fast, make_mesh("cpu", 1, (1,)))
+    assert type(fast(x)) is torch.Tensor
+    wanted = torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+    found = torch.autograd.grad(fast(x).square().sum(), [x, *fast.parameters()])
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    tangent = torch.func.jvp(fast, (x,), (x,))[1]
+    torch.testing.assert_close(tangent, torch.func.jvp(net, (x,), (x,))[1])
+
+
 @pytest.mark.spmd(4)
 def test_no_rank_allocates_a_whole_field():
     net, x = Scaled(), torch.randn(1, 1, 256, 64, dtype=torch.float64)
