@@ -59,14 +59,15 @@ class _LazyCanvas:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own."""
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        split = isinstance(x, DomainTensor)
-        if not split and (self._alone is None or _is_traced()):
+        if isinstance(x, DomainTensor):
+            with _ComplexZerosAreCanvases():
+                return run(x, *args, **kwargs)
+        mesh = self._alone
+        if mesh is None or _is_traced():
             return run(x, *args, **kwargs)
-        if not split:
-            x = from_local(x, self._alone, range(2, 2 + self._alone.ndim), x.shape)
+        split = from_local(x, mesh, range(2, 2 + mesh.ndim), x.shape)
         with _ComplexZerosAreCanvases():
-            y = run(x, *args, **kwargs)
-        return y if split else y.to_local()
+            return run(split, *args, **kwargs).to_local()
 
 
 def _is_traced() -> bool:

@@ -16,6 +16,7 @@ from lightning_shard.ops.shift import roll
 from lightning_shard.ops.spectrum import Spectrum, inverse
 
 Lazy = Spectrum | Canvas
+LIMITS = "modes assigned twice to a place, or to a part of a dim that is not transformed"
 
 
 def _plan(
@@ -107,7 +108,7 @@ def _register() -> None:
             function = getattr(torch.fft, prefix + name)
 
             rule = functools.partial(_call, kind, rank, one_sided)
-            implements(function)(rule)
+            implements(function, limits=LIMITS if kind is _backward else "")(rule)
             if kind is _backward:
                 implements_lazily(function)(rule)
 
