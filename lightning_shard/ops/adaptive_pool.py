@@ -60,7 +60,10 @@ def adaptive_avg_pool(
 
 def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
     """The last dims averaged to `sizes`: each a product with a (output, input rows) matrix."""
-    for dim, size in enumerate(sizes, x.ndim - len(sizes)):
+    pairs = list(enumerate(sizes, x.ndim - len(sizes)))
+    split = set(x.layout.split_dims)
+    # whole dims first: what travels along a split one is then smaller
+    for dim, size in sorted(pairs, key=lambda pair: pair[0] in split):
         x = _average_dim(simple(x, dim), dim, size)
     return x if x.layout.split_dims else x.local
 

@@ -53,6 +53,11 @@ def names() -> list[str]:
     return [*_database(), *ROWS]
 
 
+def twice_differentiable() -> list[str]:
+    """The rows of the database whose functions have a second derivative."""
+    return [name for name, op in _database().items() if op.supports_gradgrad]
+
+
 def functions_of(name: str) -> list[Callable[..., Any]]:
     """The forms of a row's function: torch's, the method, in place, under other names."""
     if name in ROWS:

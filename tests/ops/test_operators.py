@@ -130,10 +130,76 @@ def assert_same_gradients(
         assert_same(own / dist.get_world_size(), value, f"gradient of tensor {i}", narrow)
 
 
+def check_second_gradients(name: str, limit: int, mesh: DeviceMesh) -> None:
+    """The gradient of a squared gradient norm, where torch has one."""
+    for function, sample, split in database.cases_of(name, limit):
+        chosen, dim = split
+        operands: list[Tensor] = []
+
+        def keep(i: int, x: Tensor, operands: list[Tensor] = operands) -> Tensor:
+            operands.append(x)
+            return x
+
+        def place(
+            i: int,
+            x: Tensor,
+            operands: list[Tensor] = operands,
+            chosen: tuple[int, ...] = chosen,
+            dim: int = dim,
+        ) -> Tensor:
+            return keep(i, lightning_shard.shard(x, mesh, dim) if i in chosen else x, operands)
+
+        floating = [sample.tensors[i].is_floating_point() for i in chosen]
+        if database.is_random(name, sample) or not any(floating):
+            continue
+        try:
+            wanted = second_gradients(*run(function, sample, keep), operands)
+        except Exception:  # torch refuses these arguments, or has no second derivative
+            continue
+        operands.clear()
+        try:
+            found = second_gradients(*run(function, sample, place), operands)
+        except UnsupportedOperationError:
+            continue
+        for i, (own, value) in enumerate(zip(found, wanted, strict=True)):
+            dist.all_reduce(torch.view_as_real(own) if own.is_complex() else own)
+            what = f"{name}({sample}), {split}: second gradient of tensor {i}"
+            assert_same(own / dist.get_world_size(), value, what, 1e-7)
+
+
+def second_gradients(
+    results: list[Any], leaves: list[Tensor], operands: list[Tensor]
+) -> list[Tensor]:
+    outputs = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+    leaves = [x for x in leaves if x.requires_grad]
+    if any(o.isnan().any() for o in outputs) or not outputs:
+        return []
+    loss = sum((o * o).sum().real if o.is_complex() else (o * o).sum() for o in outputs)
+    assert isinstance(loss, Tensor)
+    inputs = [o for o in operands if o.requires_grad]
+    first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+    kept = [g for g in first if g is not None and g.requires_grad]
+    if not kept:
+        return []
+    penalty = sum((g * g).sum().real if g.is_complex() else (g * g).sum() for g in kept)
+    assert isinstance(penalty, Tensor)
+    found = torch.autograd.grad(penalty, leaves, allow_unused=True)
+    return [
+        torch.zeros_like(x) if g is None else g.contiguous()
+        for g, x in zip(found, leaves, strict=True)
+    ]
+
+
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", database.names())
 def test_two_ranks(name):
     check(name, 10, mesh_of(2))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", database.twice_differentiable())
+def test_second_gradients(name):
+    check_second_gradients(name, 3, mesh_of(2))
 
 
 @pytest.mark.spmd(3)

@@ -56,7 +56,7 @@ CASES = {
         lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False), ROW, ROW
     ),
     "pad_rows": (lambda x: F.pad(x, (0, 0, 1, 1)), 0, 0),
-    "pad_columns": (lambda x: F.pad(x, (1, 1), "circular"), 0, 0),
+    "pad_columns": (lambda x: F.pad(x, (1, 1, 0, 0), "circular"), 0, 0),
     "roll_rows": (lambda x: x.roll(1, 2), ROW, ROW),
     "roll_columns": (lambda x: x.roll(1, 3), 0, 0),
     "flip_rows": (lambda x: x.flip(2), PART, PART),
@@ -78,7 +78,9 @@ CASES = {
     "cumsum_of_columns": (lambda x: x.cumsum(3), 0, 0),
     "unfold": (lambda x: F.unfold(x, 3, padding=1), ROW, ROW),
     "sort_of_columns": (lambda x: x.sort(3).values, 0, 0),
-    "sort_of_rows": (lambda x: x.sort(2).values, PART, PART),  # to the columns and back
+    "sort_of_rows": (  # to the columns and back, with the indices
+        lambda x: x.sort(2).values, 3 * PART // 2, PART
+    ),
 }  # fmt: skip
 
 
