@@ -154,6 +154,16 @@ def window_span(low: int, high: int, kernel: int, stride: int, padding: int, dil
     return low * stride - padding, (high - 1) * stride - padding + dilation * (kernel - 1) + 1
 
 
+def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, also for pieces of one dim without rows, which it drops from the graph.
+
+    A rank whose gradient lacks what the others' have would leave them waiting in a collective.
+    """
+    if pieces[0].ndim > 1:
+        return torch.cat(list(pieces), dim)
+    return torch.cat([piece.unsqueeze(0) for piece in pieces], 1).squeeze(0)
+
+
 def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
     """A tensor without elements that depends on `sources`.
 

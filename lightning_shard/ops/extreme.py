@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_shard.comm import all_reduce_extreme
 from lightning_shard.domain import Subdomain
+from lightning_shard.halo import concatenated
 from lightning_shard.ops.align import common_layout, local_part, simple
 from lightning_shard.ops.reduce import Dims, one_of_all, reduced_dims, result, squeezed, sum_over
 from lightning_shard.ops.registry import implements
@@ -99,7 +100,7 @@ def _best_along(pick: Callable[..., Any], x: Subdomain, dim: int) -> tuple[Tenso
     rows = x.local
     if rows.shape[dim] == 0:
         shape = [*rows.shape[:dim], 1, *rows.shape[dim + 1 :]]
-        rows = torch.cat([rows, rows.new_full(shape, _worst(rows, pick is torch.max))], dim)
+        rows = concatenated([rows, rows.new_full(shape, _worst(rows, pick is torch.max))], dim)
     values, indices = pick(rows, dim, True)
     low, _ = x.layout.dims[dim][0].bounds(x.layout.grid)
     values, rank = pick(one_of_each(x, dim, values), dim, True)

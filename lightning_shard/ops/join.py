@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.halo import Span, fetch, needs_of
+from lightning_shard.halo import Span, concatenated, fetch, needs_of
 from lightning_shard.layout import Layout
 from lightning_shard.ops.align import common_layout, local_part, simple
 from lightning_shard.ops.registry import implements, wrapped
@@ -40,7 +40,7 @@ def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kw
         )
         parts.append(local)
         start += t.shape[dim]
-    return first.like(torch.cat(parts, dim), target)
+    return first.like(concatenated(parts, dim), target)
 
 
 def _without(tensors: Sequence[Operand], dim: int) -> Layout:
