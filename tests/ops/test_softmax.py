@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lightning_shard
-from tests.parity import assert_double_backward, assert_parity, mesh_of
+from tests.parity import mesh_of
 
 SHAPE = (2, 3, 7, 3)
 
@@ -41,31 +41,6 @@ SMOOTH = [
     "cumprod",
     "logcumsumexp",
 ]
-
-
-@pytest.mark.spmd(3)
-@pytest.mark.parametrize("dim", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_three_ranks(case, dim):
-    function, shapes = CASES[case]
-    assert_parity(function, shapes, {0: [dim]}, mesh_of(3))
-
-
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[3], [2, 3]], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_four_ranks(case, dims):
-    function, shapes = CASES[case]
-    assert_parity(function, shapes, {0: dims}, mesh_of(4) if len(dims) == 1 else mesh_of(2, 2))
-
-
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[3], [2, 3]], ids=str)
-@pytest.mark.parametrize("case", SMOOTH)
-def test_double_backward(case, dims):
-    function, shapes = CASES[case]
-    mesh = mesh_of(4) if len(dims) == 1 else mesh_of(2, 2)
-    assert_double_backward(function, shapes, {0: dims}, mesh)
 
 
 @pytest.mark.spmd(3)
