@@ -4,6 +4,7 @@ from lightning_shard import functional as functional
 from lightning_shard.domain import Subdomain as Subdomain
 from lightning_shard.escape import allow_gather as allow_gather
 from lightning_shard.escape import local_map as local_map
+from lightning_shard.function import allow_function as allow_function
 from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperationError
 from lightning_shard.ops.registry import register_rule as register_rule
 from lightning_shard.ops.spectral_plan import spectral_method as spectral_method

@@ -20,16 +20,19 @@ from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import gathered
 from lightning_shard.ops.become import refuse_shared
 from lightning_shard.ops.canvas import Canvas
-from lightning_shard.ops.pointwise import is_in_place
+from lightning_shard.ops.pointwise import is_in_place, pointwise
 from lightning_shard.ops.registry import canonical_names, check_operands, set_wrapper
 from lightning_shard.ops.spectrum import Spectrum
 
 Part = Subdomain | Spectrum | Canvas
 
 gather_allowed: ContextVar[bool] = ContextVar("gather_allowed", default=False)
+# how to read a tensor that has history of its own, by the class of its grad_fn; see function.py
+followed: dict[type, Callable[["DomainTensor"], Part]] = {}
 _warned: set[Any] = set()
 
 _plain = torch._C.DisableTorchFunctionSubclass
+aten = torch.ops.aten
 
 
 def _attributes(names: str) -> set[Any]:
@@ -49,10 +52,11 @@ _OF_WRAPPER = _attributes(
     torch.get_device,
 }  # fmt: skip
 # Facts of the autograd graph, which is the local tensor's.
-_OF_LOCAL = _attributes("requires_grad grad_fn is_leaf retains_grad output_nr _version") | {
+_OF_LOCAL = _attributes("grad_fn is_leaf retains_grad output_nr _version") | {
     Tensor.retain_grad, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, torch.is_conj,
     torch.is_neg,
 }  # fmt: skip
+_GET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
@@ -97,6 +101,11 @@ class DomainTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Only what autograd does with the wrappers of a Function, see function.py."""
+        if func is aten.detach.default:
+            return DomainTensor(args[0]._part.like(args[0]._part.local.detach()))
+        if func is aten.add.Tensor and all(isinstance(a, DomainTensor) for a in args):
+            return _wrap(pointwise(torch.add, *(a._part for a in args)), {})
         raise UnsupportedOperationError(
             f"{func} reached a tensor split over ranks without passing a rule. "
             "Register one (lightning_shard.register_rule) or gather first (lightning_shard.gather)."
@@ -126,6 +135,9 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     wrappers: dict[int, DomainTensor] = {}
     local_args = [_unwrap(a, wrappers) for a in args]
     local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()}
+    if func == _GET_REQUIRES_GRAD:  # of a copy that a Function saved, see function.py
+        with _plain():
+            return local_args[0].local.requires_grad or args[0].grad_fn is not None
     if func in _OF_LOCAL:
         return func(local_args[0].local, *local_args[1:], **local_kwargs)
     parts = [w._part for w in wrappers.values()]
@@ -194,7 +206,8 @@ def _show_requires_grad(tensor: DomainTensor) -> None:
     """After a write in place the wrapper says what its part says, see `_checked`."""
     if isinstance(tensor._part, Subdomain):
         with _plain():
-            tensor.requires_grad_(tensor._part.local.requires_grad)
+            if tensor.grad_fn is None:
+                tensor.requires_grad_(tensor._part.local.requires_grad)
 
 
 def _become_canvas(plain: Tensor) -> Canvas:
@@ -264,11 +277,14 @@ def _checked(tensor: DomainTensor) -> Part:
     """The part of `tensor`, unless a foreign autograd.Function put its history on the wrapper."""
     with _plain():
         foreign = tensor.grad_fn
-    if foreign is not None:
+    if foreign is None:
+        return tensor._part
+    follow = followed.get(type(foreign))
+    if follow is None:
         raise UnsupportedOperationError(
             f"the autograd.Function behind {type(foreign).__name__} was applied to a tensor split "
-            "over ranks; its gradients would be lost. Apply it to t.to_local() and wrap the result "
-            "with lightning_shard.from_local if it works row by row, or gather first; a "
-            "checkpoint takes use_reentrant=False."
+            "over ranks; its gradients would be lost. Allow it with "
+            "lightning_shard.allow_function if it computes with torch functions, or run it on each "
+            "rank's rows with lightning_shard.local_map."
         )
-    return tensor._part
+    return follow(tensor)

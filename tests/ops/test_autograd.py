@@ -1,10 +1,9 @@
-"""torch.autograd on split tensors, checkpointing, and what Python sees of a split tensor."""
+"""torch.autograd on split tensors, and what Python sees of a split tensor."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lightning_shard
 from lightning_shard import DomainTensor, UnsupportedOperationError
@@ -104,25 +103,6 @@ def test_hooks_see_the_gradient_of_one_process():
         inner.square().sum().backward()
     torch.testing.assert_close(seen[1], seen[0])
     torch.testing.assert_close(results[1], results[0])
-
-
-@pytest.mark.spmd(3)
-@pytest.mark.parametrize("dim", [2, 3])
-def test_checkpoint(dim):
-    def function(x, w):
-        return checkpoint(model, x, w, use_reentrant=False)
-
-    assert_parity(function, [SHAPE, (4, 3, 3, 3)], {0: [dim]}, mesh_of(3))
-
-
-@pytest.mark.spmd(3)
-def test_reentrant_checkpoint_is_refused():
-    x, w = make()
-    split = leaf(x, mesh_of(3), 2)
-    with pytest.raises(UnsupportedOperationError, match="use_reentrant=False"):
-        checkpoint(model, split, w.requires_grad_(), use_reentrant=True).sum()
-    with pytest.raises(UnsupportedOperationError, match="use_reentrant=False"):
-        checkpoint(model, split, w.detach(), use_reentrant=True).sum()
 
 
 class Double(torch.autograd.Function):
