@@ -31,6 +31,7 @@ from lightning_shard.checkpoint import (
     load_optimizer_state,
 )
 from lightning_shard.mesh_strategy import MeshStrategy
+from lightning_shard.ops.random import use_exact_random
 from lightning_shard.parallelize import parallelize
 from lightning_shard.resumable import make_resumable
 
@@ -54,6 +55,7 @@ class HybridShardStrategy(MeshStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         domain_parallel_size: int | Sequence[int] = 1,
         shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
+        exact_random: bool = False,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -74,6 +76,8 @@ class HybridShardStrategy(MeshStrategy):
             every
                 floating-point batch entry (B, C, *spatial). An int or a list: these dims instead. A
                 dict: for each batch entry its dims; entries that are not named stay whole.
+            exact_random: Whether dropout of split tensors draws the numbers of one process, at the
+                cost of drawing those of the whole tensor on each rank.
             timeout_s: Seconds after which a collective that does not end fails.
             process_group_backend: By default the device's: nccl, xccl or gloo.
             accelerator: Set by the Trainer.
@@ -97,6 +101,7 @@ class HybridShardStrategy(MeshStrategy):
             precision_plugin=precision_plugin,
         )
         self.shard_dims: ShardDims = shard_dims
+        self.exact_random = exact_random
         self._moved: dict[Any, Any] = {}
 
     @override
@@ -119,6 +124,7 @@ class HybridShardStrategy(MeshStrategy):
             dims=split_dims(self.shard_dims),
         )
         self._share_random_state()
+        use_exact_random(self.exact_random)
         self.barrier("HybridShardStrategy.setup")
         if fitting:
             self.setup_optimizers(trainer)
@@ -129,13 +135,14 @@ class HybridShardStrategy(MeshStrategy):
     def _share_random_state(self) -> None:
         """The ranks of a domain draw the same random numbers for what they all compute."""
         if self.domain_size > 1:
-            states = [torch.get_rng_state()]
+            device = self.root_device
+            owners = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+            states = [owner.get_rng_state() for owner in owners]
             for axis in reversed(range(self.domain_mesh.ndim)):
                 group = self.domain_mesh.get_group(axis)
-                dist.broadcast_object_list(
-                    states, group=group, group_src=0, device=self.root_device
-                )
-            torch.set_rng_state(states[0])
+                dist.broadcast_object_list(states, group=group, group_src=0, device=device)
+            for owner, state in zip(owners, states, strict=True):
+                owner.set_rng_state(state)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -3,20 +3,24 @@
 One seed is drawn from the default generator of the CPU (or from the generator given), so every rank
 advances it equally and code that draws plain tensors stays in step. The numbers then come from a
 generator of their own, seeded by that seed and the place of this rank's part.
+
+With `use_exact_random(True)` they are those of one process: every rank draws the numbers of the
+whole tensor, in the order of its memory, and keeps its part.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.ops.align import common_layout, local_part
-from lightning_shard.ops.registry import implements
+from lightning_shard.layout import Factor, Layout
+from lightning_shard.ops.align import common_layout, gathered, local_part, take_part
+from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 Operand = Subdomain | Tensor
 
@@ -26,14 +30,34 @@ _ALPHA = 1.7580993408473766  # minus the value that a SELU saturates to
 _BATCHED = {F.dropout1d: 3, F.dropout3d: 5}
 
 
-def own_generator(
-    x: Subdomain, dims: Sequence[int] | None = None, generator: torch.Generator | None = None
-) -> torch.Generator:
-    """A generator for this rank's part of a tensor with the dims `dims` of `x` (all if None)."""
+Draw = Callable[[Tensor, torch.Generator | None], Any]
+
+_exact = False
+
+
+def use_exact_random(mode: bool) -> None:
+    """Choose whether random numbers of split tensors equal those of one process.
+
+    By default each rank draws for its own part, reproducibly from the seed, but other numbers than
+    one process. With `mode` True dropout, `rand_like`, `normal_` and the like draw the numbers that
+    one process draws from the same state of the generator, which all ranks of a domain must share.
+    That takes the time and the memory of the whole tensor's random numbers on each rank, and
+    gathers the tensors whose elements are probabilities, rates or means (`torch.bernoulli`,
+    `torch.normal`).
+    """
+    global _exact
+    _exact = mode
+
+
+def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:
+    """A generator for this rank's part of a tensor that is split as `x`."""
+    if _exact:
+        raise UnsupportedOperationError(
+            "it has no random numbers equal to those of one process, as use_exact_random asks for"
+        )
     device = "cpu" if generator is None else generator.device
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
-    axes = x.layout.axes() if dims is None else x.layout.axes(*dims)
-    place = x.layout.grid.index(axes)
+    place = x.layout.grid.index(x.layout.axes())
     return torch.Generator(x.local.device).manual_seed((seed + place * _SPREAD) % 2**63)
 
 
@@ -51,6 +75,19 @@ def own_random_state(x: Subdomain) -> Iterator[None]:
         yield
     finally:
         default.set_state(state)
+
+
+def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) -> Tensor:
+    """This rank's part of the random numbers that `draw` writes into a tensor like `x`."""
+    local = x.local.detach()
+    if not _exact:
+        result = torch.empty_like(local)
+        draw(result, own_generator(x, generator))
+        return result
+    order = sorted(range(x.ndim), key=lambda d: -local.stride(d))
+    whole = torch.empty_permuted(x.shape, order, dtype=local.dtype, device=local.device)
+    draw(whole, generator)
+    return take_part(whole, x.layout).clone(memory_format=torch.preserve_format)
 
 
 @implements(F.dropout, torch.dropout, torch.dropout_)
@@ -107,7 +144,15 @@ def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: ran
     _check_probability(p)
     if not training or p == 0:
         return x if inplace else x.like(x.local.clone())
-    factor = _kept(x, p, dims) / (1 - p if p < 1 else 1)
+
+    def draw(t: Tensor, own: torch.Generator | None) -> None:
+        if own is None and not inplace and len(dims) == x.ndim:
+            # one process: by a kernel with numbers of its own on some devices
+            t.copy_(torch.dropout(torch.ones_like(t), p, True) != 0)
+        else:
+            t.bernoulli_(1 - p, generator=own)
+
+    factor = _kept(x, p, dims, draw) / (1 - p if p < 1 else 1)
     return x.like(x.local.mul_(factor) if inplace else x.local * factor)
 
 
@@ -118,17 +163,20 @@ def _alpha_dropped(
     _check_probability(p)
     if not training or p == 0:
         return x if inplace else x.like(x.local.clone())
-    kept = _kept(x, p, dims)
+    kept = _kept(x, p, dims, lambda t, own: t.bernoulli_(1 - p, generator=own))
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
     shift = (kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p
     factor = kept * scale
     return x.like(x.local.mul_(factor).add_(shift) if inplace else x.local * factor + shift)
 
 
-def _kept(x: Subdomain, p: float, dims: range) -> Tensor:
+def _kept(x: Subdomain, p: float, dims: range, draw: Draw) -> Tensor:
     """One for what is kept, zero for what is dropped; one number for all dims after `dims`."""
-    shape = [n if d in dims else 1 for d, n in enumerate(x.local.shape)]
-    return x.local.new_empty(shape).detach().bernoulli_(1 - p, generator=own_generator(x, dims))
+    if p == 1:  # as torch: without drawing
+        return x.local.new_zeros(())
+    ones = x.layout.with_dims({d: (Factor(1),) for d in range(x.ndim) if d not in dims})
+    like = x.local if len(dims) == x.ndim else x.local.new_empty(ones.local_shape)
+    return drawn(x.like(like, ones), draw)
 
 
 def _check_probability(p: float) -> None:
@@ -146,13 +194,12 @@ def random_like(
     **options: Any,
 ) -> Subdomain:
     limits = limits or tuple(options.pop(k) for k in ("low", "high") if k in options)
-    result = torch.empty_like(x.local, **options)
-    draw = {"rand_like": result.uniform_, "randn_like": result.normal_}.get(func.__name__)
-    own = own_generator(x, None, generator)
-    if draw:
-        draw(generator=own)
+    if func is torch.randint_like:
+        fill, bounds = Tensor.random_, limits if len(limits) > 1 else (0, *limits)
     else:
-        result.random_(*(limits if len(limits) > 1 else (0, *limits)), generator=own)
+        fill, bounds = Tensor.uniform_ if func is torch.rand_like else Tensor.normal_, ()
+    like = x.like(torch.empty_like(x.local, **options))
+    result = drawn(like, lambda t, g: fill(t, *bounds, generator=g), generator)
     return x.like(result.requires_grad_(requires_grad))
 
 
@@ -165,9 +212,12 @@ def fill_randomly(
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> Subdomain:
-    own = own_generator(x, None, generator)
-    args = tuple(local_part(a, x.layout) if isinstance(a, Subdomain | Tensor) else a for a in args)
-    return x.like(func(x.local, *args, **kwargs, generator=own))
+    if not _exact:
+        args = tuple(local_part(a, x.layout) if _is_tensor(a) else a for a in args)
+        return x.like(func(x.local, *args, **kwargs, generator=own_generator(x, generator)))
+    args = tuple(gathered(a) if isinstance(a, Subdomain) else a for a in args)
+    numbers = drawn(x, lambda t, g: func(t, *args, **kwargs, generator=g), generator)
+    return x.like(x.local.copy_(numbers))
 
 
 @implements(torch.bernoulli, Tensor.bernoulli, torch.poisson)
@@ -175,7 +225,7 @@ def draw_elementwise(
     func: Callable[..., Tensor], x: Subdomain, *args: Any, generator: torch.Generator | None = None
 ) -> Subdomain:
     """Each element gives its own probability or rate."""
-    return x.like(func(x.local, *args, generator=own_generator(x, None, generator)))
+    return _elementwise(x.layout, [x], lambda t, g: func(t, *args, generator=g), generator)
 
 
 @implements(torch.normal)
@@ -186,17 +236,8 @@ def normal(
     *,
     generator: torch.Generator | None = None,
 ) -> Subdomain:
-    operands = [o for o in (mean, std) if isinstance(o, Subdomain | Tensor)]
-    layout = common_layout(operands)
-    first = next(o for o in operands if isinstance(o, Subdomain))
-    x = first.like(first.local, layout)
-    center, spread = (
-        local_part(o, layout) if isinstance(o, Subdomain | Tensor) else o for o in (mean, std)
-    )
-    noise = first.local.new_empty(layout.local_shape).normal_(
-        generator=own_generator(x, None, generator)
-    )
-    return first.like(center + spread * noise, layout)
+    layout = common_layout([o for o in (mean, std) if _is_tensor(o)])
+    return _elementwise(layout, [mean, std], lambda m, s, g: func(m, s, generator=g), generator)
 
 
 @implements(F.rrelu, torch.rrelu, torch.rrelu_)
@@ -208,9 +249,34 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Subdomain:
-    slope: Tensor | float = (lower + upper) / 2
-    if training:
+    """The slopes of negative elements are random; one process draws none for the others."""
+    if training and _exact:
+        whole = torch.rrelu(gathered(x), lower, upper, True)
+        numbers = take_part(whole, x.layout)
+    elif training:
         slope = torch.empty_like(x.local).uniform_(lower, upper, generator=own_generator(x))
-    factor = torch.where(x.local < 0, slope, 1.0).to(x.dtype)
+        numbers = x.local * torch.where(x.local < 0, slope, 1.0).to(x.dtype).detach()
+    else:
+        numbers = torch.rrelu(x.local, lower, upper)
     in_place = inplace or func is torch.rrelu_
-    return x.like(x.local.mul_(factor.detach()) if in_place else x.local * factor.detach())
+    return x.like(x.local.copy_(numbers) if in_place else numbers)
+
+
+def _elementwise(
+    layout: Layout,
+    operands: Sequence[Operand | float],
+    draw: Callable[..., Tensor],
+    generator: torch.Generator | None,
+) -> Subdomain:
+    """Random numbers whose distribution the elements of `operands` give."""
+    first = next(o for o in operands if isinstance(o, Subdomain))
+    if _exact:
+        wholes = [gathered(o) if isinstance(o, Subdomain) else o for o in operands]
+        return first.like(take_part(draw(*wholes, generator), layout), layout)
+    parts = [local_part(o, layout) if _is_tensor(o) else o for o in operands]
+    own = own_generator(first.like(first.local, layout), generator)
+    return first.like(draw(*parts, own), layout)
+
+
+def _is_tensor(value: Any) -> TypeGuard[Operand]:
+    return isinstance(value, Subdomain | Tensor)
