@@ -82,7 +82,8 @@ def _average_dim(x: Subdomain, dim: int, output: int) -> Subdomain:
 
 def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
     matrix = matrix.to(x.device, x.dtype)
-    return torch.matmul(x.movedim(dim, -1), matrix.t()).movedim(-1, dim)
+    with torch.autocast(x.device.type, enabled=False):  # which leaves poolings alone
+        return torch.matmul(x.movedim(dim, -1), matrix.t()).movedim(-1, dim)
 
 
 @lru_cache(maxsize=256)

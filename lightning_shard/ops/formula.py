@@ -70,7 +70,7 @@ def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
 @implements(F.prelu, torch.prelu, Tensor.prelu)
 def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
     """One slope, or one for each channel (dim 1)."""
-    x = wrapped(x)
+    x, weight = _autocast(None, wrapped(x), weight)
     slope = (
         weight.reshape([-1] + [1] * max(x.ndim - 2, 0))
         if weight.numel() > 1
@@ -83,13 +83,15 @@ def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
 def bilinear(
     func: Callable[..., Any], x: Any, input2: Any, weight: Any, bias: Any = None
 ) -> Tensor:
-    operands = map(wrapped, (x, weight, input2))
-    product = torch.einsum("...i,oij,...j->...o", *operands)
-    return product if bias is None else product + wrapped(bias)
+    operands = [*map(wrapped, (x, weight, input2))]
+    with torch.autocast(operands[0].device.type, enabled=False):  # which leaves it alone
+        product = torch.einsum("...i,oij,...j->...o", *operands)
+        return product if bias is None else product + wrapped(bias)
 
 
 _PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "addr": torch.outer,
+    "addmv": torch.mv,
     "addbmm": lambda a, b: torch.einsum("bij,bjk->ik", a, b),
 }
 
@@ -110,7 +112,9 @@ def add_product(
     product = product if alpha == 1 else alpha * product
     if not beta:
         return product
-    return product + (wrapped(x) if beta == 1 else beta * wrapped(x))
+    result = product + (wrapped(x) if beta == 1 else beta * wrapped(x))
+    narrow = torch.is_autocast_enabled(product.device.type)  # and then all operands are
+    return result.to(product.dtype) if narrow else result
 
 
 @implements(torch.vdot, Tensor.vdot)
@@ -201,7 +205,7 @@ def cosine_embedding_loss(
     **_: Any,
 ) -> Tensor:
     """As torch does, with 1e-12 added to the squared lengths."""
-    x, y, target = wrapped(x), wrapped(y), wrapped(target)
+    x, y, target = _autocast(torch.float32, wrapped(x), wrapped(y), wrapped(target))
     squares = [(t * t).sum(-1) + 1e-12 for t in (x, y)]
     cosine = (x * y).sum(-1) / (squares[0] * squares[1]).sqrt()
     apart = torch.where(target == -1, (cosine - margin).clamp(min=0), 0.0)
@@ -221,7 +225,9 @@ def triplet_margin_loss(
     reduction: str = "mean",
     **_: Any,
 ) -> Tensor:
-    anchor, positive, negative = wrapped(anchor), wrapped(positive), wrapped(negative)
+    anchor, positive, negative = _autocast(
+        torch.float32, wrapped(anchor), wrapped(positive), wrapped(negative)
+    )
     far = F.pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
@@ -231,3 +237,14 @@ def triplet_margin_loss(
 
 def _reduced(x: Tensor, reduction: str) -> Tensor:
     return x if reduction == "none" else x.mean() if reduction == "mean" else x.sum()
+
+
+def _autocast(dtype: torch.dtype | None, *tensors: Tensor) -> list[Tensor]:
+    """The tensors as autocast gives them to a function that it runs in `dtype` (None: narrow)."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = dtype or torch.get_autocast_dtype(device)
+    return [
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    ]

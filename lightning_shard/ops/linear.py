@@ -10,6 +10,7 @@ rows of the queries.
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from string import ascii_letters
 from typing import Any
 
@@ -138,7 +139,18 @@ def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: O
     left = (batch + "XY")[-a.ndim :] if a.ndim > 1 else "Y"
     right = (batch + "YZ")[-b.ndim :] if b.ndim > 1 else "Y"
     output = batch + ("X" if a.ndim > 1 else "") + ("Z" if b.ndim > 1 else "")
-    return contract(torch.matmul, [a, b], [left, right], output)
+    with _autocast_of(func, a, b):
+        return contract(torch.matmul, [a, b], [left, right], output)
+
+
+def _autocast_of(func: Callable[..., Tensor], *operands: Operand) -> AbstractContextManager[Any]:
+    """Autocast only if torch runs `func` in the narrow dtype: it leaves some products alone."""
+    locals_ = [x.local if isinstance(x, Subdomain) else x for x in operands]
+    device = locals_[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    tried = func(*(x.detach().new_ones([1] * x.ndim) for x in locals_))
+    return torch.autocast(device, enabled=tried.dtype == torch.get_autocast_dtype(device))
 
 
 @implements(torch.inner, Tensor.inner)

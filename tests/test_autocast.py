@@ -1,0 +1,117 @@
+"""Under autocast a split tensor has the dtype that torch gives the whole, op by op."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lightning_shard
+from tests.parity import mesh_of
+
+SHAPE = (2, 4, 9, 6)
+LABELS = torch.zeros(2, 9, 6, dtype=torch.long)
+
+
+def weights(*shape):
+    return torch.sin(torch.arange(float(torch.Size(shape).numel()))).reshape(shape)
+
+
+def batch_norm(x, training):
+    return F.batch_norm(x, torch.zeros(4), torch.ones(4), weights(4), weights(4), training)
+
+
+def flat(x):
+    return x.flatten(0, 1)
+
+
+def conv(x):
+    return F.conv2d(x, weights(4, 4, 3, 3), padding=1)
+
+
+FUNCTIONS = {
+    "conv": conv,
+    "conv_transpose": lambda x: F.conv_transpose2d(x, weights(4, 5, 2, 2), stride=2),
+    "linear": lambda x: F.linear(x, weights(7, 6)),
+    "matmul": lambda x: x @ x.mT,
+    "bmm": lambda x: torch.bmm(flat(x), flat(x).mT),
+    "mv": lambda x: torch.mv(x.flatten(0, 2), weights(6).to(x.dtype)),
+    "baddbmm": lambda x: torch.baddbmm(torch.ones(1), flat(x), flat(x).mT),
+    "addmm": lambda x: torch.addmm(torch.ones(5), x.flatten(0, 2), weights(6, 5)),
+    "einsum": lambda x: torch.einsum("bchw,oc->bohw", x, weights(3, 4)),
+    "bilinear": lambda x: F.bilinear(x, x, weights(3, 6, 6).to(x.dtype)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "softmax": lambda x: F.softmax(x, 2),
+    "log_softmax": lambda x: F.log_softmax(x, 2),
+    "logsumexp": lambda x: torch.logsumexp(x, 2),
+    "batch_norm": lambda x: batch_norm(x, True),
+    "batch_norm in eval mode": lambda x: batch_norm(x, False),
+    "instance_norm": F.instance_norm,
+    "group_norm": lambda x: F.group_norm(x, 2, weights(4), weights(4)),
+    "layer_norm": lambda x: F.layer_norm(x, [4, 9, 6]),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2),
+    "normalize": lambda x: F.normalize(x, dim=2),
+    "mse": lambda x: F.mse_loss(x, x / 2),
+    "mse of each": lambda x: F.mse_loss(x, x / 2, reduction="none"),
+    "l1": lambda x: F.l1_loss(x, x / 2),
+    "huber": lambda x: F.huber_loss(x, x / 2),
+    "cross_entropy": lambda x: F.cross_entropy(x, LABELS),
+    "nll": lambda x: F.nll_loss(x, LABELS),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid().detach()),
+    "kl_div": lambda x: F.kl_div(x, x.abs(), reduction="sum"),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x + 1, dim=2),
+    "cosine_embedding": lambda x: F.cosine_embedding_loss(
+        x.flatten(0, 2), x.flatten(0, 2) + 1, torch.ones(72)
+    ),
+    "triplet": lambda x: F.triplet_margin_loss(x, x / 2, x * 2),
+    "margin_ranking": lambda x: F.margin_ranking_loss(x, x / 2, x.sign()),
+    "gaussian_nll": lambda x: F.gaussian_nll_loss(x, x / 2, x.abs() + 1),
+    "sum": lambda x: x.sum(),
+    "sum of rows": lambda x: x.sum(2),
+    "mean": lambda x: x.mean((2, 3)),
+    "var": lambda x: x.var(),
+    "prod": lambda x: x.prod(2),
+    "norm": lambda x: x.norm(dim=2),
+    "cumsum": lambda x: x.cumsum(2),
+    "amax": lambda x: x.amax(2),
+    "cat": lambda x: torch.cat([x.float(), conv(x)], 1),
+    "cat of rows": lambda x: torch.cat([x.float(), conv(x)], 2),
+    "stack": lambda x: torch.stack([x.float(), conv(x)]),
+    "add": lambda x: x.float() + conv(x),
+    "add_": lambda x: conv(x).add_(x.float()),
+    "where": lambda x: torch.where(x > 0, x, x.float()),
+    "addcmul": lambda x: torch.addcmul(x, x, x.float()),
+    "pow": lambda x: x.abs() ** 2,
+    "exp": torch.exp,
+    "rsqrt": lambda x: x.abs().rsqrt(),
+    "gelu": F.gelu,
+    "prelu": lambda x: F.prelu(x, weights(4)),
+    "glu": lambda x: F.glu(x, 1),
+    "max_pool": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "avg_pool": lambda x: F.avg_pool2d(x, 2),
+    "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "global_avg_pool": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "bilinear interpolation": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "grid_sample": lambda x: F.grid_sample(x, torch.full((2, 9, 6, 2), 0.1), align_corners=False),
+    "pad": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "unfold": lambda x: F.unfold(x, 3, padding=1),
+    "rfft2": lambda x: torch.fft.rfft2(x.float()),
+    "block": lambda x: F.linear(F.layer_norm(conv(x).relu(), [6]), weights(7, 6)).softmax(-1),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dtype_and_value(name, narrow):
+    for dtype in (torch.float32, narrow):
+        x = torch.randn(SHAPE).to(dtype)
+        split = lightning_shard.shard(x, mesh_of(2), 2)
+        with torch.autocast("cpu", dtype=narrow):
+            wanted, found = FUNCTIONS[name](x), FUNCTIONS[name](split)
+        assert found.dtype == wanted.dtype
+        size = max(float(wanted.abs().max()), 1)
+        # torch's bilinear multiplies in the narrow dtype, and returns the wide one
+        wide = wanted.dtype in (torch.float32, torch.complex64) and name != "bilinear"
+        tolerance = 1e-5 if wide else 4 * torch.finfo(narrow).eps
+        torch.testing.assert_close(
+            lightning_shard.gather(found), wanted, rtol=tolerance, atol=tolerance * size
+        )
