@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.nn.modules._functions import BackwardHookFunction, SyncBatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shard.comm import all_reduce
@@ -199,4 +200,21 @@ def _ranks(domain: Domain) -> int:
 
 
 followed[_Enter._backward_cls] = _read_recorded
-allow_function(CheckpointFunction)
+
+
+def _serve_by_rule(function: Any) -> None:
+    """Let a Function of torch that has a rule of its own be found like any torch function."""
+
+    def apply(cls: Any, *args: Any) -> Any:
+        split = [a for a in args if isinstance(a, DomainTensor)]
+        if split:
+            return torch.overrides.handle_torch_function(cls, split, *args)
+        return super(function, cls).apply(*args)
+
+    function.apply = classmethod(apply)
+
+
+_serve_by_rule(SyncBatchNorm)
+_Leave._backward_cls.function = property(lambda node: node.next_functions[0][0])
+for _function in (CheckpointFunction, BackwardHookFunction):  # the latter of full backward hooks
+    allow_function(_function)

@@ -6,6 +6,7 @@ has no rule raises: nothing ever falls through to a kernel that would see a part
 whole.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
 
 from lightning_shard.domain import Subdomain
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
@@ -52,10 +55,11 @@ _OF_WRAPPER = _attributes(
     torch.get_device,
 }  # fmt: skip
 # Facts of the autograd graph, which is the local tensor's.
-_OF_LOCAL = _attributes("grad_fn is_leaf retains_grad output_nr _version") | {
+_OF_LOCAL = _attributes("is_leaf retains_grad output_nr _version") | {
     Tensor.retain_grad, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, torch.is_conj,
     torch.is_neg,
 }  # fmt: skip
+_GET_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _GET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
@@ -95,6 +99,9 @@ class DomainTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # torch.compile: rules are not traced, they run as they are
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return _dispatch_uncompiled(func, args, kwargs or {})
         return _dispatch(func, args, kwargs or {})
 
     @classmethod
@@ -110,6 +117,10 @@ class DomainTensor(Tensor):
             f"{func} reached a tensor split over ranks without passing a rule. "
             "Register one (lightning_shard.register_rule) or gather first (lightning_shard.gather)."
         )
+
+    def __copy__(self) -> "DomainTensor":
+        part = self.subdomain
+        return DomainTensor(part.like(copy.copy(part.local)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DomainTensor":
         """A copy of this rank's part; as in torch, only of a leaf."""
@@ -138,6 +149,9 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if func == _GET_REQUIRES_GRAD:  # of a copy that a Function saved, see function.py
         with _plain():
             return local_args[0].local.requires_grad or args[0].grad_fn is not None
+    if func == _GET_GRAD_FN:
+        node = local_args[0].local.grad_fn
+        return getattr(node, "function", node)  # of a Function the user's, see function.py
     if func in _OF_LOCAL:
         return func(local_args[0].local, *local_args[1:], **local_kwargs)
     parts = [w._part for w in wrappers.values()]
@@ -173,6 +187,11 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if "unexpected keyword" in str(error) or "positional argument" in str(error):
             raise UnsupportedOperationError(_refusal(func, parts, str(error))) from error
         raise
+
+
+@_disable_dynamo  # torch.compiler.disable, which would import the compiler here and now
+def _dispatch_uncompiled(*call: Any) -> Any:
+    return _dispatch(*call)
 
 
 def _run_whole(

@@ -38,6 +38,7 @@ from lightning_shard.ops import sliding as sliding
 from lightning_shard.ops import softmax as softmax
 from lightning_shard.ops import sort as sort
 from lightning_shard.ops import split as split
+from lightning_shard.ops import sync_norm as sync_norm
 from lightning_shard.ops import unpool as unpool
 from lightning_shard.ops import view as view
 from lightning_shard.ops.registry import UnsupportedOperationError as UnsupportedOperationError

@@ -110,7 +110,7 @@ def batch_norm(
     mean, variance = moments(x, dims, x.local, dims)
     unbiased = variance.detach() * (count / max(count - 1, 1))
     for buffer, value in ((running_mean, mean.detach()), (running_var, unbiased)):
-        _update(buffer, _all_channels(x, value.flatten()), momentum)
+        update_running(buffer, _all_channels(x, value.flatten()), momentum)
     shape = [1, -1, *[1] * (x.ndim - 2)]
     weight, bias = (None if v is None else _of_channels(x, v).view(shape) for v in (weight, bias))
     return x.like(normalized(x.local, mean, variance, weight, bias, eps))
@@ -143,7 +143,7 @@ def instance_norm(
     for buffer, value in ((running_mean, mean.detach()), (running_var, unbiased)):
         if buffer is not None:
             total = sum_over(x, value.flatten(1).sum(0), [0])
-            _update(buffer, _all_channels(x, total / x.shape[0]), momentum)
+            update_running(buffer, _all_channels(x, total / x.shape[0]), momentum)
     shape = [1, -1, *[1] * (x.ndim - 2)]
     weight, bias = (None if v is None else _of_channels(x, v).view(shape) for v in (weight, bias))
     return x.like(normalized(x.local, mean, variance, weight, bias, eps))
@@ -162,7 +162,7 @@ def _all_channels(x: Subdomain, local: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _update(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
+def update_running(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
     if buffer is not None:
         buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
 

@@ -1,5 +1,8 @@
 """torch.autograd on split tensors, and what Python sees of a split tensor."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,3 +175,46 @@ def test_optimizing_a_split_leaf():
             optimizer.step()
         ends.append(lightning_shard.gather(given).detach())
     torch.testing.assert_close(ends[1], ends[0])
+
+
+@pytest.mark.spmd(3)
+def test_full_backward_hooks_of_a_module():
+    x, _ = make()
+    seen, ends = [], []
+    for given in (x.clone().requires_grad_(), leaf(x, mesh_of(3), 2)):
+        module = nn.Tanh()
+        module.register_full_backward_pre_hook(lambda m, out: (out[0].clamp(max=0.5),))
+        module.register_full_backward_hook(
+            lambda m, into, out: seen.append([lightning_shard.gather(g[0]) for g in (into, out)])
+        )
+        module(given.sin()).square().sum().backward()
+        ends.append(lightning_shard.gather(given.grad))
+    torch.testing.assert_close(seen[1], seen[0])
+    torch.testing.assert_close(ends[1], ends[0])
+
+
+@pytest.mark.spmd(3)
+def test_copies():
+    split = leaf(make()[0], mesh_of(3), 2)
+    for copied in (copy.copy(split), copy.deepcopy(split)):
+        assert copied is not split
+        assert copied.requires_grad
+        assert torch.equal(copied, split)
+    assert copy.copy(split).to_local().data_ptr() == split.to_local().data_ptr()
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        torch.save({"x": split}, io.BytesIO())
+
+
+@pytest.mark.spmd(3)
+def test_functional_derivatives_equal_one_process():
+    x, _ = make()
+    split, functional = leaf(x, mesh_of(3), 2), torch.autograd.functional
+    for name, loss in (("hvp", True), ("vhp", True), ("vjp", False), ("jvp", False)):
+        results = [
+            getattr(functional, name)(lambda t, loss=loss: t.sin().sum() if loss else t.sin(), t, t)
+            for t in (split, x)
+        ]
+        torch.testing.assert_close(lightning_shard.gather(results[0][1]), results[1][1])
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.set_detect_anomaly(True):
+        (gradient,) = torch.autograd.grad(split.sin().square().sum(), split)
+    torch.testing.assert_close(lightning_shard.gather(gradient), (2 * x).sin())
