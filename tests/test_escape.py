@@ -61,7 +61,7 @@ def test_local_map_of_a_custom_function():
 @pytest.mark.spmd(3)
 def test_custom_function_on_the_wrapper_is_refused():
     x = lightning_shard.shard(torch.randn(2, 7).requires_grad_(), mesh_of(3), 1)
-    with pytest.raises(UnsupportedOperationError, match="lightning_shard.allow_function"):
+    with pytest.raises(UnsupportedOperationError, match="allow_function"):
         Cube.apply(x).sum()
 
 
