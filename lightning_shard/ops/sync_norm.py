@@ -12,7 +12,7 @@ from torch.nn.modules._functions import SyncBatchNorm
 
 from lightning_shard.comm import all_reduce
 from lightning_shard.domain import Subdomain
-from lightning_shard.ops.norm import normalized, split_input, update_running
+from lightning_shard.ops.norm import normalized, update_running
 from lightning_shard.ops.registry import UnsupportedOperationError, implements
 
 
@@ -30,7 +30,7 @@ def sync_batch_norm(
     world_size: int,
 ) -> Subdomain:
     """What `torch.nn.SyncBatchNorm` applies in training, with gradients of all ranks' losses."""
-    x, ranks = split_input(input), input.domain.mesh.mesh.flatten().tolist()
+    x, ranks = input, input.domain.mesh.mesh.flatten().tolist()
     if x.layout.axes(1):
         raise UnsupportedOperationError("sync batch norm over split channels (dim 1)")
     if not set(ranks) <= set(dist.get_process_group_ranks(group)):
