@@ -19,6 +19,13 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 from lightning_shard.domain import Subdomain
+from lightning_shard.facts import (
+    GET_GRAD_FN,
+    GET_REQUIRES_GRAD,
+    OF_LOCAL,
+    OF_WRAPPER,
+    SET_REQUIRES_GRAD,
+)
 from lightning_shard.ops import UnsupportedOperationError, name_of, rule_for
 from lightning_shard.ops.align import gathered
 from lightning_shard.ops.become import refuse_shared
@@ -36,32 +43,6 @@ _warned: set[Any] = set()
 
 _plain = torch._C.DisableTorchFunctionSubclass
 aten = torch.ops.aten
-
-
-def _attributes(names: str) -> set[Any]:
-    """The getters of attributes of `Tensor`, as `__torch_function__` is given them."""
-    return {getattr(Tensor, name).__get__ for name in names.split()}
-
-
-# Facts that the wrapper itself knows: shape, dtype, device.
-_OF_WRAPPER = _attributes(
-    "shape ndim dtype device layout itemsize nbytes is_sparse is_quantized is_cuda is_cpu is_xpu "
-    "is_meta is_mkldnn is_nested"
-) | {
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
-    Tensor.__hash__, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
-    Tensor.element_size, Tensor.get_device, Tensor.is_inference, Tensor.is_same_size,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_inference,
-    torch.get_device,
-}  # fmt: skip
-# Facts of the autograd graph, which is the local tensor's.
-_OF_LOCAL = _attributes("is_leaf retains_grad output_nr _version") | {
-    Tensor.retain_grad, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, torch.is_conj,
-    torch.is_neg,
-}  # fmt: skip
-_GET_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
-_GET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
-_SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
 class DomainTensor(Tensor):
@@ -137,22 +118,22 @@ class DomainTensor(Tensor):
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if func in _OF_WRAPPER:
+    if func in OF_WRAPPER:
         with _plain():
             return func(*args, **kwargs)
-    if func == _SET_REQUIRES_GRAD:  # of the wrapper too, see __new__
+    if func == SET_REQUIRES_GRAD:  # of the wrapper too, see __new__
         with _plain():
             func(*args)
     wrappers: dict[int, DomainTensor] = {}
     local_args = [_unwrap(a, wrappers) for a in args]
     local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()}
-    if func == _GET_REQUIRES_GRAD:  # of a copy that a Function saved, see function.py
+    if func == GET_REQUIRES_GRAD:  # of a copy that a Function saved, see function.py
         with _plain():
             return local_args[0].local.requires_grad or args[0].grad_fn is not None
-    if func == _GET_GRAD_FN:
+    if func == GET_GRAD_FN:
         node = local_args[0].local.grad_fn
         return getattr(node, "function", node)  # of a Function the user's, see function.py
-    if func in _OF_LOCAL:
+    if func in OF_LOCAL:
         return func(local_args[0].local, *local_args[1:], **local_kwargs)
     parts = [w._part for w in wrappers.values()]
     try:
