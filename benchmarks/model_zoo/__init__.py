@@ -1,0 +1,91 @@
+"""Models of other people, small and with random weights: data for the tests and for the table.
+
+Each module of this package has `CASES`, by name; `cases` collects those of a library.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LIBRARIES = {
+    "torchvision": ("torchvision",),
+    "neuralop": ("neuralop",),
+    "transformers": ("transformers_sequence", "transformers_image"),
+    "timm": ("timm",),
+    "monai": ("monai_networks", "monai_losses"),
+    "smp": ("smp",),
+    "handwritten": (
+        "handwritten_fields",
+        "handwritten_steps",
+        "handwritten_attention",
+        "handwritten_losses",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An unmodified model and its inputs.
+
+    Attributes:
+        make: Makes the module.
+        inputs: For each split input its shape, or a function that makes the tensor.
+        dims: The dims that a mesh may split, first the one that a mesh of one axis splits.
+        tolerance: Relative: 1e-5 where the model computes in float32 whatever its weights are.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Sequence[Any]
+    dims: Sequence[int] = (2,)
+    tolerance: float = 1e-10
+
+    def tensors(self) -> list[Tensor]:
+        """The inputs, whole and in float64 where they are not integers."""
+        return [
+            torch.randn(*i, dtype=torch.float64) if isinstance(i, tuple) else i()
+            for i in self.inputs
+        ]
+
+
+class Apply(nn.Module):
+    """A model behind `function(model, *inputs)`, for those that need more arguments."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.modules_ = nn.ModuleList(modules)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*self.modules_, *inputs)
+
+
+def cases(library: str) -> dict[str, Case]:
+    """All cases of a library of `LIBRARIES`.
+
+    Raises:
+        ImportError: The library is not installed.
+    """
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in LIBRARIES[library]]
+    return {name: case for module in modules for name, case in module.CASES.items()}
+
+
+def prepared(module: nn.Module) -> nn.Module:
+    """`module` in float64 without dropout, its parameters away from initial zeros and ones."""
+    generator = torch.Generator().manual_seed(3)
+    for child in module.modules():
+        for name, value in vars(child).items():
+            drops = "drop" in name.lower() and isinstance(value, float)
+            if drops or (name == "p" and "drop" in type(child).__name__.lower()):
+                setattr(child, name, 0.0)
+        if type(child).__name__ == "StochasticDepth":
+            child.p = 0.0
+    module.double()
+    with torch.no_grad():
+        for p in module.parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p += 0.05 * noise.to(p.dtype)
+    return module

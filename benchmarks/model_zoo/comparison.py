@@ -1,0 +1,118 @@
+"""A model split over ranks beside the same model in one process: how far apart they are."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import lightning_shard
+from benchmarks.model_zoo import Case, prepared
+
+FLOOR = 1e-3  # of the largest output or gradient: errors of smaller ones are relative to this
+
+
+def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, float]:
+    """Relative errors in train mode, by name: outputs, gradients of inputs and parameters, buffers.
+
+    Args:
+        case: The model and its inputs.
+        mesh: The domain mesh: all ranks.
+        dims: The dims that its axes split, of the input with most dims; those of the others are
+            counted from the end.
+
+    Returns:
+        The largest difference of each tensor over its largest value; infinite where shapes, dtypes
+        or places of NaN differ.
+
+    Raises:
+        UnsupportedOperationError: The model cannot run split.
+    """
+    torch.manual_seed(5)
+    model = prepared(case.make()).train()
+    inputs = case.tensors()
+    split_model, most = copy.deepcopy(model), max(x.ndim for x in inputs)
+    whole = [_leaf(x) for x in inputs]
+    expected = _backward(model, whole)
+    leaves = [_leaf(x) for x in inputs]
+    split = [lightning_shard.shard(x, mesh, [dim - most + x.ndim for dim in dims]) for x in leaves]
+    found = _backward(split_model, split)
+
+    if len(found) != len(expected):
+        return {"outputs": float("inf")}
+    named = [(f"output {i}", *pair) for i, pair in enumerate(zip(found, expected, strict=True))]
+    errors = _errors(named)
+    pairs = [(f"input {i}", a, b) for i, (a, b) in enumerate(zip(leaves, whole, strict=True))]
+    theirs = dict(model.named_parameters())
+    pairs += [(name, p, theirs[name]) for name, p in split_model.named_parameters()]
+    gradients = [
+        (f"gradient of {name}", _mean(a), torch.zeros_like(b) if b.grad is None else b.grad)
+        for name, a, b in pairs
+        if b.requires_grad
+    ]
+    errors |= _errors(gradients)
+    theirs = dict(model.named_buffers())
+    for name, buffer in split_model.named_buffers():
+        errors[f"buffer {name}"] = _error(buffer, theirs[name], 0.0)
+    return errors
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+def _backward(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The whole outputs, after the backward pass of their sum with random weights."""
+    torch.manual_seed(6)
+    outputs = [lightning_shard.gather(x) for x in _tensors(model(*inputs))]
+    generator = torch.Generator().manual_seed(9)
+    losses = []
+    for x in outputs:
+        if x.requires_grad:
+            seed = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            losses.append((x * seed).sum().real if x.is_complex() else (x * seed).sum())
+    if losses:
+        torch.stack(losses).sum().backward()
+    return [x.detach() for x in outputs]
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [x for y in output for x in _tensors(y)] if isinstance(output, list | tuple) else []
+
+
+def _mean(leaf: Tensor) -> Tensor:
+    """The gradient: the mean over ranks, each of which started backward with its replica."""
+    mean = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+    mean = mean.detach() / dist.get_world_size()
+    dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean)
+    return mean
+
+
+def _errors(named: Sequence[tuple[str, Tensor, Tensor]]) -> dict[str, float]:
+    largest = max((_largest(b) for _, _, b in named), default=0.0)
+    return {name: _error(a, b, FLOOR * largest) for name, a, b in named}
+
+
+def _error(found: Tensor, expected: Tensor, floor: float) -> float:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return float("inf")
+    difference = _largest(found.nan_to_num() - expected.nan_to_num())
+    return difference / max(_largest(expected), floor, 1e-30)
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude of numbers of `x`; 0 of integers."""
+    if not x.numel() or not (x.is_floating_point() or x.is_complex()):
+        return 0.0
+    return float(x.detach().nan_to_num().abs().max())

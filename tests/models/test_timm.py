@@ -1,0 +1,21 @@
+"""Networks of timm."""
+
+import pytest
+
+from tests.models.check import check
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_convnext",
+        "test_efficientnet",
+        "test_mambaout",
+        "test_vit",
+        "xcit_nano_12_p8_224",
+        "swinv2_tiny_window8_256",
+    ],
+)
+def test_model(name):
+    check("timm", name, 2)

@@ -1,0 +1,29 @@
+"""Networks of torchvision: images and videos."""
+
+import pytest
+
+from tests.models.check import check
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet50",
+        "convnext",
+        "mobilenet_v3_small",
+        "fcn_resnet50",
+        "vit",
+        "swin",
+        "swin_v2",
+        "swin3d",
+        "mvit_v2",
+    ],
+)
+def test_model(name):
+    check("torchvision", name, 2)
+
+
+@pytest.mark.spmd(4)
+def test_two_by_two_ranks():
+    check("torchvision", "mobilenet_v3_small", 2, 2)
