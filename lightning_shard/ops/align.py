@@ -135,6 +135,8 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
     split = [o for o in operands if isinstance(o, Subdomain)]
     if any(s.domain is not split[0].domain for s in split):
         raise split_differently(split)
+    if not split:
+        raise UnsupportedOperationError("none of the operands that may be split is split")
     layout = Layout.of(shape, {}, split[0].layout.grid)
     for o in sorted(split, key=lambda o: -math.prod(o.shape)):
         for d in o.layout.split_dims:

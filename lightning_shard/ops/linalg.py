@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
+from lightning_shard.halo import empty_attached
 from lightning_shard.layout import Factor, Layout
 from lightning_shard.ops.align import common_layout, local_part, subdomains
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
@@ -22,7 +23,7 @@ LIMITS = "the matrix dims (the last two) must be whole"
 
 @implements(torch.linalg.inv, torch.inverse, Tensor.inverse, torch.linalg.inv_ex, torch.linalg.det,
             torch.det, Tensor.det, torch.logdet, Tensor.logdet, torch.linalg.slogdet, torch.slogdet,
-            Tensor.slogdet, torch.linalg.cholesky, torch.cholesky, Tensor.cholesky,
+            Tensor.slogdet, torch.linalg.cholesky,
             torch.linalg.cholesky_ex, torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig,
             torch.linalg.eigvals, torch.linalg.svd, torch.svd, Tensor.svd, torch.linalg.svdvals,
             torch.linalg.qr, torch.linalg.pinv, torch.pinverse, Tensor.pinverse,
@@ -36,6 +37,8 @@ def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: An
     found = func(x.local, *args, **kwargs)
 
     def own(value: Tensor) -> Subdomain:
+        if not value.numel() and value.is_floating_point():
+            value = empty_attached(value.shape, x.local).to(value.dtype)
         added = tuple((Factor(n),) for n in value.shape[len(places) :])
         return x.like(value, Layout((*places, *added), x.layout.grid))
 

@@ -171,6 +171,8 @@ def same(func: Callable[..., bool], x: Any, other: Any, *args: Any, **kwargs: An
 
 def one_of_all(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
     """The `part`s of all ranks along `axes` (alike in shape), stacked in order, on every rank."""
+    if not axes:
+        return part.unsqueeze(0)
     grid = x.layout.grid
     layout = Layout.of((grid.parts(axes), *part.shape), {0: axes}, grid)
     return fetch_all(x.like(part.unsqueeze(0), layout), 0)

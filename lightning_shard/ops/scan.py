@@ -19,8 +19,8 @@ _SCANS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor
 }
 
 
-@implements(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp,
-            Tensor.logcumsumexp)  # fmt: skip
+@implements(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod)
+@implements(torch.logcumsumexp, Tensor.logcumsumexp, limits="second derivatives are NaN")
 def scan(
     func: Callable[..., Tensor], x: Subdomain, dim: int, *, dtype: torch.dtype | None = None
 ) -> Subdomain:

@@ -4,6 +4,7 @@ A case is exact (outputs, and the gradients of all tensors) or refused by name. 
 not a wrong number, not another error, not a rank that decides otherwise than its peers.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils._pytree import tree_map_only
 
 import lightning_shard
@@ -156,6 +158,8 @@ def check_second_gradients(name: str, limit: int, mesh: DeviceMesh) -> None:
             wanted = second_gradients(*run(function, sample, keep), operands)
         except Exception:  # torch refuses these arguments, or has no second derivative
             continue
+        if not wanted:
+            continue
         operands.clear()
         try:
             found = second_gradients(*run(function, sample, place), operands)
@@ -215,15 +219,16 @@ def test_all_arguments_on_four_ranks(name):
     check(name, 1000, mesh_of(4))
 
 
-# need a device that is not there
-ELSEWHERE = {Tensor.cuda, Tensor.xpu}
+# need a device that is not there; the last is tested with torch's test of the device patched
+ELSEWHERE = {Tensor.cuda, Tensor.xpu, SyncBatchNorm}
 
 
 @pytest.mark.spmd(1)
 @pytest.mark.filterwarnings("ignore")
 def test_every_rule_has_a_row():
     """A row counts when one of its cases ran to the end, exactly."""
-    seen = set()
+    seen: set[Any] = set()
+    used: set[Any] = set()
 
     def recording(function: Any, *, lazy: bool = False) -> Any:
         used.add(function)
@@ -231,11 +236,13 @@ def test_every_rule_has_a_row():
 
     with mock.patch.object(tensor, "rule_for", recording):
         for name in database.names():
+            exact: Counter[Any] = Counter()
             for function, sample, split in database.cases_of(name, 200):
-                used = set()
-                if function not in seen and check_case(
-                    function, sample, split, mesh_of(1), values=False
-                ):
+                if exact[function] == 4:  # as many, for a form may reach its function or not
+                    continue
+                used.clear()
+                if check_case(function, sample, split, mesh_of(1), values=False):
+                    exact[function] += 1
                     seen |= {*used, function}
     missing = sorted(name_of(f) for f in {*functions_with_rules()} - seen - ELSEWHERE)
     assert not missing, f"{len(missing)} functions have a rule and no row: {missing}"
