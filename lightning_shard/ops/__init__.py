@@ -13,6 +13,7 @@ from lightning_shard.ops import extreme as extreme
 from lightning_shard.ops import fft as fft
 from lightning_shard.ops import formula as formula
 from lightning_shard.ops import grid_sample as grid_sample
+from lightning_shard.ops import hermitian as hermitian
 from lightning_shard.ops import histogram as histogram
 from lightning_shard.ops import index as index
 from lightning_shard.ops import interpolate as interpolate

@@ -63,7 +63,8 @@ def contract(
         local = operand.local if isinstance(operand, Subdomain) else operand
         for d, label in enumerate(labels):
             split = isinstance(operand, Subdomain) and operand.layout.axes(d)
-            if any(f.axes for f in dims[label]) and not split and operand.shape[d] != 1:
+            whole_label = operand.shape[d] == math.prod(f.extent for f in dims[label])
+            if any(f.axes for f in dims[label]) and not split and whole_label:
                 local = take_local(local, d, dims[label], grid)
         parts.append(local)
     result = compute(*parts)
