@@ -1,7 +1,7 @@
-"""Elements picked or written by an index tensor along one dim, which must be whole.
+"""Elements picked or written by an index tensor along one dim.
 
 The other dims of operand and index are taken alike, so every rank has what its part of the index
-names.
+names if the dim that is indexed is whole. A plain index also picks from a split one.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
+from lightning_shard.halo import scatter_sum
 from lightning_shard.layout import Factor, Layout
-from lightning_shard.ops.align import split_differently, subdomains, take_local
+from lightning_shard.ops.align import simple, split_differently, subdomains, take_local
 from lightning_shard.ops.become import become_split
 from lightning_shard.ops.extreme import extreme
 from lightning_shard.ops.index import take_rows
@@ -32,11 +33,13 @@ def index_select(func: Callable[..., Any], x: Operand, dim: int, index: Operand)
     return take_rows(x, x.layout.dim(dim), index.reshape(-1))
 
 
-@implements(torch.gather, Tensor.gather, limits="the dim that is indexed must be whole")
+@implements(torch.gather, Tensor.gather, limits="a split index must not index a split dim")
 def gather(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False
 ) -> Subdomain:
     d = dim % x.ndim
+    if isinstance(x, Subdomain) and x.layout.axes(d) and not isinstance(index, Subdomain):
+        return _gather_from_ranks(x, d, index)
     _whole(d, x)
     layout = _layout(d, index.shape, x, index)
     picked = torch.gather(_part(x, layout, d), d, _part(index, layout, d))
@@ -46,7 +49,7 @@ def gather(
 
 
 @implements(
-    torch.take_along_dim, Tensor.take_along_dim, limits="the dim that is indexed must be whole"
+    torch.take_along_dim, Tensor.take_along_dim, limits="split indices must not index a split dim"
 )
 def take_along_dim(
     func: Callable[..., Any], x: Operand, indices: Operand, dim: int | None = None
@@ -155,6 +158,23 @@ def refuse_counts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         "its result has as many rows as the values decide, so no rank knows its part; mask with "
         "torch.where instead"
     )
+
+
+def _gather_from_ranks(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
+    """Each rank picks what it holds and zero for the rest; the sum is split along `dim` again."""
+    extent = x.shape[dim]
+    if bool(((index < 0) | (index >= extent)).any()):
+        raise IndexError(f"gather: index out of bounds for dim {dim} with size {extent}")
+    x = simple(x, dim)
+    layout = _layout(dim, index.shape, x, index)
+    (factor,) = x.layout.dims[dim]
+    low, high = factor.bounds(x.layout.grid)
+    zero = x.local.new_zeros([1 if d == dim else n for d, n in enumerate(x.local.shape)])
+    rows = torch.cat([x.local, zero], dim)
+    index = _part(index, layout, dim)
+    here = (index >= low) & (index < high)
+    picked = torch.gather(rows, dim, torch.where(here, index - low, high - low))
+    return scatter_sum(x.like(picked, layout), dim, x.layout.axes(dim))
 
 
 def _layout(dim: int, shape: Sequence[int], *operands: Operand) -> Layout:

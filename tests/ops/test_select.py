@@ -55,6 +55,14 @@ CASES = {
     "embedding": (lambda x, t: F.embedding(numbers(x, 4), t, padding_idx=1), [SHAPE, (4, 2)]),
     "one_hot": (lambda x: (F.one_hot(numbers(x, 4), 4), F.one_hot(numbers(x, 4))), [SHAPE]),
     "gather": (lambda x: x.gather(1, numbers(x[:, :2], 3)), [SHAPE]),
+    "gather_rows": (
+        lambda x: (
+            torch.gather(x, 2, INDEX.repeat(1, 1, 2, 1) * 2),
+            x.gather(3, INDEX.repeat(1, 1, 1, 2)),
+            torch.take_along_dim((x.detach() > 0).int(), INDEX[:, :1], 3),
+        ),
+        [SHAPE],
+    ),
     "gather_plain": (lambda x: torch.gather(x, 1, INDEX), [SHAPE]),
     "gather_table": (lambda x, t: t.gather(1, numbers(x, 6)), [SHAPE, (2, 6, 7, 5)]),
     "take": (lambda x: torch.take_along_dim(x, x.argmax(1, keepdim=True), dim=1), [SHAPE]),
@@ -109,6 +117,7 @@ CASES = {
     "new": (lambda x: (x.new_zeros(3, 4), x.new_full((2,), 5.0), x.new_ones(1), 0 * x), [SHAPE]),
 }
 SMOOTH = [
+    "gather_rows",
     "list_rows",
     "gather_plain",
     "scatter_add",
