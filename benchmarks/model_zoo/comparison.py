@@ -30,6 +30,7 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
 
     Raises:
         UnsupportedOperationError: The model cannot run split.
+        ValueError: There is no gradient to compare.
     """
     torch.manual_seed(5)
     model = prepared(case.make()).train()
@@ -53,6 +54,8 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
         for name, a, b in pairs
         if b.requires_grad
     ]
+    if not any(_largest(b) for _, _, b in gradients):
+        raise ValueError("all gradients of the one-process run are zero: nothing to compare")
     errors |= _errors(gradients)
     theirs = dict(model.named_buffers())
     for name, buffer in split_model.named_buffers():

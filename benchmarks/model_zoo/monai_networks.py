@@ -5,31 +5,6 @@ from monai.networks import nets
 
 from benchmarks.model_zoo import Apply, Case
 
-VOLUME = (1, 1, 32, 16, 17)
-EVEN = (1, 1, 32, 32, 32)
-FLOAT32 = 1e-5  # computed in float32
-PLANE = (2, 1, 48, 33)
-
-
-def labels(*shape):
-    return lambda: torch.randint(3, shape)
-
-
-def one_hot(*shape):
-    """Probabilities-like targets (B, C, ...): one class each."""
-
-    def make():
-        classes = torch.randint(shape[1], (shape[0], 1, *shape[2:]))
-        return torch.zeros(shape, dtype=torch.float64).scatter_(1, classes, 1.0)
-
-    return make
-
-
-def loss(make, target=None, shape=(2, 3, 9, 7), tolerance=1e-10):
-    return Case(
-        lambda: Apply(lambda f, x, y: f(x, y), make()), [shape, target or one_hot(*shape)], (2, 3)
-    )
-
 
 def timed(make):
     return lambda: Apply(lambda m, x: m(x, torch.tensor([3, 5])[: x.shape[0]]), make())
@@ -171,22 +146,6 @@ CASES = {
         [(2, 1, 24, 14)],
         (2, 3),
     ),
-    "vqvae": Case(
-        lambda: nets.VQVAE(
-            2,
-            1,
-            1,
-            (8, 8),
-            num_res_layers=1,
-            num_res_channels=(8, 8),
-            downsample_parameters=((2, 4, 1, 1),) * 2,
-            upsample_parameters=((2, 4, 1, 1, 0),) * 2,
-            num_embeddings=8,
-            embedding_dim=4,
-        ),
-        [(2, 1, 24, 16)],
-        (2, 3),
-    ),
     "resnet10": Case(
         lambda: nets.ResNet(
             "basic", [1, 1, 1, 1], [4, 8, 16, 16], n_input_channels=1, num_classes=3
@@ -235,7 +194,6 @@ CASES = {
     "localnet": Case(
         lambda: nets.LocalNet(3, 1, 4, (0, 1, 2), out_channels=3), [(1, 1, 24, 16, 16)], (2, 3)
     ),
-    "globalnet": Case(lambda: nets.GlobalNet([32, 32], 1, 2, 2, 4), [(2, 1, 32, 32)], (2, 3)),
     "quicknat": Case(lambda: nets.Quicknat(num_classes=3, num_filters=4), [(2, 1, 64, 32)], (2, 3)),
     "spade": Case(
         lambda: Apply(

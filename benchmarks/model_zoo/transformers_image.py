@@ -28,17 +28,10 @@ def image(kind, **options):
     return lambda: kind(**(BASE | {"image_size": 32, "patch_size": 8} | options))
 
 
-def swin(kind=None, **options):
-    kind = kind or tf.SwinConfig
-    return lambda: kind(
-        image_size=32,
-        patch_size=2,
-        embed_dim=8,
-        depths=[2, 2],
-        num_heads=[2, 2],
-        window_size=4,
-        **options,
-    )
+def swin(kind=tf.SwinConfig, **options):
+    shared = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "window_size": 4}
+    shared |= {"depths": [2, 2], "num_heads": [2, 2]}
+    return lambda: kind(**(shared | options))
 
 
 def segformer():
@@ -99,7 +92,11 @@ def glpn():
 
 def mask2former():
     return tf.Mask2FormerConfig(
-        backbone_config=swin(out_features=["stage1", "stage2"])(),
+        backbone_config=swin(
+            depths=[1, 1, 1, 1],
+            num_heads=[1, 1, 2, 2],
+            out_features=["stage1", "stage2", "stage3", "stage4"],
+        )(),
         feature_size=32,
         mask_feature_size=32,
         hidden_dim=32,
@@ -240,7 +237,6 @@ CASES = {
     ),
     "upernet": of_images(tf.UperNetForSemanticSegmentation, upernet, (2, 3, 70, 64)),
     "dpt": of_images(tf.DPTForSemanticSegmentation, dpt),
-    "dpt_depth": of_images(tf.DPTForDepthEstimation, dpt),
     "glpn": of_images(tf.GLPNForDepthEstimation, glpn, (2, 3, 64, 96)),
     "depth_anything": of_images(
         tf.DepthAnythingForDepthEstimation,

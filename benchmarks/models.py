@@ -1,0 +1,90 @@
+"""Unmodified models of other people, split over ranks, beside the same models in one process.
+
+Each model of benchmarks/model_zoo runs forward and backward in train mode and float64: outputs,
+gradients of inputs and of parameters, and buffers. `exact` gives the largest relative error; it is
+below 1e-10, or below 1e-5 for models that compute in float32 themselves, which are marked.
+`refused` gives the operation and its reason, `wrong` the worst tensor, `error` any other exception.
+
+Run `python benchmarks/models.py`: half an hour on 2 cores; `--library timm` is one library. It
+prints docs/models.md.
+"""
+
+import argparse
+import contextlib
+import re
+import sys
+from collections import Counter
+from importlib.metadata import version
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.common import describe, start, table
+from benchmarks.model_zoo import LIBRARIES, Case, cases
+from benchmarks.model_zoo.comparison import differences
+from lightning_shard.ops.registry import UnsupportedOperationError
+
+PACKAGES = {"neuralop": "neuraloperator", "smp": "segmentation-models-pytorch"}
+FLOAT32 = 1e-5
+
+
+def main() -> None:
+    """Print the tables of the libraries asked for."""
+    parser = argparse.ArgumentParser(description="Unmodified models split over ranks.")
+    parser.add_argument("--library", choices=LIBRARIES, action="append", help="default: all")
+    parser.add_argument("--model", help="only those whose names contain this")
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    print("# Models\n")
+    describe()
+    for library in options.library or LIBRARIES:
+        title = library
+        if library != "handwritten":
+            title = f"{library} {version(PACKAGES.get(library, library))}"
+        print(f"\n## {title}, {options.ranks} ranks\n")
+        rows = start(options.ranks, run, library, options.model or "")
+        table(("model", "split dim", "result", ""), rows)
+        counts = Counter(row[2].split(" ")[0] for row in rows)
+        print("\n" + ", ".join(f"{n} {result}" for result, n in counts.most_common()))
+
+
+def run(library: str, part: str) -> list[tuple[str, int, str, str]]:
+    """Model, split dim, result and its reason, of each model of a library; called on each rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = []
+    for name, case in cases(library).items():
+        if part in name:
+            with contextlib.redirect_stdout(None):  # some models print
+                rows.append((name, case.dims[0], *outcome(case, mesh)))
+            if dist.get_rank() == 0:
+                print(*rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def outcome(case: Case, mesh: DeviceMesh) -> tuple[str, str]:
+    """The result, and its reason; called on each rank, equal on all."""
+    try:
+        errors = differences(case, mesh, case.dims[:1])
+    except UnsupportedOperationError as error:
+        found = ("refused", short(error))
+    except Exception as error:
+        found = ("error", f"{type(error).__name__}: {short(error)}")
+    else:
+        worst = max(errors, key=lambda name: errors[name])
+        kind = "exact" if errors[worst] <= case.tolerance else "wrong"
+        kind += " (float32)" if case.tolerance == FLOAT32 else ""
+        found = (kind, f"{errors[worst]:.0e}" + (f" {worst}" if kind[0] == "w" else ""))
+    everyone = [found] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return min(everyone, key=lambda one: one[0] == "exact")
+
+
+def short(error: Exception) -> str:
+    """The first line of a message without shapes, and without the advice that follows it."""
+    text = str(error).split("\n")[0].split(". Two ways")[0].replace("|", "/")
+    refusal = re.match(r"cannot run (\S+) on a tensor split over ranks .*?\): (.*)", text)
+    return f"`{refusal[1]}`: {refusal[2]}"[:300] if refusal else text[:300]
+
+
+if __name__ == "__main__":
+    main()
