@@ -176,3 +176,19 @@ def test_refusals():
         )
     with pytest.raises(RuntimeError, match="divisible by num_groups"):
         F.group_norm(lightning_shard.shard(x, mesh_of(3), 2), 3)
+
+
+@pytest.mark.spmd(2)
+def test_one_sample_whose_gradient_lies_transposed_in_memory():
+    """Where torch's own backward on the CPU is wrong (2.11 to 2.15): the oracle is the formula."""
+
+    def formula(x, w):
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
+        return w @ ((x - mean) * (variance + 1e-5).rsqrt()).flatten(2).transpose(1, 2)
+
+    def function(x, w):
+        if type(x) is torch.Tensor:
+            return formula(x, w)
+        return w @ F.batch_norm(x, None, None, training=True).flatten(2).transpose(1, 2)
+
+    assert_parity(function, [(1, 3, 5, 4), (1, 2, 20)], {0: [2]}, mesh_of(2))
