@@ -98,3 +98,12 @@ def test_weights_split_by_mode(dims, split):
             gradient = torch.view_as_complex(gradient)
         scale = 1e-10 * float(value.abs().max())
         torch.testing.assert_close(gradient, value, rtol=1e-10, atol=scale)
+
+
+def test_a_network_is_prepared_once_for_each_fit_and_test():
+    network = FNO((4, 4), 1, 1, 8, n_layers=1)
+    before = list(map(type, network.modules()))
+    avoid_whole_fields(network)
+    once = list(map(type, network.modules()))
+    avoid_whole_fields(network)
+    assert list(map(type, network.modules())) == once != before
