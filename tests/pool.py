@@ -5,6 +5,7 @@ import os
 import queue
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,13 +17,16 @@ import torch.multiprocessing as mp
 
 SILENCE_S = 120  # of all ranks, before the pool is given up
 GRACE_S = 5  # for the other ranks once one has failed
+PRELOADED = ["torch", "lightning.pytorch", "neuralop.models", "tests.training"]
 
 
 class Pool:
     """`ranks` processes with a gloo group, waiting for test bodies."""
 
     def __init__(self, ranks: int) -> None:
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context(os.environ.get("POOL_START", "forkserver"))
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload(PRELOADED)  # imported once, not once on each rank
         with contextlib.closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -84,6 +88,7 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
         "TORCHELASTIC_RUN_ID": "pool",
     }  # fmt: skip
     os.environ.pop("PL_GLOBAL_SEED", None)  # of a test in the main process: it would seed samplers
+    warnings.simplefilter("default")  # a forked rank begins with pytest's filters
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=SILENCE_S))
     while True:
