@@ -8,7 +8,6 @@ gradients of the whole tensors, as in one process (see ops/autograd.py).
 
 import functools
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -19,10 +18,10 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction, SyncBatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_shard.comm import all_reduce
 from lightning_shard.domain import Domain, Subdomain
 from lightning_shard.ops import UnsupportedOperationError
 from lightning_shard.ops.align import gathered, local_part
+from lightning_shard.ops.autograd import mean_over_ranks, ranks_of
 from lightning_shard.tensor import DomainTensor, Part, followed
 
 F = TypeVar("F", bound=type[Function])
@@ -98,7 +97,7 @@ class _Enter(Function):
         if grads[0] is None:
             return None, None
         whole = grads[0].subdomain if isinstance(grads[0], DomainTensor) else grads[0]
-        return local_part(whole, ctx.layout) * _ranks(ctx.domain), None
+        return local_part(whole, ctx.layout) * ranks_of(ctx.domain), None
 
 
 class _Leave(Function):
@@ -122,7 +121,9 @@ class _Leave(Function):
         _ = ctx.saved_tensors
         if grads[0] is None:
             return None, None
-        return DomainTensor(Subdomain(grads[0] / _ranks(ctx.domain), ctx.layout, ctx.domain)), None
+        return DomainTensor(
+            Subdomain(grads[0] / ranks_of(ctx.domain), ctx.layout, ctx.domain)
+        ), None
 
 
 def _entered(value: Any) -> Any:
@@ -150,9 +151,7 @@ def _left(output: Any, split: Sequence[bool], domain: Domain | None) -> Any:
 
 def _mean_over_ranks(gradient: Tensor | None, domain: Domain) -> Tensor | None:
     """Of a plain output, whose gradient on a rank is that of what this rank did with it."""
-    if gradient is None:
-        return None
-    return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / _ranks(domain)
+    return None if gradient is None else mean_over_ranks(gradient, domain)
 
 
 def _left_part(tensor: DomainTensor, watched: Sequence[Tensor] = ()) -> Subdomain:
@@ -193,10 +192,6 @@ def _mark_dirty(ctx: Any, *tensors: Any) -> None:
             "an autograd.Function that changes a split tensor in place (ctx.mark_dirty); let its "
             "forward return a new tensor"
         )
-
-
-def _ranks(domain: Domain) -> int:
-    return math.prod(domain.grid.sizes)
 
 
 followed[_Enter._backward_cls] = _read_recorded

@@ -17,7 +17,6 @@ replica of a loss, the gradient is the mean over ranks of what they get.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import comm, placement
 from lightning_shard.domain import domain_of
-from lightning_shard.layout import partition
+from lightning_shard.layout import part_sizes
 
 
 def scatter(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Tensor:
@@ -73,9 +72,7 @@ def transpose(
     if mesh.ndim != 1:
         raise ValueError(f"transpose needs a mesh of one axis; got {mesh.ndim} axes. Slice it.")
     part = placement.from_local(x, mesh, join, shape)
-    parted, before = (
-        [b - a for a, b in pairwise(partition(part.shape[d], mesh.size()))] for d in (split, join)
-    )
+    parted, before = (part_sizes(part.shape[d], mesh.size()) for d in (split, join))
     return comm.transpose(x, split, join, parted, before, mesh.get_group())
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @lru_cache(maxsize=4096)
@@ -21,6 +21,11 @@ def partition(extent: int, parts: int) -> tuple[int, ...]:
     """Offsets of the canonical partition: part `i` holds rows `[offsets[i], offsets[i + 1])`."""
     size, larger = divmod(extent, parts)
     return (0, *accumulate(size + (i < larger) for i in range(parts)))
+
+
+def part_sizes(extent: int, parts: int) -> list[int]:
+    """How many rows each part of the canonical partition holds."""
+    return [high - low for low, high in pairwise(partition(extent, parts))]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from lightning_shard.comm import transpose
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import fetch, fetch_all, needs_of, route_of
-from lightning_shard.layout import Dim, Factor, Grid, Layout, merge, partition
+from lightning_shard.layout import Dim, Factor, Grid, Layout, merge, part_sizes
 from lightning_shard.ops.registry import UnsupportedOperationError
 
 
@@ -118,11 +117,16 @@ def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
     axes = tuple(sorted(a for f in factors for a in f.axes))
     if len(merge(factors)) == 1:
         (factor,) = merge(factors)
-        return [
-            high - low for low, high in pairwise(partition(factor.extent, grid.parts(axes)))
-        ], None
+        return part_sizes(factor.extent, grid.parts(axes)), None
     places = places_by_rank(factors, axes, grid)
     return [len(each) for each in places], torch.cat(places)
+
+
+def broadcasting(x: Subdomain | Tensor, dims: Collection[int]) -> Subdomain | Tensor:
+    """A stand-in for `x` in `common_layout`, whose `dims` are of extent 1."""
+    if isinstance(x, Subdomain):
+        return x.like(x.local, x.layout.with_dims({d: (Factor(1),) for d in dims}))
+    return x.new_empty(()).expand([1 if d in dims else n for d, n in enumerate(x.shape)])
 
 
 def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
@@ -202,13 +206,7 @@ def _split_elsewhere(x: Subdomain, dim: int, layout: Layout) -> Subdomain:
         return whole(x, dim)
     if x.layout.axes(other):
         raise split_differently([x, x.like(x.local, layout)])
-    x = simple(x, dim)
-    target = x.layout.with_dim(dim, x.shape[dim], ()).with_dim(other, x.shape[other], axes)
-    parted, joined = (
-        [high - low for low, high in pairwise(partition(x.shape[d], layout.grid.parts(axes)))]
-        for d in (other, dim)
-    )
-    return x.like(transpose(x.local, other, dim, parted, joined, x.domain.group(axes)), target)
+    return split_moved(x, dim, other)
 
 
 def volume(layout: Layout, dims: Sequence[int]) -> int:

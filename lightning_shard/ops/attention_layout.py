@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.layout import Dim, Factor, Layout
+from lightning_shard.layout import Dim, Layout
 from lightning_shard.ops.align import (
+    broadcasting,
     common_dim,
     common_layout,
     local_part,
@@ -174,6 +175,4 @@ def _axes_of_rows(*operands: Operand) -> tuple[int, ...]:
 def _broadcast(x: Operand, ones: int, *, rows: bool) -> Operand:
     """An operand like `x` whose last `ones` dims broadcast, except the rows if they are to stay."""
     gone = {x.ndim - 1 - i for i in range(min(ones, x.ndim)) if not (rows and i == 1)}
-    if isinstance(x, Subdomain):
-        return x.like(x.local, x.layout.with_dims({d: (Factor(1),) for d in gone}))
-    return x.new_empty(()).expand([1 if d in gone else n for d, n in enumerate(x.shape)])
+    return broadcasting(x, gone)

@@ -80,8 +80,8 @@ def register_hook(func: Callable[..., Any], x: Subdomain, hook: Callable[[Any], 
     layout, domain = x.layout, x.domain  # not x: a hook must not keep its own tensor alive
 
     def local_hook(gradient: Tensor) -> Tensor | None:
-        changed = hook(wrapped(Subdomain(gradient / _ranks(domain), layout, domain)))
-        return None if changed is None else _part_of(changed, layout) * _ranks(domain)
+        changed = hook(wrapped(Subdomain(gradient / ranks_of(domain), layout, domain)))
+        return None if changed is None else _part_of(changed, layout) * ranks_of(domain)
 
     return x.local.register_hook(local_hook)
 
@@ -99,7 +99,7 @@ def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
     """A copy: the gradient of one process, where the accumulated one is the sum over replicas."""
     if x.local.grad is None:
         return None
-    return Subdomain(x.local.grad / _ranks(x.domain), x.layout, x.domain, moved=True)
+    return Subdomain(x.local.grad / ranks_of(x.domain), x.layout, x.domain, moved=True)
 
 
 @implements(_GRAD.__set__)
@@ -107,7 +107,7 @@ def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> N
     if value is None:
         x.local.grad = None
     else:
-        x.local.grad = local_part(value, x.layout) * _ranks(x.domain)
+        x.local.grad = local_part(value, x.layout) * ranks_of(x.domain)
 
 
 @implements(_GRAD.__delete__)
@@ -120,8 +120,15 @@ def set_requires_grad(func: Callable[..., Any], x: Subdomain, value: bool) -> No
     x.local.requires_grad = value
 
 
-def _ranks(domain: Domain) -> int:
+def ranks_of(domain: Domain) -> int:
     return math.prod(domain.grid.sizes)
+
+
+def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
+    """The whole gradient of a plain tensor, from what it is on each rank."""
+    return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / ranks_of(
+        domain
+    )
 
 
 def _local(x: Operand) -> Tensor:
@@ -143,7 +150,7 @@ def _seeds(outputs: Sequence[Operand], given: Any, domain: Domain) -> list[Tenso
             local = (
                 torch.ones_like(output.local) if seed is None else local_part(seed, output.layout)
             )
-            started.append(local * _ranks(domain))
+            started.append(local * ranks_of(domain))
         elif isinstance(seed, Subdomain):
             raise UnsupportedOperationError(f"a split gradient ({seed.layout}) of a plain output")
         else:
@@ -155,8 +162,8 @@ def _shown(x: Operand, gradient: Tensor | None, domain: Domain) -> Any:
     if gradient is None:
         return None
     if isinstance(x, Subdomain):
-        return x.like(gradient / _ranks(domain))
-    return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / _ranks(domain)
+        return x.like(gradient / ranks_of(domain))
+    return mean_over_ranks(gradient, domain)
 
 
 def _part_of(value: Any, layout: Layout) -> Tensor:

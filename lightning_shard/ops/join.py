@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import Span, concatenated, fetch, needs_of
 from lightning_shard.layout import Layout
-from lightning_shard.ops.align import common_layout, local_part, simple
+from lightning_shard.ops.align import broadcasting, common_layout, local_part, simple
 from lightning_shard.ops.registry import implements, wrapped
 from lightning_shard.ops.view import unsqueeze
 
@@ -45,13 +45,7 @@ def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kw
 
 def _without(tensors: Sequence[Operand], dim: int) -> Layout:
     """The common layout of all dims but `dim`."""
-    slices = []
-    for t in tensors:
-        if isinstance(t, Subdomain):
-            slices.append(t.like(t.local, t.layout.with_dim(dim, 1, ())))
-        else:
-            slices.append(t.narrow(dim, 0, 0).sum(dim, keepdim=True))
-    return common_layout(slices)
+    return common_layout([broadcasting(t, {dim}) for t in tensors])
 
 
 def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import empty_attached
 from lightning_shard.layout import Factor, Layout
-from lightning_shard.ops.align import common_layout, local_part, subdomains
+from lightning_shard.ops.align import broadcasting, common_layout, local_part, subdomains
 from lightning_shard.ops.registry import UnsupportedOperationError, implements, wrapped
 from lightning_shard.ops.view import unsqueeze
 
@@ -56,8 +56,7 @@ def solve(
         x = solve(func, a, column, *args, **kwargs)
         return x.like(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
     _whole_matrices(*subdomains([a, b]))
-    stand_ins = [_places(t) for t in (a, b)]
-    layout = common_layout(stand_ins)
+    layout = common_layout([broadcasting(t, {t.ndim - 2, t.ndim - 1}) for t in (a, b)])
     parts = []
     for t in (a, b):
         wanted = (*layout.dims[:-2], *((Factor(n),) for n in t.shape[-2:]))
@@ -67,16 +66,9 @@ def solve(
     return subdomains([a, b])[0].like(found, Layout(dims, layout.grid))
 
 
-def _places(x: Operand) -> Operand:
-    """A stand-in whose matrices are of extent 1."""
-    if isinstance(x, Subdomain):
-        return x.like(x.local, x.layout.with_dim(x.ndim - 1, 1, ()).with_dim(x.ndim - 2, 1, ()))
-    return x.new_empty(()).expand(*x.shape[:-2], 1, 1)
-
-
 def _whole_matrices(*operands: Subdomain) -> None:
     for x in operands:
-        if x.layout.axes(x.ndim - 1) or x.layout.axes(x.ndim - 2):
+        if x.layout.axes(x.ndim - 2, x.ndim - 1):
             raise UnsupportedOperationError("matrices of which a dim is split")
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from string import ascii_letters
 from typing import Any
 
@@ -147,11 +148,24 @@ def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: O
 def _autocast_of(func: Callable[..., Tensor], *operands: Operand) -> AbstractContextManager[Any]:
     """Autocast only if torch runs `func` in the narrow dtype: it leaves some products alone."""
     locals_ = [x.local if isinstance(x, Subdomain) else x for x in operands]
-    device = locals_[0].device.type
-    if not torch.is_autocast_enabled(device):
+    device = locals_[0].device
+    if not torch.is_autocast_enabled(device.type):
         return nullcontext()
-    tried = func(*(x.detach().new_ones([1] * x.ndim) for x in locals_))
-    return torch.autocast(device, enabled=tried.dtype == torch.get_autocast_dtype(device))
+    kinds = tuple((x.ndim, x.dtype) for x in locals_)
+    narrow = _is_narrow(func, kinds, device, torch.get_autocast_dtype(device.type))
+    return torch.autocast(device.type, enabled=narrow)
+
+
+@lru_cache(maxsize=256)
+def _is_narrow(
+    func: Callable[..., Tensor],
+    kinds: tuple[tuple[int, torch.dtype], ...],
+    device: torch.device,
+    narrow: torch.dtype,
+) -> bool:
+    """Whether autocast runs `func` of tensors of such numbers of dims and dtypes in `narrow`."""
+    tried = func(*(torch.ones([1] * n, dtype=dtype, device=device) for n, dtype in kinds))
+    return tried.dtype == narrow
 
 
 @implements(torch.inner, Tensor.inner)

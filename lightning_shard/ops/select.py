@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain import Subdomain
-from lightning_shard.halo import scatter_sum
+from lightning_shard.halo import concatenated, scatter_sum
 from lightning_shard.layout import Factor, Layout
 from lightning_shard.ops.align import simple, split_differently, subdomains, take_local
 from lightning_shard.ops.become import become_split
@@ -170,7 +170,7 @@ def _gather_from_ranks(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     (factor,) = x.layout.dims[dim]
     low, high = factor.bounds(x.layout.grid)
     zero = x.local.new_zeros([1 if d == dim else n for d, n in enumerate(x.local.shape)])
-    rows = torch.cat([x.local, zero], dim)
+    rows = concatenated([x.local, zero], dim)
     index = _part(index, layout, dim)
     here = (index >= low) & (index < high)
     picked = torch.gather(rows, dim, torch.where(here, index - low, high - low))

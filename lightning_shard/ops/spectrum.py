@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from lightning_shard.comm import transpose
 from lightning_shard.domain import Subdomain
 from lightning_shard.halo import scatter_sum
-from lightning_shard.layout import Layout, partition
+from lightning_shard.layout import Layout, part_sizes, partition
 from lightning_shard.ops.align import simple, whole
 from lightning_shard.ops.canvas import Positions, Write
 from lightning_shard.ops.dft import Transform, analyse, scale, synthesise
@@ -196,9 +195,9 @@ def _on_whole_rows(
     group, parts = x.domain.group(x.layout.axes(dim)), _parts(x, dim)
     moved = x.local.movedim(dim, -1)
     flat = moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
-    bands = _sizes(flat.shape[0], parts)
-    rows = transpose(flat, 0, 1, bands, _sizes(x.shape[dim], parts), group)
-    back = transpose(function(rows), 1, 0, _sizes(extent, parts), bands, group)
+    bands = part_sizes(flat.shape[0], parts)
+    rows = transpose(flat, 0, 1, bands, part_sizes(x.shape[dim], parts), group)
+    back = transpose(function(rows), 1, 0, part_sizes(extent, parts), bands, group)
     return back.reshape(*moved.shape[:-1], back.shape[1]).movedim(-1, dim)
 
 
@@ -262,10 +261,6 @@ def _twice(
 
 def _parts(x: Subdomain, dim: int) -> int:
     return x.layout.grid.parts(x.layout.axes(dim))
-
-
-def _sizes(extent: int, parts: int) -> list[int]:
-    return [high - low for low, high in pairwise(partition(extent, parts))]
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:

@@ -63,12 +63,8 @@ def functions_of(name: str) -> list[Callable[..., Any]]:
     """The forms of a row's function: torch's, the method, in place, under other names."""
     if name in ROWS:
         return list(ROWS[name].functions)
-    op = _database()[name]
-    forms = [
-        op.op, op.method_variant, op.inplace_variant, op.operator_variant,
-        op.inplace_operator_variant,
-    ]  # fmt: skip
-    for alias in op.aliases:
+    forms = _forms_listed(name)
+    for alias in _database()[name].aliases:
         forms += [alias.op, alias.method_variant, alias.inplace_variant]
     return [*dict.fromkeys(f for f in (*forms, *_twins().get(name, ())) if f is not None)]
 
