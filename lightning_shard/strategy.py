@@ -1,10 +1,9 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`."""
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,23 +13,15 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.batch import ShardDims, shard_batch, split_dims
-from lightning_shard.checkpoint import (
-    full,
-    full_module_state,
-    full_optimizer_state,
-    load_optimizer_state,
-)
-from lightning_shard.mesh_strategy import MeshStrategy
+from lightning_shard.checkpoint_strategy import CheckpointStrategy
 from lightning_shard.ops.random import use_exact_random
 from lightning_shard.parallelize import parallelize
 from lightning_shard.resumable import make_resumable
@@ -39,7 +30,7 @@ from lightning_shard.resumable import make_resumable
 STEPS = ("training_step", "validation_step", "test_step")
 
 
-class HybridShardStrategy(MeshStrategy):
+class HybridShardStrategy(CheckpointStrategy):
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
@@ -212,30 +203,6 @@ class HybridShardStrategy(MeshStrategy):
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(not keep, recurse=False)
                 (module.unshard if keep else module.reshard)()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return {} if self._cut_off() else full_module_state(self.lightning_module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        assert self.lightning_module is not None
-        return {} if self._cut_off() else full_optimizer_state(plain, self.lightning_module)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if not self._cut_off():
-            super().save_checkpoint(full(checkpoint), filepath, storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state(optimizer, state, self.lightning_module)
 
     @override
     def teardown(self) -> None:
