@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_shard.checkpoint import full_module_state
-from tests.training import Losses, loader, make, trainer
+from tests.training import Losses, loader, make, shared_path, trainer
 
 SAVE_AT = 4
 
@@ -20,15 +20,6 @@ class SaveOnce(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == SAVE_AT:
             trainer.save_checkpoint(self.path)
-
-
-def shared_path(name: str) -> Path:
-    """A file that all ranks of the pool see."""
-    import tempfile
-
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    return Path(folder[0]) / name
 
 
 def run(domain, name, *callbacks, path=None, epochs=2):

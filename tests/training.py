@@ -1,7 +1,9 @@
 """Models to train, the plain loop of one process, and the same training under the strategy."""
 
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,6 +122,13 @@ def loader(
     data = Fields(MODELS[name][1], samples)
     sampler = DistributedSampler(data, num_replicas=1, rank=0) if alone else None
     return DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)
+
+
+def shared_path(name: str) -> Path:
+    """A new file that all ranks of the pool see."""
+    folder: list[Any] = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(folder)
+    return Path(folder[0]) / name
 
 
 class Losses(Callback):
