@@ -6,6 +6,7 @@ modes is a `Canvas` from the start. Where no field is split, spectral convolutio
 only the modes that they keep: their input passes as a tensor that is split over one rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from lightning_shard.domain import domain_of
+from lightning_shard.factorized import kind_of, multiply
 from lightning_shard.mixins import is_a, mix_in
 from lightning_shard.ops.canvas import Canvas
 from lightning_shard.placement import from_local
@@ -55,6 +58,21 @@ class _LazyCanvas:
     """Mixin of a spectral convolution."""
 
     _alone: DeviceMesh | None
+    weight: Any
+
+    @property
+    def _contract(self) -> Callable[..., Any]:
+        """The layer's own contraction; of factorized weights on this rank's modes."""
+        own = self.__dict__["_contract"]
+        if kind_of(self.weight) is None:
+            return own
+        summed = self.weight.__dict__.get("_summed", ())
+        domain = domain_of(self.weight._domain_mesh) if summed else None
+
+        def contract(x: Tensor, weight: Any, separable: bool = False) -> Tensor:
+            return multiply(own, x, weight, separable, domain, summed)
+
+        return contract
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own."""

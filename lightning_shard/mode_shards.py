@@ -1,10 +1,11 @@
-"""Dense spectral weights split by mode over the domain: each rank holds the modes it multiplies.
+"""Large spectral weights split over the domain: each rank holds the modes or terms it multiplies.
 
+Dense weights are split by mode, large factorized ones by the terms of their sum (factorized.py).
 Such weights are far larger than the modes of the fields, so FSDP2 would send much more for them
 than the whole spectral convolution sends. Here each rank of a domain keeps its modes for good, and
-FSDP2 shards those over data replicas only. The layer sees a tensor of the whole shape, split over
-modes as the modes of its input are; where the input is not split in that way, it sees whole
-weights.
+FSDP2 shards those over data replicas only. Of a dense weight the layer sees a tensor of the whole
+shape, split over modes as the modes of its input are; where the input is not split in that way, it
+sees the whole.
 
 DTensor parts a dim as `torch.chunk` does and a `Subdomain` as `torch.tensor_split` does; the rows
 in between travel.
@@ -27,6 +28,7 @@ from torch.distributed.tensor import (
 
 from lightning_shard.comm import exchange
 from lightning_shard.domain import Domain, Subdomain, domain_of
+from lightning_shard.factorized import fills, kind_of, terms, travels_less
 from lightning_shard.halo import Needs, Segment, route
 from lightning_shard.layout import Layout, partition
 from lightning_shard.mixins import is_a, mix_in
@@ -54,21 +56,25 @@ class _SplitByMode:
         return gathered(part) if self._input_domain is None else DomainTensor(part)
 
 
-class _ReplicatedBias:
-    """Mixin of a layer whose bias is a replicated DTensor of the domain in forward."""
+class _OwnTerms:
+    """Mixin of a module whose DTensors of the domain read as what this rank holds of them."""
 
     _domain_mesh: DeviceMesh
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing to register: the class stands for its base (tltorch would list it by name)."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(value, DTensor) or not _is_unsharded(value, self._domain_mesh):
             return value
-        local = value.to_local(grad_placements=[Partial()] * self._domain_mesh.ndim)
-        return _mean_over(self._domain_mesh, local)
+        partial = [Partial() if p.is_replicate() else p for p in value.placements]
+        local = _mean_over(self._domain_mesh, value.to_local(grad_placements=partial))
+        return torch.view_as_complex(local) if name in self.__dict__.get("_pairs", ()) else local
 
 
 def split_by_mode(root: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> Iterator[nn.Module]:
-    """Split the dense weights of neuraloperator's spectral convolutions, and give their layers.
+    """Split the large weights of neuraloperator's spectral convolutions, and give their layers.
 
     Args:
         root: A module whose complex parameters are stored as pairs.
@@ -81,24 +87,54 @@ def split_by_mode(root: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> Ite
     """
     seen: set[Tensor] = set()
     for layer in root.modules():
-        weight: Any = getattr(layer, "weight", None)
-        if not _has_dense_modes(layer, dims) or weight._parameters["tensor"] in seen:
+        own = set(layer.parameters())
+        if not is_a(layer, "neuralop", "SpectralConv") or own & seen:
             continue
-        seen.add(weight._parameters["tensor"])
-        # (channels, modes...) of separable layers, instead of (in, out, modes...)
-        shift = 1 if layer.separable else 0
-        placements: list[Placement] = [Shard(d - shift) for d in dims]
-        _distribute(weight, "tensor", mesh, placements)
-        split = {d - shift: (axis,) for axis, d in enumerate(dims)}
-        mix_in(weight, _SplitByMode, _domain_mesh=mesh, _split=split, _input_domain=None)
+        if _has_dense_modes(layer, mesh, dims):
+            _split_modes(layer, mesh, dims)
+        elif not _split_terms(layer, mesh):
+            continue
+        seen |= own
         if layer._parameters.get("bias") is not None:
             _distribute(layer, "bias", mesh, [Replicate()] * mesh.ndim)
-            mix_in(layer, _ReplicatedBias, _domain_mesh=mesh)
+            mix_in(layer, _OwnTerms, _domain_mesh=mesh)
         yield layer
 
 
+def _split_modes(layer: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    """Each rank holds some modes of the dense weight."""
+    weight: Any = layer.weight
+    # (channels, modes...) of separable layers, instead of (in, out, modes...)
+    shift = 1 if layer.separable else 0
+    placements: list[Placement] = [Shard(d - shift) for d in dims]
+    _distribute(weight, "tensor", mesh, placements)
+    split = {d - shift: (axis,) for axis, d in enumerate(dims)}
+    mix_in(weight, _SplitByMode, _domain_mesh=mesh, _split=split, _input_domain=None)
+
+
+def _split_terms(layer: nn.Module, mesh: DeviceMesh) -> bool:
+    """Each rank holds some terms of the sum that a large factorized weight is."""
+    weight: Any = layer.weight
+    if kind_of(weight) is None or layer.separable or not travels_less(weight, mesh.device_type):
+        return False
+    split = terms(weight, mesh.shape)
+    if not any(split):
+        return False
+    names = [name for name, _ in weight.named_parameters()]
+    for name in names:
+        holder = weight.get_submodule(name.rpartition(".")[0])
+        placements = [Shard(dims[name]) if name in dims else Replicate() for dims in split]
+        _distribute(holder, name.rpartition(".")[2], mesh, placements)
+        mix_in(holder, _OwnTerms, _domain_mesh=mesh)
+    summed = tuple(axis for axis, dims in enumerate(split) if dims)
+    mix_in(weight, _OwnTerms, _domain_mesh=mesh, _summed=summed)
+    return True
+
+
 def show_split_weights(layer: nn.Module, dims: Sequence[int]) -> None:
-    """Let `layer` see weights that are split like its input, or whole ones."""
+    """Let `layer` see dense weights that are split like its input, or whole ones."""
+    if not isinstance(layer.weight, _SplitByMode):
+        return
     wanted = {d: (axis,) for axis, d in enumerate(dims)}
 
     def look(layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -112,13 +148,15 @@ def show_split_weights(layer: nn.Module, dims: Sequence[int]) -> None:
     layer.register_forward_pre_hook(look)
 
 
-def _has_dense_modes(layer: nn.Module, dims: Sequence[int]) -> bool:
-    if not is_a(layer, "neuralop", "SpectralConv"):
-        return False
+def _has_dense_modes(layer: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> bool:
     weight: Any = layer.weight
     order: Any = layer.order
     known = getattr(weight, "name", "").endswith("Dense") and "tensor" in weight._parameters
-    return known and all(2 <= d < 2 + order for d in dims)
+    first = weight.ndim - order
+    return known and all(
+        2 <= d < 2 + order and fills(weight.shape[d - 2 + first], parts)
+        for d, parts in zip(dims, mesh.shape, strict=True)
+    )
 
 
 def _distribute(

@@ -67,6 +67,6 @@ def test_four_ranks(name, dtype, domain):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=["4x1", "2x2", "1x(2x2)"])
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip": 0.05}], ids=str)
-@pytest.mark.parametrize("name", ["tfno", "dense_fno"])
+@pytest.mark.parametrize("name", ["tfno", "dense_fno", "large_tfno"])
 def test_accumulation_and_clipping(name, domain, options):
     check(name, domain, torch.float64, **options)

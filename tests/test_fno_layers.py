@@ -12,17 +12,16 @@ import lightning_shard
 from lightning_shard.fno_layers import avoid_whole_fields
 from lightning_shard.parallelize import make_mesh
 from tests.double_fno import to_double
-from tests.parity import assert_parity_of_module, mesh_of
+from tests.parity import assert_parity_of_module, assert_same, mesh_of
 
 
 class Scaled(nn.Module):
     """FSDP2 warns of a root whose output is a view."""
 
-    def __init__(self):
+    def __init__(self, n_modes=(7, 6)):
         super().__init__()
         torch.manual_seed(2)
-        options = {"in_channels": 1, "out_channels": 1, "hidden_channels": 4, "n_layers": 2}
-        self.fno = to_double(FNO(n_modes=(7, 6), **options))
+        self.fno = to_double(FNO(n_modes, 1, 1, hidden_channels=4, n_layers=2))
 
     def forward(self, x):
         return 2 * self.fno(x)
@@ -98,6 +97,23 @@ def test_weights_split_by_mode(dims, split):
             gradient = torch.view_as_complex(gradient)
         scale = 1e-10 * float(value.abs().max())
         torch.testing.assert_close(gradient, value, rtol=1e-10, atol=scale)
+
+
+@pytest.mark.spmd(4)
+def test_fewer_modes_than_ranks_can_share():
+    """6 modes in parts of 2: FSDP2 shards the weights over all ranks, as none may have nothing."""
+    mesh = make_mesh("cpu", 1, (4,))
+    net = Scaled(n_modes=(6, 6))
+    plain, x = copy.deepcopy(net), torch.randn(1, 1, 13, 10, dtype=torch.float64)
+    lightning_shard.parallelize(net, mesh)
+    loss = net(lightning_shard.shard(x, mesh["domain"], 2)).square().mean()
+    expected = plain(x).square().mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    loss.backward()
+    expected.backward()
+    name = "fno.fno_blocks.convs.0.weight.tensor"
+    gradient = torch.view_as_complex(net.get_parameter(name).grad.full_tensor())
+    assert_same(gradient, plain.get_parameter(name).grad)
 
 
 def test_a_network_is_prepared_once_for_each_fit_and_test():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_shard.checkpoint import full_module_state
-from tests.training import Losses, loader, make, shared_path, trainer
+from tests.training import Losses, loader, make, shared_path, trainer, weights_count_as_large
 
 SAVE_AT = 4
 
@@ -26,13 +26,14 @@ def run(domain, name, *callbacks, path=None, epochs=2):
     module, losses = make(name, torch.float32), Losses()
     runner = trainer(domain, callbacks=[losses, *callbacks], max_epochs=epochs)
     batch_size = 4 // (dist.get_world_size() // torch.tensor(domain).prod().item())
-    runner.fit(module, loader(name, torch.float32, batch_size, 24), ckpt_path=path)
+    with weights_count_as_large(name):
+        runner.fit(module, loader(name, torch.float32, batch_size, 24), ckpt_path=path)
     return losses.values, full_module_state(module)
 
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(2,), (2, 2)], ids=["2x2", "1x(2x2)"])
-@pytest.mark.parametrize("name", ["tfno", "simple_cnn", "dense_fno"])
+@pytest.mark.parametrize("name", ["tfno", "simple_cnn", "dense_fno", "large_tfno"])
 def test_resume_inside_an_epoch(name, domain):
     path = shared_path("middle.ckpt")
     losses, state = run(domain, name, SaveOnce(path))
@@ -44,7 +45,7 @@ def test_resume_inside_an_epoch(name, domain):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("name", ["tfno", "dense_fno"])
+@pytest.mark.parametrize("name", ["tfno", "dense_fno", "large_tfno"])
 def test_checkpoint_is_a_plain_one(name):
     """Names, shapes and dtypes of the plain module; loads without the strategy."""
     path = shared_path("middle.ckpt")
@@ -62,7 +63,7 @@ def test_checkpoint_is_a_plain_one(name):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("name", ["simple_cnn", "dense_fno"])
+@pytest.mark.parametrize("name", ["simple_cnn", "dense_fno", "large_tfno"])
 @pytest.mark.parametrize("meshes", [((2,), (4,)), ((4,), (1,)), ((2, 2), (2,))], ids=str)
 def test_resume_on_another_mesh(name, meshes):
     path = shared_path("middle.ckpt")

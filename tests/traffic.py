@@ -30,6 +30,8 @@ def counted() -> Iterator[Traffic]:
     traffic = Traffic()
     with contextlib.ExitStack() as stack:
         for name, sent in _SENT.items():
+            if not hasattr(dist, name):  # the names of torch 2.15, which its FSDP2 calls
+                continue
             counting = _counting(getattr(dist, name), sent, traffic)
             stack.enter_context(mock.patch.object(dist, name, counting))
         yield traffic
@@ -67,8 +69,9 @@ def _all_to_all(input_tensor_list: list[Tensor], group: Any, **_: Any) -> int:
     return sum(t.nbytes for peer, t in enumerate(input_tensor_list) if peer != rank)
 
 
-def _all_gather(input_tensor: Tensor, group: Any, **_: Any) -> int:
-    return input_tensor.nbytes * (dist.get_world_size(group) - 1)
+def _all_gather(group: Any, **given: Any) -> int:
+    part: Tensor = given.get("input_tensor", given.get("input"))
+    return part.nbytes * (dist.get_world_size(group) - 1)
 
 
 def _reduce_scatter(output: Tensor, group: Any, **_: Any) -> int:
@@ -84,6 +87,8 @@ _SENT: dict[str, Callable[..., int]] = {
     "all_to_all_single": _all_to_all_single,
     "all_to_all": _all_to_all,
     "all_gather_into_tensor": _all_gather,
+    "all_gather_single": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
     "all_reduce": _all_reduce,
 }

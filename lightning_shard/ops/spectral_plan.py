@@ -70,6 +70,11 @@ RATES = {
 AWKWARD = 3.5  # times an FFT takes longer at extents with a prime factor above 13
 
 
+def rates_of(device: str) -> Rates:
+    """Of a device type; other accelerators are taken for CUDA devices."""
+    return RATES.get(device, RATES["cuda"])
+
+
 @dataclass(frozen=True)
 class Extent:
     """A dim to be transformed: `rows` of the field over `parts` ranks, `kept` of N frequencies."""
@@ -104,7 +109,7 @@ def _plan(
     device: str,
     method: Method,
 ) -> tuple[Step, ...]:
-    rates = RATES.get(device, RATES["cuda"])
+    rates = rates_of(device)
     methods = [
         (False,) if method == "dft" or not e.kept else (True,) if method == "fft" else (False, True)
         for e in extents
