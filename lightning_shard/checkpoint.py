@@ -1,85 +1,178 @@
-"""Full checkpoints of sharded modules and optimizers, in the format of an unsharded run.
+"""The state of sharded modules and optimizers, in the names, shapes and dtypes of unsharded ones.
 
-What is written holds plain CPU tensors of the plain module's names, shapes and dtypes, so it loads
-in any run, on any mesh, and without this package.
+A state is first a view of this rank's shards: DTensors, in which parameters that are stored as
+pairs of real numbers are complex again. `full` gathers such a view, one tensor at a time;
+sharded_directory.py writes it as it is.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.complex_params import pair_names, to_complex
-from lightning_shard.parallelize import split_like
+from lightning_shard.foreign import by_index, plain_name
+from lightning_shard.load_weights import own_region
 from lightning_shard.placement import gather
 from lightning_shard.tensor import DomainTensor
+from lightning_shard.weight_files import StoredTensor
 
 
-def full_module_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
-    pairs = pair_names(module)
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` under plain names, with sharded tensors as DTensors."""
     state = module.state_dict()
-    return {
-        name: to_complex(full(value)) if name in pairs else full(value)
-        for name, value in state.items()
-    }
+    for name in pair_names(module) & state.keys():
+        state[name] = _as_complex(state[name])
+    for name in [name for name in state if plain_name(name) != name]:
+        state[plain_name(name)] = state.pop(name)
+    return state
 
 
-def full_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
-    complex_of = _pair_parameters(module)
+def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """`optimizer.state_dict()`, keyed by integers, with sharded tensors as DTensors."""
+    paired = _pair_parameters(module)
     state = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries = {}
     for index, values in state["state"].items():
-        pairs = parameters[index] in complex_of if isinstance(index, int) else False
+        p = _parameters(optimizer)[index]
         entries[index] = {
-            key: to_complex(full(v)) if pairs and _like_parameter(v, parameters[index]) else full(v)
+            key: _as_complex(v) if p in paired and _like_parameter(v, p) else v
             for key, v in values.items()
         }
     return {**state, "state": entries}
 
 
+def full_module_state(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
+    return full(module_state(module))
+
+
+def full_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """`optimizer.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
+    return full(optimizer_state(optimizer, module))
+
+
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module) -> None:
-    """Load what `full_optimizer_state` returned, or an unsharded run's state, on any mesh."""
-    complex_of = _pair_parameters(module)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    entries = {}
-    for index, values in state["state"].items():
-        p = parameters[index]
-        pairs = p in complex_of
-        shape = p.shape[:-1] if pairs else p.shape
-        entries[index] = {
-            key: split_like(v, p, pairs)
-            if isinstance(v, Tensor) and v.ndim and v.shape == shape
-            else v
-            for key, v in values.items()
+    """Load the state of an optimizer that was saved on any mesh, by us or by others.
+
+    Args:
+        optimizer: Of `module`'s parameters.
+        state: What `full_optimizer_state` returned, the `state_dict()` of an unsharded run, or a
+            state by names (FSDP, torch.distributed.checkpoint.state_dict). Tensors may be
+            `StoredTensor`s. Each rank reads its part.
+        module: Whose parameters the optimizer holds.
+
+    Raises:
+        ValueError: The state is of other parameters.
+    """
+    paired = _pair_parameters(module)
+    names = {p: plain_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    state = by_index(state, groups)
+    parameters = _parameters(optimizer)
+    entries = {
+        index: {
+            key: _own_part(value, parameters[index], parameters[index] in paired)
+            for key, value in values.items()
         }
+        for index, values in state["state"].items()
+    }
     optimizer.load_state_dict({**state, "state": entries})
 
 
-def full(value: Any) -> Any:
-    """`value` with every sharded or split tensor replaced by the whole one on the CPU."""
+def full(value: Any, keep: bool = True) -> Any:
+    """`value` with every sharded or split tensor replaced by the whole one on the CPU.
+
+    Args:
+        value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
+            are gathered one after the other, and no more than one of them exists whole at a time on
+            ranks that do not keep them.
+        keep: Whether this rank needs the result; otherwise tensors in it are None.
+    """
     if isinstance(value, DTensor):
-        return value.full_tensor().detach().cpu()
+        whole = _gathered(value)
+        return whole.cpu() if keep else None
     if isinstance(value, DomainTensor):
-        return gather(value.detach()).cpu()
+        whole = gather(value.detach())
+        return whole.cpu() if keep else None
     if isinstance(value, Tensor):
+        if not keep:
+            return None
         return value.detach().cpu() if value.device.type != "cpu" else value
     if isinstance(value, dict):
-        return _mapped(value)
+        return _mapped(value, keep)
     if type(value) in (list, tuple):
-        return type(value)(map(full, value))
+        return type(value)(full(v, keep) for v in value)
     return value
 
 
-def _mapped(value: dict[Any, Any]) -> dict[Any, Any]:
-    changed = {key: full(v) for key, v in value.items()}
+def size_bytes(value: Any) -> int:
+    """The bytes of all tensors in nested dicts, lists and tuples, whole ones."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(size_bytes, value.values()))
+    return sum(map(size_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:
+    changed = {key: full(v, keep) for key, v in value.items()}
     if all(changed[key] is v for key, v in value.items()):
         return value
-    return changed
+    result = copy.copy(value)  # of its class: a state dict keeps the versions of its modules
+    result.update(changed)
+    return result
+
+
+def _gathered(value: DTensor) -> Tensor:
+    """The whole tensor; gloo sends no complex numbers, so they travel as pairs."""
+    if not value.is_complex():
+        return value.full_tensor().detach()
+    pairs = _like(value, torch.view_as_real(value.to_local().detach()), (*value.shape, 2))
+    return to_complex(pairs.full_tensor())
+
+
+def _as_complex(value: Tensor) -> Tensor:
+    if not isinstance(value, DTensor):
+        return to_complex(value)
+    return _like(value, to_complex(value.to_local()), value.shape[:-1])
+
+
+def _like(value: DTensor, local: Tensor, shape: Sequence[int]) -> DTensor:
+    """A DTensor of `shape` that is placed as `value`."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def _own_part(value: Any, parameter: Tensor, paired: bool) -> Any:
+    """What this rank keeps of an optimizer's tensor that belongs to `parameter`."""
+    shape = parameter.shape[:-1] if paired else parameter.shape
+    if not isinstance(value, Tensor | StoredTensor):
+        return value
+    if not shape or value.shape != shape:
+        return value.whole() if isinstance(value, StoredTensor) else value
+    region = own_region(parameter)[: len(shape)]
+    part = value.read(region) if isinstance(value, StoredTensor) else value[region]
+    if paired and part.is_complex():
+        part = torch.view_as_real(part.resolve_conj())
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    part = part.to(local.device, copy=True, memory_format=torch.contiguous_format)
+    return _like(parameter, part, parameter.shape) if isinstance(parameter, DTensor) else part
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _like_parameter(value: Any, parameter: Tensor) -> bool:

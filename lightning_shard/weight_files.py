@@ -62,7 +62,7 @@ def stored_weights(path: str | Path) -> dict[str, Any]:
     return {k: _in_memory(v) if isinstance(v, Tensor) else v for k, v in weights.items()}
 
 
-def weights_of(loaded: Any, path: str | Path) -> Mapping[str, Any]:
+def weights_of(loaded: Any, path: object) -> Mapping[str, Any]:
     """The state dict in what a file of `torch.save` holds.
 
     Raises:
