@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lightning_shard
 from benchmarks.common import Cost, describe, measured, start, table
-from lightning_shard.parallelize import make_mesh
+from lightning_shard.mesh import make_mesh
 
 MIB = 2**20
 

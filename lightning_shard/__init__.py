@@ -1,6 +1,8 @@
 """FSDP2 and spatial domain decomposition for PyTorch Lightning, by changing one argument."""
 
 from lightning_shard import functional as functional
+from lightning_shard.clip import clip_grad_norm_ as clip_grad_norm_
+from lightning_shard.clip import clip_grad_value_ as clip_grad_value_
 from lightning_shard.domain import Subdomain as Subdomain
 from lightning_shard.escape import allow_gather as allow_gather
 from lightning_shard.escape import local_map as local_map
@@ -10,9 +12,11 @@ from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperatio
 from lightning_shard.ops.random import use_exact_random as use_exact_random
 from lightning_shard.ops.registry import register_rule as register_rule
 from lightning_shard.ops.spectral_plan import spectral_method as spectral_method
+from lightning_shard.options import ShardingOptions as ShardingOptions
 from lightning_shard.parallelize import parallelize as parallelize
 from lightning_shard.placement import from_local as from_local
 from lightning_shard.placement import gather as gather
 from lightning_shard.placement import shard as shard
+from lightning_shard.plain_gradients import no_sync as no_sync
 from lightning_shard.strategy import HybridShardStrategy as HybridShardStrategy
 from lightning_shard.tensor import DomainTensor as DomainTensor

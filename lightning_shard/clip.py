@@ -1,35 +1,94 @@
-"""Clipping by the global norm when gradients are sharded."""
+"""Clipping of gradients of which some are sharded and some whole, as torch clips those of one."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 
-def clip_grad_norm_(optimizer: Optimizer, clip_val: float | int) -> None:
-    """Scale the gradients of `optimizer` so that their total 2-norm is at most `clip_val`.
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients so that their total norm is at most `max_norm`; all ranks must call it.
 
-    As `torch.nn.utils.clip_grad_norm_`, for sharded and plain gradients together.
+    Args:
+        parameters: Whose gradients are clipped, as one vector: sharded and plain ones together,
+            also on different meshes.
+        max_norm: The largest norm that stays as it is.
+        norm_type: The exponent of the norm, or infinity.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+
+    Returns:
+        The total norm before clipping, the same on all ranks.
+
+    Raises:
+        RuntimeError: The norm is not finite; on all ranks.
     """
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    gradients = [g for g in gradients if g is not None]
-    if not gradients or clip_val <= 0:
-        return
-    by_mesh: dict[
-        Any, list[Tensor]
-    ] = {}  # norms of different meshes cannot be added up as DTensors
-    for g in gradients:
-        by_mesh.setdefault(g.device_mesh if isinstance(g, DTensor) else None, []).append(g)
-    total = torch.stack([_norm(part).square() for part in by_mesh.values()]).sum().sqrt()
-    factor = (clip_val / (total + 1e-6)).clamp(max=1.0)
+    gradients = _gradients(parameters)
+    total = _total_norm(gradients, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "
+            "clipped; look for the operation that overflows, or pass error_if_nonfinite=False to "
+            "scale them by it."
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor.to(local.device))
+        local = _local(gradient)
+        local.mul_(factor.to(local.device, local.dtype))
+    return total
 
 
-def _norm(gradients: Iterable[Tensor]) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+@torch.no_grad()
+def clip_grad_value_(parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+    """Clamp each element of the gradients to `[-clip_value, clip_value]`.
+
+    Of complex parameters the real and the imaginary part.
+    """
+    for gradient in _gradients(parameters):
+        _local(gradient).clamp_(-clip_value, clip_value)
+
+
+def _gradients(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [p.grad for p in given if p.grad is not None]
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _total_norm(gradients: Iterable[Tensor], order: float) -> Tensor:
+    """Norms of the parts, summed or compared over those mesh axes that split them."""
+    by_axes: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        key = None
+        if isinstance(gradient, DTensor):
+            axes = tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
+            key = gradient.device_mesh, axes
+        by_axes.setdefault(key, []).append(_local(gradient))
+    largest = math.isinf(order)
+    totals: list[Tensor] = []
+    for key, parts in by_axes.items():
+        norms = [torch.linalg.vector_norm(part, order).to(parts[0].device) for part in parts]
+        norm = torch.stack([n.double() if n.dtype == torch.float64 else n.float() for n in norms])
+        part = norm.amax() if largest else norm.pow(order).sum()
+        if key is not None:
+            mesh, axes = key
+            part = part.to(mesh.device_type)  # shards may be offloaded, where no group is
+            for axis in axes:
+                operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+                dist.all_reduce(part, operation, group=mesh.get_group(axis))
+        totals.append(part)
+    if not totals:
+        return torch.tensor(0.0)
+    whole = torch.stack([t.to(totals[0].device, totals[0].dtype) for t in totals])
+    return whole.amax() if largest else whole.sum().pow(1 / order)

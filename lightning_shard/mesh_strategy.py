@@ -22,11 +22,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.clip import clip_grad_norm_
+from lightning_shard.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.failure import FailureWatch
-from lightning_shard.parallelize import make_mesh, mesh_names
+from lightning_shard.mesh import make_mesh, mesh_names
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
@@ -41,6 +42,7 @@ class MeshStrategy(ParallelStrategy):
         domain_parallel_size: int | Sequence[int],
         timeout_s: float,
         process_group_backend: str | None,
+        shard_size: int | Literal["node"] | None,
         **host: Any,
     ) -> None:
         super().__init__(**host)
@@ -53,6 +55,7 @@ class MeshStrategy(ParallelStrategy):
                 f"{data_parallel_size} and {domain_parallel_size}."
             )
         self.data_parallel_size = data_parallel_size
+        self.shard_size: int | Literal["node"] | None = shard_size
         self.num_nodes = 1
         self.device_mesh: DeviceMesh | None = None
         self._timeout = timedelta(seconds=timeout_s)
@@ -100,7 +103,14 @@ class MeshStrategy(ParallelStrategy):
         if isinstance(plugin, MixedPrecision) and self.accelerator and self.parallel_devices:
             plugin.device = self.parallel_devices[0].type
         if plugin is not None:
-            plugin.clip_grad_by_norm = clip_grad_norm_
+
+            def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+                clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+
+            def by_value(optimizer: Optimizer, clip_val: float) -> None:
+                clip_grad_value_(plugin.main_params(optimizer), clip_val)
+
+            plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, by_value
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -133,7 +143,8 @@ class MeshStrategy(ParallelStrategy):
             backend = self._backend or _get_default_process_group_backend_for_device(device)
             place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **place)
-            self.device_mesh = make_mesh(device.type, data, self.domain_sizes)
+            shared_by = self.num_processes if self.shard_size == "node" else self.shard_size
+            self.device_mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
         if self._failure is None and self.world_size > 1:
             self._failure, self._alone = FailureWatch(self.global_rank), None
         assert self.lightning_module is not None

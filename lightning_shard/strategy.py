@@ -1,7 +1,7 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`."""
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -16,14 +16,17 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.batch import ShardDims, shard_batch, split_dims
 from lightning_shard.checkpoint_strategy import CheckpointStrategy
 from lightning_shard.ops.random import use_exact_random
+from lightning_shard.options import ShardingOptions, policy_of
 from lightning_shard.parallelize import parallelize
+from lightning_shard.plain_gradients import no_sync
 from lightning_shard.resumable import make_resumable
 
 # predict_step runs with whole parameters, see on_predict_start
@@ -47,6 +50,16 @@ class HybridShardStrategy(CheckpointStrategy):
         domain_parallel_size: int | Sequence[int] = 1,
         shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
         exact_random: bool = False,
+        sharding: Literal["full", "gradients", "none", "hybrid"] = "full",
+        shard_size: int | None = None,
+        wrap: Sequence[str] | Callable[[nn.Module], bool] | None = None,
+        min_num_params: int | None = None,
+        ignored_parameters: Sequence[str] = (),
+        mp_policy: MixedPrecisionPolicy | dict[str, str | bool] | None = None,
+        cpu_offload: bool = False,
+        prefetch: int = 1,
+        activation_checkpointing: bool | Sequence[str] = False,
+        compile_blocks: bool = False,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -69,6 +82,26 @@ class HybridShardStrategy(CheckpointStrategy):
                 dict: for each batch entry its dims; entries that are not named stay whole.
             exact_random: Whether dropout of split tensors draws the numbers of one process, at the
                 cost of drawing those of the whole tensor on each rank.
+            sharding: What each rank holds a part of. "full": parameters, gradients and optimizer
+                state (ZeRO-3). "gradients": the same, but parameters stay whole from forward to
+                backward (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid": as
+                "full" within a group of processes, and a copy in each group (HSDP).
+            shard_size: For "hybrid", the processes that share one set of parameters, domain ranks
+                included; by default those of a node.
+            wrap: Classes of blocks, such as `["T5Block"]`, or a function that says whether a module
+                is one: the parameters of a block are gathered when it runs. By default the
+                repeated parts of the network.
+            min_num_params: Instead of `wrap`, the number of parameters from which on a module is a
+                block.
+            ignored_parameters: Patterns of names, such as `["*.norm.weight"]`, of parameters that
+                every process keeps whole; their gradients are averaged.
+            mp_policy: Dtypes of gathered parameters (param_dtype), of the gradients' reduction
+                (reduce_dtype) and of outputs (output_dtype), beside the Trainer's precision.
+            cpu_offload: Whether shards, gradients and optimizer states stay in CPU memory.
+            prefetch: How many blocks are gathered ahead of the one that computes.
+            activation_checkpointing: Classes whose activations are computed again in backward
+                instead of kept; true: those of the blocks.
+            compile_blocks: Whether torch.compile compiles each block.
             timeout_s: Seconds after which a collective that does not end fails.
             process_group_backend: By default the device's: nccl, xccl or gloo.
             accelerator: Set by the Trainer.
@@ -78,13 +111,18 @@ class HybridShardStrategy(CheckpointStrategy):
             precision_plugin: Set by the Trainer.
 
         Raises:
-            ValueError: A size is smaller than 1.
+            ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
+        if shard_size is not None and sharding != "hybrid":
+            raise ValueError(
+                f"shard_size {shard_size} needs sharding 'hybrid'; got sharding {sharding!r}."
+            )
         super().__init__(
             data_parallel_size,
             domain_parallel_size,
             timeout_s,
             process_group_backend,
+            (shard_size or "node") if sharding == "hybrid" else None,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -93,6 +131,17 @@ class HybridShardStrategy(CheckpointStrategy):
         )
         self.shard_dims: ShardDims = shard_dims
         self.exact_random = exact_random
+        self.sharding_options = ShardingOptions(
+            sharding=sharding,
+            wrap=wrap,
+            min_num_params=min_num_params,
+            ignored_parameters=ignored_parameters,
+            mp_policy=policy_of(mp_policy),
+            cpu_offload=cpu_offload,
+            prefetch=prefetch,
+            activation_checkpointing=activation_checkpointing,
+            compile_blocks=compile_blocks,
+        )
         self._moved: dict[Any, Any] = {}
 
     @override
@@ -113,6 +162,7 @@ class HybridShardStrategy(CheckpointStrategy):
             self.device_mesh,
             methods=STEPS,
             dims=split_dims(self.shard_dims),
+            options=self.sharding_options,
         )
         self._share_random_state()
         use_exact_random(self.exact_random)
@@ -179,14 +229,8 @@ class HybridShardStrategy(CheckpointStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         assert self.lightning_module is not None
-        sharded = [m for m in self.lightning_module.modules() if isinstance(m, FSDPModule)]
-        for module in sharded:
-            module.set_requires_gradient_sync(False, recurse=False)
-        try:
+        with no_sync(self.lightning_module):
             yield
-        finally:
-            for module in sharded:
-                module.set_requires_gradient_sync(True, recurse=False)
 
     @override
     def on_predict_start(self) -> None:
@@ -199,9 +243,11 @@ class HybridShardStrategy(CheckpointStrategy):
 
     def _keep_parameters_whole(self, keep: bool) -> None:
         assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_reshard_after_forward(not keep, recurse=False)
+        root = self.lightning_module
+        kept = keep or self.sharding_options.sharding == "gradients"
+        for module in root.modules():
+            if isinstance(module, FSDPModule):  # the root is needed first in backward
+                module.set_reshard_after_forward(not (kept or module is root), recurse=False)
                 (module.unshard if keep else module.reshard)()
 
     @override

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lightning_shard
-from lightning_shard.parallelize import blocks, make_mesh
+from lightning_shard.mesh import make_mesh
+from lightning_shard.wrap import blocks
 from tests.parity import mesh_of
 
 

@@ -185,8 +185,10 @@ def train_alone(
     return losses, module.state_dict()
 
 
-def trainer(domain: tuple[int, ...], **options: Any) -> Trainer:
-    """A trainer over all ranks of the pool."""
+def trainer(
+    domain: tuple[int, ...], *, strategy: dict[str, Any] | None = None, **options: Any
+) -> Trainer:
+    """A trainer over all ranks of the pool; `strategy` are further arguments of the strategy."""
     world = torch.distributed.get_world_size()
     settings = {
         "max_epochs": 1, "logger": False, "enable_checkpointing": False,
@@ -195,7 +197,7 @@ def trainer(domain: tuple[int, ...], **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=HybridShardStrategy(domain_parallel_size=domain),
+        strategy=HybridShardStrategy(domain_parallel_size=domain, **(strategy or {})),
         plugins=TorchElasticEnvironment(),
         **(settings | options),
     )

@@ -1,0 +1,90 @@
+"""Gradients of the parameters that every rank keeps whole, averaged once at the end of backward.
+
+FSDP2 leaves these alone: scalars, which it cannot shard, ignored ones, and those whose dtype is not
+their block's. The mean may be taken of gradients of which a part is averaged already (an earlier
+backward): that part is equal on all ranks and stays as it is.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+
+_KEY = "_plain_gradients"
+
+
+class PlainGradients:
+    """Averages over the ranks of `group` after each backward, unless `enabled` is False."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.parameters = sorted(parameters, key=_kind)
+        self.group = group
+        self.enabled = True
+        self._backward = -1
+        for p in self.parameters:
+            wanted = p.requires_grad
+            p.requires_grad_()  # torch takes hooks of frozen parameters when they are not
+            p.register_post_accumulate_grad_hook(self._accumulated)
+            p.requires_grad_(wanted)
+
+    def _accumulated(self, _: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if self.enabled and backward != self._backward:
+            self._backward = backward
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        for _, alike in groupby(self.parameters, key=_kind):
+            parameters = [p for p in alike if p.requires_grad]
+            if not parameters:
+                continue
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            has_one = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
+            flat = torch.cat([*(g.reshape(-1) for g in grads), has_one])
+            dist.all_reduce(flat, group=self.group)
+            *means, has_one = flat.split([*(g.numel() for g in grads), len(grads)])
+            for p, mean, has in zip(parameters, means, has_one.tolist(), strict=True):
+                if has:  # else no rank used the parameter
+                    p.grad = (mean / dist.get_world_size(self.group)).view_as(p)
+
+
+def _kind(p: Tensor) -> tuple[str, str]:
+    return str(p.dtype), str(p.device)
+
+
+def average_plain_gradients(
+    module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+) -> None:
+    """Average the gradients of `parameters` of `module` over the ranks of `group`, from now on."""
+    module.__dict__[_KEY] = PlainGradients(parameters, group)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Inside, backward adds up gradients on each rank; the first backward after it averages them.
+
+    Args:
+        module: What `parallelize` was given.
+    """
+    sharded: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    plain: PlainGradients | None = module.__dict__.get(_KEY)
+    _synchronise(sharded, plain, False)
+    try:
+        yield
+    finally:
+        _synchronise(sharded, plain, True)
+
+
+def _synchronise(sharded: list[FSDPModule], plain: PlainGradients | None, value: bool) -> None:
+    for module in sharded:
+        module.set_requires_gradient_sync(value, recurse=False)
+    if plain is not None:
+        plain.enabled = value

@@ -1,0 +1,139 @@
+"""One block under FSDP2: its group of parameters, and hooks that take split tensors past FSDP2's.
+
+Parameters of a group must have one dtype; those of another one stay whole (plain_gradients.py).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_shard.complex_params import pair_names
+from lightning_shard.options import ShardingOptions
+from lightning_shard.placement import pack, unpack
+from lightning_shard.tensor import DomainTensor
+
+
+def shard_block(
+    block: nn.Module,
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+    ignored: set[nn.Parameter] | None = None,
+) -> FSDPModule:
+    """Let FSDP2 shard the parameters under `block` that no block inside it has.
+
+    Args:
+        block: A module on the mesh's device, or on the meta device.
+        mesh: One axis that shards, or one that replicates and one that shards.
+        options: What the user chose.
+        ignored: Parameters that stay as they are.
+    """
+    policy = options.mp_policy
+    if policy.param_dtype is not None and pair_names(block):
+        policy = _in_own_precision(block, policy)
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    sharded = fully_shard(
+        block,
+        mesh=mesh,
+        reshard_after_forward=False if options.sharding == "gradients" else None,
+        mp_policy=policy,
+        offload_policy=offload,
+        ignored_params=ignored or set(),
+    )
+    if mesh.device_type == "cpu":  # gloo has no pre-multiplied sum
+        sharded.set_force_sum_reduction_for_comms(True)
+    _show_local_tensors_to_fsdp(block)
+    return sharded
+
+
+def of_other_dtypes(blocks: Sequence[nn.Module], taken: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Parameters that cannot be in the group of their block, because most of it has another dtype.
+
+    Args:
+        blocks: Those to be sharded, inner ones first.
+        taken: Parameters that are in no group.
+    """
+    seen, others = set(taken), set[nn.Parameter]()
+    for block in blocks:
+        group = [p for p in block.parameters() if p not in seen]
+        seen.update(group)
+        numbers = Counter[torch.dtype]()
+        for p in group:
+            numbers[p.dtype] += p.numel()
+        if len(numbers) > 1:
+            usual = numbers.most_common(1)[0][0]
+            others.update(p for p in group if p.dtype != usual)
+    return others
+
+
+def prefetch(root: nn.Module, number: int) -> None:
+    """Gather `number` blocks ahead of the one that runs, in the order of `root.modules()`.
+
+    With 1, FSDP2's own order is left: the next block in forward, the one before it in backward.
+    """
+    if number == 1:
+        return
+    order: list[FSDPModule] = [
+        m for m in root.modules() if isinstance(m, FSDPModule) and m is not root
+    ]
+    for i, block in enumerate(order):
+        block.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + number])
+        block.set_modules_to_backward_prefetch(order[max(i - number, 0) : i][::-1])
+
+
+def _in_own_precision(block: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """There are no complex numbers of 16 bits that FFTs take: compute as the parameters are."""
+    dtype = next(p.dtype for name, p in block.named_parameters() if name in pair_names(block))
+    return replace(
+        policy, param_dtype=dtype, output_dtype=policy.output_dtype or policy.param_dtype
+    )
+
+
+def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
+    """FSDP2's hooks apply autograd functions to a block's inputs and outputs: show local ones.
+
+    Of the four hooks one runs before FSDP's and one after it, on the way in and on the way out.
+    """
+    waiting: list[Any] = []
+
+    def strip(value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        packed = [
+            unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None) for leaf in leaves
+        ]
+        waiting.append([layout for _, layout in packed])
+        return tree_unflatten([leaf for leaf, _ in packed], spec)
+
+    def restore(value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        layouts = waiting.pop()
+        return tree_unflatten(
+            [
+                pack(leaf, x) if x is not None else leaf
+                for leaf, x in zip(leaves, layouts, strict=True)
+            ],
+            spec,
+        )
+
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: strip((args, kwargs)), prepend=True, with_kwargs=True
+    )
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True
+    )
+    block.register_forward_hook(lambda _, __, output: strip(output), prepend=True)
+    block.register_forward_hook(lambda _, __, output: restore(output))
