@@ -18,5 +18,6 @@ from lightning_shard.placement import from_local as from_local
 from lightning_shard.placement import gather as gather
 from lightning_shard.placement import shard as shard
 from lightning_shard.plain_gradients import no_sync as no_sync
+from lightning_shard.progress import SamplesPerSecond as SamplesPerSecond
 from lightning_shard.strategy import HybridShardStrategy as HybridShardStrategy
 from lightning_shard.tensor import DomainTensor as DomainTensor

@@ -1,12 +1,16 @@
 """Which dims of which batch entries a domain splits, and keeping this rank's part of them."""
 
 import copy
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_shard.placement import from_local, shard
 from lightning_shard.tensor import DomainTensor
@@ -56,6 +60,34 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
         return _split(x, mesh, dims, "a batch entry")
 
     return apply_to_collection(batch, Tensor, field)
+
+
+def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
+    """Compare what the ranks of the domain have read, of which all must call this.
+
+    Raises:
+        ValueError: They have read different samples, whose parts make up no field.
+    """
+    leaves = tree_flatten_with_path(batch)[0]
+    read = {keystr(path): _checksum(x) for path, x in leaves if isinstance(x, Tensor)}
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        everywhere: list[dict[str, Any]] = [{}] * mesh.size(axis)
+        dist.all_gather_object(everywhere, read, group)
+        for entry in read:
+            if len({each.get(entry) for each in everywhere}) > 1:
+                raise ValueError(
+                    f"the ranks {dist.get_process_group_ranks(group)} share each sample, but read "
+                    f"different batches (entry {entry}); give them the same samples in the same "
+                    "order (trainer.distributed_sampler_kwargs says which replica reads what) and "
+                    "draw augmentations from the same seed."
+                )
+
+
+def _checksum(x: Tensor) -> tuple[Any, ...]:
+    values = torch.view_as_real(x) if x.is_complex() else x
+    values = values.detach().cpu().contiguous()
+    return tuple(x.shape), str(x.dtype), zlib.crc32(values.flatten().view(torch.uint8).numpy())
 
 
 def split_dims(shard_dims: ShardDims) -> tuple[int, ...] | None:

@@ -28,6 +28,8 @@ from typing_extensions import override
 from lightning_shard.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.failure import FailureWatch
 from lightning_shard.mesh import make_mesh, mesh_names
+from lightning_shard.ops import UnsupportedOperationError
+from lightning_shard.tensor import DomainTensor
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
@@ -168,6 +170,11 @@ class MeshStrategy(ParallelStrategy):
         return data
 
     @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of different samples; None before the mesh is made."""
+        return None if self.device_mesh is None else self.device_mesh["data"].get_group()
+
+    @property
     def domain_mesh(self) -> DeviceMesh:
         """The mesh of this rank's domain."""
         assert self.device_mesh is not None
@@ -194,7 +201,25 @@ class MeshStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self._cut_off() or not isinstance(tensor, Tensor):
             return tensor
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        reduced = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        if group is None and reduce_op == "sum":  # as self.log asks: the ranks of a domain are one
+            return (
+                reduced / self.domain_size
+                if reduced.is_floating_point()
+                else (reduced // self.domain_size)
+            )
+        return reduced
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Of each data replica one entry: (replicas, *shape)."""
+        if isinstance(tensor, DomainTensor):
+            raise UnsupportedOperationError("all_gather of a split tensor; gather(tensor) it first")
+        if group in (None, dist.group.WORLD):
+            group = self.data_group
+        return super().all_gather(tensor, group, sync_grads)
 
     def _cut_off(self) -> bool:
         """Whether an exception on some of the ranks forbids collectives."""

@@ -1,8 +1,7 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`."""
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -10,7 +9,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.seed import (
+    _collect_rng_states,
+    _set_rng_states,
+    pl_worker_init_function,
+)
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -21,19 +24,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.batch import ShardDims, shard_batch, split_dims
-from lightning_shard.checkpoint_strategy import CheckpointStrategy
+from lightning_shard.batch import ShardDims, check_same_batch, shard_batch, split_dims
+from lightning_shard.counting import count_domains_once
+from lightning_shard.loop_strategy import STEPS, LoopStrategy, copies
 from lightning_shard.ops.random import use_exact_random
 from lightning_shard.options import ShardingOptions, policy_of
 from lightning_shard.parallelize import parallelize
-from lightning_shard.plain_gradients import no_sync
 from lightning_shard.resumable import make_resumable
-
-# predict_step runs with whole parameters, see on_predict_start
-STEPS = ("training_step", "validation_step", "test_step")
+from lightning_shard.streams import end_alone, end_together
 
 
-class HybridShardStrategy(CheckpointStrategy):
+class HybridShardStrategy(LoopStrategy):
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
@@ -143,6 +144,7 @@ class HybridShardStrategy(CheckpointStrategy):
             compile_blocks=compile_blocks,
         )
         self._moved: dict[Any, Any] = {}
+        self._last_checked: Any = None
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -157,18 +159,30 @@ class HybridShardStrategy(CheckpointStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         assert self.device_mesh is not None
+        copied = list(copies(trainer, self.lightning_module))
+        dims = split_dims(self.shard_dims)
         self._moved |= parallelize(
             self.lightning_module,
             self.device_mesh,
             methods=STEPS,
-            dims=split_dims(self.shard_dims),
+            dims=dims,
             options=self.sharding_options,
         )
+        for module in copied:
+            parallelize(
+                module.to(self.root_device),
+                self.device_mesh,
+                dims=dims,
+                options=self.sharding_options,
+            )
+        replicas = self.distributed_sampler_kwargs["num_replicas"]
+        count_domains_once(trainer, self.lightning_module, self.data_group, replicas)
         self._share_random_state()
         use_exact_random(self.exact_random)
         self.barrier("HybridShardStrategy.setup")
         if fitting:
             self.setup_optimizers(trainer)
+            self.follow_manual_optimization()
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -177,13 +191,17 @@ class HybridShardStrategy(CheckpointStrategy):
         """The ranks of a domain draw the same random numbers for what they all compute."""
         if self.domain_size > 1:
             device = self.root_device
-            owners = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
-            states = [owner.get_rng_state() for owner in owners]
+            owner = None if device.type == "cpu" else torch.get_device_module(device)
+            states: list[Any] = [
+                _collect_rng_states(include_cuda=False),
+                owner and owner.get_rng_state(),
+            ]
             for axis in reversed(range(self.domain_mesh.ndim)):
                 group = self.domain_mesh.get_group(axis)
                 dist.broadcast_object_list(states, group=group, group_src=0, device=device)
-            for owner, state in zip(owners, states, strict=True):
-                owner.set_rng_state(state)
+            _set_rng_states(states[0])
+            if owner is not None:
+                owner.set_rng_state(states[1])
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -207,12 +225,16 @@ class HybridShardStrategy(CheckpointStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        if self.domain_size == 1:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        read = (trainer.state.stage, trainer.current_epoch, dataloader_idx)
+        if read != self._last_checked:  # the first batch of each epoch
+            self._last_checked = read
+            check_same_batch(batch, self.domain_mesh)
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        return (
-            batch
-            if self.domain_size == 1
-            else shard_batch(batch, self.domain_mesh, self.shard_dims)
-        )
+        return shard_batch(batch, self.domain_mesh, self.shard_dims)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -222,33 +244,13 @@ class HybridShardStrategy(CheckpointStrategy):
                 replica = self.distributed_sampler_kwargs["rank"]
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
             assert self.lightning_module is not None
-            make_resumable(dataloader, self.lightning_module.trainer)
+            trainer = self.lightning_module.trainer
+            make_resumable(dataloader, trainer)
+            if trainer.state.fn == TrainerFn.PREDICTING:
+                end_alone(dataloader)
+            else:
+                end_together(dataloader, self.root_device)
         return dataloader
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        assert self.lightning_module is not None
-        with no_sync(self.lightning_module):
-            yield
-
-    @override
-    def on_predict_start(self) -> None:
-        """Prediction sets of uneven length: no collective of FSDP2 may depend on the batch."""
-        self._keep_parameters_whole(True)
-
-    @override
-    def on_predict_end(self) -> None:
-        self._keep_parameters_whole(False)
-
-    def _keep_parameters_whole(self, keep: bool) -> None:
-        assert self.lightning_module is not None
-        root = self.lightning_module
-        kept = keep or self.sharding_options.sharding == "gradients"
-        for module in root.modules():
-            if isinstance(module, FSDPModule):  # the root is needed first in backward
-                module.set_reshard_after_forward(not (kept or module is root), recurse=False)
-                (module.unshard if keep else module.reshard)()
 
     @override
     def teardown(self) -> None:

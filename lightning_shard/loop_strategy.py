@@ -1,0 +1,108 @@
+"""What a strategy does around the steps of Lightning's loops, so that FSDP2 fits in with them."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.checkpoint_strategy import CheckpointStrategy
+from lightning_shard.manual import ManualBackward
+from lightning_shard.options import ShardingOptions
+from lightning_shard.plain_gradients import no_sync
+
+# predict_step runs with whole parameters, see on_predict_start
+STEPS = ("training_step", "validation_step", "test_step")
+
+
+class LoopStrategy(CheckpointStrategy):
+    """Accumulation, manual optimization, evaluation and prediction with sharded parameters."""
+
+    sharding_options: ShardingOptions
+    _manual: ManualBackward | None = None
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._manual is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._manual.of(closure_loss) as loss:
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+    def follow_manual_optimization(self) -> None:
+        """Once the optimizers hold the module's parameters."""
+        module = self.lightning_module
+        manual = isinstance(module, FSDPModule) and not module.automatic_optimization
+        self._manual = ManualBackward(module, self.optimizers) if manual else None
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if output is None and self.lightning_module.automatic_optimization:
+            if self.distributed_sampler_kwargs["num_replicas"] > 1:
+                raise RuntimeError(
+                    "training_step returned None to leave a batch out, but other data replicas "
+                    "may wait for this one's gradients; return a loss of zero instead, such as "
+                    "0.0 * loss."
+                )
+            self._reshard()
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().validation_step(*args, **kwargs)
+        self._reshard()
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().test_step(*args, **kwargs)
+        self._reshard()
+        return output
+
+    def _reshard(self) -> None:
+        """After a forward without backward, so that callbacks find the parameters they know."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        assert self.lightning_module is not None
+        with no_sync(self.lightning_module):
+            yield
+
+    @override
+    def on_predict_start(self) -> None:
+        """Prediction sets of uneven length: no collective of FSDP2 may depend on the batch."""
+        self._keep_parameters_whole(True)
+
+    @override
+    def on_predict_end(self) -> None:
+        self._keep_parameters_whole(False)
+
+    def _keep_parameters_whole(self, keep: bool) -> None:
+        assert self.lightning_module is not None
+        root = self.lightning_module
+        kept = keep or self.sharding_options.sharding == "gradients"
+        for module in root.modules():
+            if isinstance(module, FSDPModule):  # the root is needed first in backward
+                module.set_reshard_after_forward(not (kept or module is root), recurse=False)
+                (module.unshard if keep else module.reshard)()
+
+
+def copies(trainer: Trainer, module: LightningModule) -> Iterator[nn.Module]:
+    """The copies of `module` that callbacks keep, such as averages of its weights."""
+    plain = type(module)
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        for value in vars(callback).values():
+            if isinstance(value, nn.Module) and value is not module:
+                yield from (m for m in value.modules() if type(m) is plain and m is not module)

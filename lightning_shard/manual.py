@@ -1,0 +1,62 @@
+"""Manual optimization under FSDP2: several forward and backward passes inside one training step.
+
+FSDP2 reduces gradients in a backward pass that began at the output of a forward it has hooks on,
+and then gives up the whole parameters. Inside a training step of a user neither holds: the loss is
+not an output yet, and the next pass reads parameters again, after an optimizer has changed them.
+Nor does it follow `toggle_optimizer` once it has gathered the parameters.
+"""
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+
+class ManualBackward:
+    """The backward passes of one module, made before its first step."""
+
+    def __init__(self, root: FSDPModule, optimizers: Iterable[Optimizer]) -> None:
+        """Follow `optimizers`, which hold parameters of `root` or of what lies in it."""
+        assert isinstance(root, nn.Module)
+        self.root = root
+        self.optimized = {p for o in optimizers for g in o.param_groups for p in g["params"]}
+        self.names = {name for name, p in root.named_parameters() if p in self.optimized}
+        self._loss: Tensor | None = None
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(lambda *_: self._gather_again())
+        root.return_loss = self._return_loss  # pyright: ignore[reportAttributeAccessIssue]
+        register_fsdp_forward_method(root, "return_loss")
+
+    @contextmanager
+    def of(self, loss: Tensor) -> Generator[Tensor]:
+        """Give the tensor to start from; afterwards the parameters of the root are whole again.
+
+        Parameters that `toggle_optimizer` has switched off get no gradient.
+        """
+        switched_off = [p for p in self.optimized if not p.requires_grad]
+        kept = [None if p.grad is None else p.grad.clone() for p in switched_off]
+        self._loss = loss
+        return_loss: Any = self.root.return_loss  # pyright: ignore[reportAttributeAccessIssue]
+        yield return_loss()
+        for p, gradient in zip(switched_off, kept, strict=True):
+            p.grad = gradient
+        self._gather_again()
+
+    def _return_loss(self) -> Tensor:
+        """An output of the root, from which FSDP2 hears of the backward pass.
+
+        Not an input as well: at the gradient of an input it gives the parameters up.
+        """
+        assert self._loss is not None
+        loss, self._loss = self._loss, None
+        return loss
+
+    def _gather_again(self) -> None:
+        self.root.reshard()
+        self.root.unshard()
+        for name, p in self.root.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
+            if name in self.names and p not in self.optimized:
+                p.requires_grad_(True)  # it may be switched on before it is gathered next
