@@ -87,7 +87,11 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
 def _checksum(x: Tensor) -> tuple[Any, ...]:
     values = torch.view_as_real(x) if x.is_complex() else x
     values = values.detach().cpu().contiguous()
-    return tuple(x.shape), str(x.dtype), zlib.crc32(values.flatten().view(torch.uint8).numpy())
+    return (
+        tuple(x.shape),
+        str(x.dtype),
+        zlib.crc32(memoryview(values.flatten().view(torch.uint8).numpy())),
+    )
 
 
 def split_dims(shard_dims: ShardDims) -> tuple[int, ...] | None:

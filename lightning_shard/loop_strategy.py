@@ -37,8 +37,9 @@ class LoopStrategy(CheckpointStrategy):
     def follow_manual_optimization(self) -> None:
         """Once the optimizers hold the module's parameters."""
         module = self.lightning_module
-        manual = isinstance(module, FSDPModule) and not module.automatic_optimization
-        self._manual = ManualBackward(module, self.optimizers) if manual else None
+        self._manual = None
+        if isinstance(module, FSDPModule) and not module.automatic_optimization:
+            self._manual = ManualBackward(module, self.optimizers)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ class ManualBackward:
         self._loss: Tensor | None = None
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda *_: self._gather_again())
-        root.return_loss = self._return_loss  # pyright: ignore[reportAttributeAccessIssue]
+        object.__setattr__(root, "return_loss", self._return_loss)
         register_fsdp_forward_method(root, "return_loss")
 
     @contextmanager
