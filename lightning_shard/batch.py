@@ -90,7 +90,7 @@ def _checksum(x: Tensor) -> tuple[Any, ...]:
     return (
         tuple(x.shape),
         str(x.dtype),
-        zlib.crc32(memoryview(values.flatten().view(torch.uint8).numpy())),
+        zlib.crc32(values.flatten().view(torch.uint8).numpy().tobytes()),
     )
 
 

@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import (
-    _collect_rng_states,
-    _set_rng_states,
-    pl_worker_init_function,
-)
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -30,6 +26,7 @@ from lightning_shard.loop_strategy import STEPS, LoopStrategy, copies
 from lightning_shard.ops.random import use_exact_random
 from lightning_shard.options import ShardingOptions, policy_of
 from lightning_shard.parallelize import parallelize
+from lightning_shard.random_state import random_state, set_random_state
 from lightning_shard.resumable import make_resumable
 from lightning_shard.streams import end_alone, end_together
 
@@ -191,17 +188,11 @@ class HybridShardStrategy(LoopStrategy):
         """The ranks of a domain draw the same random numbers for what they all compute."""
         if self.domain_size > 1:
             device = self.root_device
-            owner = None if device.type == "cpu" else torch.get_device_module(device)
-            states: list[Any] = [
-                _collect_rng_states(include_cuda=False),
-                owner and owner.get_rng_state(),
-            ]
+            states = [random_state(device)]
             for axis in reversed(range(self.domain_mesh.ndim)):
                 group = self.domain_mesh.get_group(axis)
                 dist.broadcast_object_list(states, group=group, group_src=0, device=device)
-            _set_rng_states(states[0])
-            if owner is not None:
-                owner.set_rng_state(states[1])
+            set_random_state(states[0], device)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
