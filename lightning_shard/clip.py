@@ -78,7 +78,7 @@ def _total_norm(gradients: Iterable[Tensor], order: float) -> Tensor:
     largest = math.isinf(order)
     totals: list[Tensor] = []
     for key, parts in by_axes.items():
-        norms = [torch.linalg.vector_norm(part, order).to(parts[0].device) for part in parts]
+        norms = [_norm(part, order).to(parts[0].device) for part in parts]
         norm = torch.stack([n.double() if n.dtype == torch.float64 else n.float() for n in norms])
         part = norm.amax() if largest else norm.pow(order).sum()
         if key is not None:
@@ -92,3 +92,7 @@ def _total_norm(gradients: Iterable[Tensor], order: float) -> Tensor:
         return torch.tensor(0.0)
     whole = torch.stack([t.to(totals[0].device, totals[0].dtype) for t in totals])
     return whole.amax() if largest else whole.sum().pow(1 / order)
+
+
+def _norm(part: Tensor, order: float) -> Tensor:
+    return torch.linalg.vector_norm(part if part.numel() else part.new_zeros(1), order)

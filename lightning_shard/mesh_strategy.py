@@ -29,6 +29,7 @@ from lightning_shard.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.failure import FailureWatch
 from lightning_shard.mesh import make_mesh, mesh_names
 from lightning_shard.ops import UnsupportedOperationError
+from lightning_shard.precision import ShardedGradScaler
 from lightning_shard.tensor import DomainTensor
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
@@ -104,6 +105,8 @@ class MeshStrategy(ParallelStrategy):
         plugin = self._precision_plugin = precision_plugin
         if isinstance(plugin, MixedPrecision) and self.accelerator and self.parallel_devices:
             plugin.device = self.parallel_devices[0].type
+            if plugin.scaler is not None:
+                plugin.scaler = ShardedGradScaler.like(plugin.scaler, plugin.device)
         if plugin is not None:
 
             def by_norm(optimizer: Optimizer, clip_val: float) -> None:

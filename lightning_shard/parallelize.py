@@ -25,7 +25,12 @@ from lightning_shard.mode_shards import show_split_weights, split_by_mode
 from lightning_shard.options import ShardingOptions
 from lightning_shard.plain_gradients import average_plain_gradients
 from lightning_shard.recompute import compile_forward, recompute
-from lightning_shard.shard_block import of_other_dtypes, prefetch, shard_block
+from lightning_shard.shard_block import (
+    of_other_dtypes,
+    prefetch,
+    shard_block,
+    with_complex_parameters,
+)
 from lightning_shard.wrap import blocks, named, tied_outside
 
 Moved = dict[nn.Parameter, nn.Parameter]
@@ -74,6 +79,8 @@ def parallelize(
     _copy_from_first_rank(module, group)
     replaced = store_as_pairs(module)
     ignored = {replaced.get(p, p) for p in ignored}
+    if options.mp_policy.param_dtype is not None:  # they compute in their own precision
+        chosen = list(dict.fromkeys([*with_complex_parameters(module), *chosen]))
     if domain is not None and domain.size() > 1 and options.sharding != "none":
         _shard_modes(module, mesh, domain, dims, options)
     _shard_blocks(

@@ -5,6 +5,7 @@ their block's. The mean may be taken of gradients of which a part is averaged al
 backward): that part is equal on all ranks and stays as it is.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 _KEY = "_plain_gradients"
 
@@ -88,3 +91,22 @@ def _synchronise(sharded: list[FSDPModule], plain: PlainGradients | None, value:
         module.set_requires_gradient_sync(value, recurse=False)
     if plain is not None:
         plain.enabled = value
+
+
+def step_one_by_one_if_mixed(optimizer: Optimizer, *_: Any) -> None:
+    """Let an optimizer update a group parameter by parameter where torch cannot do it at once.
+
+    Its foreach and fused kernels, the default on GPUs, take DTensors of one mesh, or plain tensors.
+    """
+    for group in optimizer.param_groups:
+        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+        if len(meshes) < 2:
+            continue
+        for way in {"foreach", "fused"} & group.keys():
+            if group[way]:
+                warnings.warn(
+                    f"{way}=True updates parameters of one mesh; these are of {len(meshes)} (kept "
+                    "whole, sharded over all ranks or over data replicas): one by one instead.",
+                    stacklevel=2,
+                )
+            group[way] = False

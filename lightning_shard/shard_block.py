@@ -14,16 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_shard.complex_params import pair_names
 from lightning_shard.options import ShardingOptions
 from lightning_shard.placement import pack, unpack
 from lightning_shard.tensor import DomainTensor
+from lightning_shard.wrap import can_be_gathered
 
 
 def shard_block(
@@ -41,8 +40,10 @@ def shard_block(
         ignored: Parameters that stay as they are.
     """
     policy = options.mp_policy
-    if policy.param_dtype is not None and pair_names(block):
-        policy = _in_own_precision(block, policy)
+    if policy.param_dtype is not None and (pairs := _own_pairs(block)):
+        # there are no complex numbers of 16 bits that FFTs take
+        output = policy.output_dtype or policy.param_dtype
+        policy = replace(policy, param_dtype=pairs[0].dtype, output_dtype=output)
     offload = OffloadPolicy()
     if options.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -95,12 +96,23 @@ def prefetch(root: nn.Module, number: int) -> None:
         block.set_modules_to_backward_prefetch(order[max(i - number, 0) : i][::-1])
 
 
-def _in_own_precision(block: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """There are no complex numbers of 16 bits that FFTs take: compute as the parameters are."""
-    dtype = next(p.dtype for name, p in block.named_parameters() if name in pair_names(block))
-    return replace(
-        policy, param_dtype=dtype, output_dtype=policy.output_dtype or policy.param_dtype
-    )
+def with_complex_parameters(root: nn.Module) -> list[nn.Module]:
+    """Modules under `root` that hold complex parameters, as pairs, themselves or in a factor."""
+    return [m for m in reversed(list(root.modules())) if m is not root and _reads_pairs(m)]
+
+
+def _reads_pairs(module: nn.Module) -> bool:
+    parts = [module, *(c for c in module.children() if not can_be_gathered(c))]
+    return can_be_gathered(module) and any(part.__dict__.get("_pairs") for part in parts)
+
+
+def _own_pairs(block: nn.Module) -> list[nn.Parameter]:
+    """Those that are stored as pairs in `block`, outside of inner blocks."""
+    parts = [block]
+    for part in parts:
+        parts.extend(c for c in part.children() if not isinstance(c, FSDPModule))
+    held = [part._parameters[name] for part in parts for name in part.__dict__.get("_pairs", ())]
+    return [p for p in held if p is not None]
 
 
 def _show_local_tensors_to_fsdp(block: nn.Module) -> None:

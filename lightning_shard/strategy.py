@@ -26,6 +26,8 @@ from lightning_shard.loop_strategy import STEPS, LoopStrategy, copies
 from lightning_shard.ops.random import use_exact_random
 from lightning_shard.options import ShardingOptions, policy_of
 from lightning_shard.parallelize import parallelize
+from lightning_shard.plain_gradients import step_one_by_one_if_mixed
+from lightning_shard.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.random_state import random_state, set_random_state
 from lightning_shard.resumable import make_resumable
 from lightning_shard.streams import end_alone, end_together
@@ -153,6 +155,7 @@ class HybridShardStrategy(LoopStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
+        refuse_to_drop_imaginary_parts(self.lightning_module, self.precision_plugin)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         assert self.device_mesh is not None
@@ -206,6 +209,8 @@ class HybridShardStrategy(LoopStrategy):
                     "an optimizer holds parameters that are not the module's, so it would train "
                     "nothing; create it in configure_optimizers from self.parameters()."
                 )
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(step_one_by_one_if_mixed)
 
     @override
     def model_to_device(self) -> None:

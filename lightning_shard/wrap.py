@@ -78,7 +78,7 @@ def _chosen(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Mod
     return [
         module
         for module in reversed(list(root.modules()))
-        if module is not root and _can_be_gathered(module) and wanted(module)
+        if module is not root and can_be_gathered(module) and wanted(module)
     ]
 
 
@@ -92,7 +92,7 @@ def _by_size(module: nn.Module, least: int, found: list[nn.Module]) -> int:
         rest += sum(p.numel() for p in inside)
     else:
         rest += sum(_by_size(child, least, found) for child in module.children())
-    if rest < least or not _can_be_gathered(module):
+    if rest < least or not can_be_gathered(module):
         return rest
     found.append(module)
     return 0
@@ -112,14 +112,14 @@ def _repeated(
         size = _numel(child, shared)
         covered = sum(_numel(part, shared) for part in inner) >= COVERED * size
         block = (alike or (listed and not enclosed)) and size >= MIN_BLOCK_NUMEL
-        yield from [child] if block and not covered and _can_be_gathered(child) else inner
+        yield from [child] if block and not covered and can_be_gathered(child) else inner
 
 
 def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
-def _can_be_gathered(module: nn.Module) -> bool:
+def can_be_gathered(module: nn.Module) -> bool:
     """Whether its own forward runs when its parameters are needed.
 
     Containers have none, and the layers of tltorch's tensors read the factors themselves.

@@ -31,7 +31,7 @@ class Block(nn.Module):
 class Net(LightningModule):
     """Blocks in a list, tied convolutions, scalar, complex and bare parameters."""
 
-    def __init__(self, width: int = 6, depth: int = 3) -> None:
+    def __init__(self, width: int = 6, depth: int = 3, *, phase: bool = True) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(1, 1, 1))  # on the LightningModule itself
         self.stem = nn.Conv2d(1, width, 3, padding=1)
@@ -40,7 +40,8 @@ class Net(LightningModule):
         self.again = nn.Conv2d(width, 1, 1)
         self.again.weight = self.head.weight
         self.gain = nn.Parameter(torch.tensor(1.5))
-        self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        start = torch.randn(2, dtype=torch.complex64)
+        self.phase = nn.Parameter(start if phase else start.abs())
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -124,8 +125,10 @@ def train_sharded(
     return (mean / world).tolist(), full_module_state(module)
 
 
-def assert_equal_runs(found: Any, wanted: Any, tolerance: float = 1e-10) -> None:
-    """Losses and parameters, relative to the largest element of each."""
+def assert_equal_runs(
+    found: Any, wanted: Any, tolerance: float = 1e-10, *, least: float = 0.0
+) -> None:
+    """Losses and parameters, relative to the largest element of each, or to `least`."""
     torch.testing.assert_close(found[0], wanted[0], rtol=tolerance, atol=0)
     assert found[1].keys() == wanted[1].keys()
     for key, value in wanted[1].items():
@@ -133,6 +136,6 @@ def assert_equal_runs(found: Any, wanted: Any, tolerance: float = 1e-10) -> None
             found[1][key],
             value,
             rtol=tolerance,
-            atol=tolerance * float(value.abs().max()),
+            atol=tolerance * max(float(value.abs().max()), least),
             msg=lambda m, key=key: f"{key}: {m}",
         )

@@ -186,7 +186,11 @@ def train_alone(
 
 
 def trainer(
-    domain: tuple[int, ...], *, strategy: dict[str, Any] | None = None, **options: Any
+    domain: tuple[int, ...],
+    *,
+    strategy: dict[str, Any] | None = None,
+    plugins: Any = (),
+    **options: Any,
 ) -> Trainer:
     """A trainer over all ranks of the pool; `strategy` are further arguments of the strategy."""
     world = torch.distributed.get_world_size()
@@ -198,7 +202,7 @@ def trainer(
         accelerator="cpu",
         devices=world,
         strategy=HybridShardStrategy(domain_parallel_size=domain, **(strategy or {})),
-        plugins=TorchElasticEnvironment(),
+        plugins=[TorchElasticEnvironment(), *plugins],
         **(settings | options),
     )
 
