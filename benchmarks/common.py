@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from tests.traffic import counted
 
 REPEATS = 3
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,12 @@ def measured(step: Callable[[], Any], warm_up: Callable[[], Any]) -> Cost:
         warm_up: The same on little data: what libraries allocate once is not counted.
     """
     warm_up()
+    _map_blocks_from(MIB)  # holes between kept blocks would count as memory in use
     before = _reset_peak()
     with counted() as traffic:
         step()
     peak = _memory("VmHWM") - before
+    _map_blocks_from(32 * MIB)  # what glibc comes to by itself
     wall, cpu = [], []
     for _ in range(REPEATS):
         dist.barrier()
@@ -99,6 +102,14 @@ def measured(step: Callable[[], Any], warm_up: Callable[[], Any]) -> Cost:
     worst = torch.tensor([*times, traffic.bytes, peak], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return Cost(float(worst[0]), float(worst[1]), int(worst[2]), int(worst[3]))
+
+
+def _map_blocks_from(size: int) -> None:
+    """Let glibc give blocks of at least `size` bytes back when they are freed."""
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc = ctypes.CDLL(None)
+    libc.mallopt(m_mmap_threshold, size)
+    libc.mallopt(m_trim_threshold, 2 * size)
 
 
 def _reset_peak() -> int:

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from neuralop.models import TFNO
 
 import lightning_shard
-from benchmarks.common import Cost, describe, measured, start, table
+from benchmarks.common import MIB, Cost, describe, measured, start, table
 from lightning_shard import factorized
 from lightning_shard.parallelize import make_mesh
 
-MIB = 2**20
 CASES = (
     (16, 32, 0.1),
     (32, 32, 0.1),

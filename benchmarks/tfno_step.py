@@ -17,10 +17,8 @@ from neuralop.models import TFNO
 from torch import Tensor
 
 import lightning_shard
-from benchmarks.common import Cost, describe, measured, start, table
+from benchmarks.common import MIB, Cost, describe, measured, start, table
 from lightning_shard.mesh import make_mesh
-
-MIB = 2**20
 
 
 def cost_of_step(resolution: int, hidden: int, modes: int) -> Cost:
