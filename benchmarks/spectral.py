@@ -137,9 +137,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="32 modes of 32 channels only")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--modes", type=int, nargs="+", default=[12, 32, 64])
+    parser.add_argument("--widths", type=int, nargs="+", default=[32, 128])
     options = parser.parse_args()
-    modes, widths = ((32,), (32,)) if options.quick else ((12, 32, 64), (32, 128))
-    cases = [Case(f, m, w) for f in FIELDS for m in modes for w in widths]
+    modes, widths = ([32], [32]) if options.quick else (options.modes, options.widths)
+    cases = [Case(f, m, w) for w in widths for f in FIELDS for m in modes]
     results = {ranks: start(ranks, compare, cases) for ranks in options.ranks}
     describe()
     rows = [row_of(c, n, found[i]) for i, c in enumerate(cases) for n, found in results.items()]
