@@ -18,7 +18,7 @@ from neuralop.models import TFNO
 import lightning_shard
 from benchmarks.common import MIB, Cost, describe, measured, start, table
 from lightning_shard import factorized
-from lightning_shard.parallelize import make_mesh
+from lightning_shard.mesh import make_mesh
 
 CASES = (
     (16, 32, 0.1),

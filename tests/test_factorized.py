@@ -13,7 +13,7 @@ import lightning_shard
 from lightning_shard import factorized
 from lightning_shard.checkpoint import full_module_state
 from lightning_shard.fno_layers import avoid_whole_fields
-from lightning_shard.parallelize import make_mesh
+from lightning_shard.mesh import make_mesh
 from tests.double_fno import to_double
 from tests.parity import assert_parity_of_module, assert_same, mesh_of
 
