@@ -6,7 +6,7 @@ sharded_directory.py writes it as it is.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 
 from lightning_shard.complex_params import pair_names, to_complex
 from lightning_shard.foreign import by_index, plain_name
-from lightning_shard.load_weights import own_region
+from lightning_shard.load_weights import check_names, own_region
 from lightning_shard.placement import gather
+from lightning_shard.stored import StoredState, StoredTensor
 from lightning_shard.tensor import DomainTensor
-from lightning_shard.weight_files import StoredTensor
+
+PART_BYTES = 2**28  # of a state that is read from disk
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
@@ -70,8 +72,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
         ValueError: The state is of other parameters.
     """
     paired = _pair_parameters(module)
-    names = {p: plain_name(n) for n, p in module.named_parameters(remove_duplicate=False)}
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    names = iter(parameter_names(optimizer, module))
+    groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     state = by_index(state, groups)
     parameters = _parameters(optimizer)
     entries = {
@@ -82,6 +84,41 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
         for index, values in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": entries})
+
+
+def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """The names of the optimizer's parameters, in the order of its state."""
+    names: dict[Tensor, str] = {
+        p: plain_name(n) for n, p in module.named_parameters(remove_duplicate=False)
+    }
+    return [names[p] for p in _parameters(optimizer)]
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    """`module.load_state_dict`, of a part of the state at a time if it is not read yet.
+
+    Raises:
+        RuntimeError: `strict`, and names are missing or unknown; or shapes differ.
+    """
+    if not isinstance(state, StoredState):
+        module.load_state_dict(state, strict=strict)
+        return
+    missing, unknown = set(module.state_dict()), set()
+    for part in _parts(state):
+        keys = module.load_state_dict(part, strict=False)
+        missing &= {*keys.missing_keys}
+        unknown |= {*keys.unexpected_keys}
+    check_names(sorted(missing), sorted(unknown), module, "the checkpoint", strict=strict)
+
+
+def _parts(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    part: dict[str, Any] = {}
+    for name in state:
+        part[name] = state[name]
+        if size_bytes(part) >= PART_BYTES:
+            yield part
+            part = {}
+    yield part
 
 
 def full(value: Any, keep: bool = True) -> Any:
@@ -130,6 +167,8 @@ def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:
 
 def _gathered(value: DTensor) -> Tensor:
     """The whole tensor; gloo sends no complex numbers, so they travel as pairs."""
+    if value.device.type != value.device_mesh.device_type:  # shards that are kept on the CPU
+        value = _like(value, value.to_local().detach(), value.shape)
     if not value.is_complex():
         return value.full_tensor().detach()
     pairs = _like(value, torch.view_as_real(value.to_local().detach()), (*value.shape, 2))

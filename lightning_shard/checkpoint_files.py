@@ -14,14 +14,18 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_shard.sharded_directory import partial_of, put_in_place, remove
 from lightning_shard.weight_files import read_torch_file, stored_weights
-
-PARTIAL = ".partial"  # the end of the names of what is not whole yet, or no longer
 
 
 def is_local(path: str | Path) -> bool:
     """Whether `path` is on a mounted file system, not behind a URL."""
     return isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+
+
+def local_path(path: str | Path) -> Path:
+    """The path of a file on a mounted file system, which may be written as a `file://` URL."""
+    return Path(url_to_fs(str(path))[1])
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -35,15 +39,15 @@ class CheckpointFiles(TorchCheckpointIO):
         if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        path = Path(url_to_fs(str(path))[1])
-        partial = path.with_name(path.name + PARTIAL)
+        path = local_path(path)
+        partial = partial_of(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
+            put_in_place(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -59,7 +63,15 @@ class CheckpointFiles(TorchCheckpointIO):
         weights_only = weights_only is not False
         if not is_local(path):
             return super().load_checkpoint(path, map_location, weights_only)
-        path = Path(url_to_fs(str(path))[1])
+        path = local_path(path)
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             return {"state_dict": {name: v.whole() for name, v in stored_weights(path).items()}}
         return read_torch_file(path, weights_only)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a file or a directory."""
+        if is_local(path):
+            remove(local_path(path))
+        else:
+            super().remove_checkpoint(path)

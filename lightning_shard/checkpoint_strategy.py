@@ -1,8 +1,10 @@
 """Checkpoints: what a strategy gathers, writes and reads back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning
 import torch
@@ -14,19 +16,54 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.checkpoint import full, load_optimizer_state, module_state, optimizer_state
-from lightning_shard.checkpoint_files import CheckpointFiles
+from lightning_shard import sharded_directory
+from lightning_shard.checkpoint import (
+    full,
+    load_module_state,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+    parameter_names,
+    size_bytes,
+)
+from lightning_shard.checkpoint_files import CheckpointFiles, is_local, local_path
 from lightning_shard.foreign import as_lightning
 from lightning_shard.mesh_strategy import MeshStrategy
 from lightning_shard.random_state import random_state, set_random_state
+from lightning_shard.ranks import gather_to_first, together
 
 OWN_KEY = "lightning_shard"  # in a checkpoint: the mesh, versions, random states
+SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0
+
+Format = Literal["auto", "single", "sharded"]
 
 
 class CheckpointStrategy(MeshStrategy):
-    """Ordinary Lightning checkpoints of sharded modules and optimizers."""
+    """Ordinary Lightning checkpoints of sharded modules and optimizers, or sharded directories."""
 
+    checkpoint_format: Format = "auto"
+    async_checkpoint: bool = False
     _own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
+    _pending: Future | None = None  # a directory that is being written
+    _background: Any = None  # a group of all ranks, for the thread that writes
+
+    def set_checkpoint_options(self, checkpoint_format: Format, async_checkpoint: bool) -> None:
+        """Choose how checkpoints are written.
+
+        Raises:
+            ValueError: An option has no such value, or the two exclude each other.
+        """
+        if checkpoint_format not in ("auto", "single", "sharded"):
+            raise ValueError(
+                "checkpoint_format must be 'auto', 'single' or 'sharded'; got "
+                f"{checkpoint_format!r}."
+            )
+        if async_checkpoint and checkpoint_format == "single":
+            raise ValueError(
+                "async_checkpoint writes sharded directories, so checkpoint_format cannot be "
+                "'single'; use 'sharded', or give the Trainer Lightning's AsyncCheckpointIO."
+            )
+        self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
 
     @property
     @override
@@ -68,22 +105,71 @@ class CheckpointStrategy(MeshStrategy):
     ) -> None:
         if self._cut_off():
             return
+        self.finish_saving()
         filepath = self.broadcast(filepath)
         checkpoint = checkpoint | {OWN_KEY: self._own_entry("optimizer_states" in checkpoint)}
-        whole = full(checkpoint, keep=self.is_global_zero)
-        self._together(lambda: self._write(whole, filepath, storage_options))
+        if self._writes_directory(checkpoint, filepath, storage_options):
+            self._save_directory(checkpoint, local_path(filepath))
+        else:
+            whole = full(checkpoint, keep=self.is_global_zero)
+            together(lambda: self._save_file(whole, filepath, storage_options))
 
-    def _write(self, checkpoint: dict[str, Any], filepath: str | Path, options: Any) -> None:
+    def _save_file(self, checkpoint: dict[str, Any], filepath: str | Path, options: Any) -> None:
         super().save_checkpoint(checkpoint, filepath, options)
+
+    def _writes_directory(self, checkpoint: Any, filepath: str | Path, options: Any) -> bool:
+        able = is_local(filepath) and options is None
+        if self.checkpoint_format == "sharded" and not able:
+            raise ValueError(
+                f"checkpoint_format 'sharded' needs a directory on a mounted file system and no "
+                f"storage_options; got '{filepath}', {options}. Use checkpoint_format 'single'."
+            )
+        if self.checkpoint_format != "auto":
+            return self.checkpoint_format == "sharded"
+        default_io = type(self.checkpoint_io) is CheckpointFiles
+        large = size_bytes(checkpoint) > SHARDED_ABOVE_BYTES
+        return able and default_io and (large or self.async_checkpoint)
+
+    def _save_directory(self, checkpoint: dict[str, Any], path: Path) -> None:
+        assert self.lightning_module is not None
+        names = [parameter_names(o, self.lightning_module) for o in self.optimizers]
+        tensors, rest = sharded_directory.split_off(checkpoint, names)
+        rest = full(rest, keep=self.is_global_zero)
+        own = checkpoint[OWN_KEY]
+        about = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
+        about |= {key: own[key] for key in ("mesh", "versions")} | {"world_size": self.world_size}
+        about["hyper_parameters"] = checkpoint.get("hyper_parameters", {})
+        if not self.async_checkpoint:
+            sharded_directory.write(path, tensors, rest, about)
+            return
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._pending = sharded_directory.write_later(path, tensors, rest, about, self._background)
+
+    def finish_saving(self) -> None:
+        """Wait for a directory that is being written; all ranks raise if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not self._cut_off():
+            together(pending.result)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if not self._cut_off():
+            self.finish_saving()
+            super().remove_checkpoint(filepath)
 
     def _own_entry(self, with_random: bool) -> dict[str, Any]:
         """What this package adds to a checkpoint; the same on all ranks but for random states."""
         entry: dict[str, Any] = {
             "mesh": self._mesh_sizes(),
-            "versions": {"torch": str(torch.__version__), "lightning": lightning.__version__},
+            "versions": {
+                "torch": str(torch.__version__),
+                "lightning": lightning.__version__,
+                "lightning_shard": version("lightning_shard"),
+            },
         }
         if with_random:
-            entry["random"] = self._gather_to_first(random_state(self.root_device))
+            entry["random"] = gather_to_first(random_state(self.root_device))
         return entry
 
     def _mesh_sizes(self) -> dict[str, int]:
@@ -91,38 +177,26 @@ class CheckpointStrategy(MeshStrategy):
         assert mesh is not None
         return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
-    def _gather_to_first(self, value: Any) -> list[Any]:
-        if self.world_size == 1:
-            return [value]
-        values = [None] * self.world_size if self.is_global_zero else None
-        dist.gather_object(value, values)
-        return values or []
-
-    def _together(self, step: Callable[[], Any]) -> None:
-        """Run `step`; if it fails on some ranks, all raise, so that none waits for another."""
-        error: Exception | None = None
-        try:
-            step()
-        except Exception as err:
-            error = err
-        texts: list[str | None] = [None] * self.world_size
-        text = f"rank {self.global_rank}: {type(error).__name__}: {error}" if error else None
-        if self.world_size > 1:
-            dist.all_gather_object(texts, text)
-        if error is not None:
-            raise error
-        if failed := [text for text in texts if text]:
-            raise RuntimeError(f"the checkpoint is not written; {failed[0]}")
-
     @override
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         assert self.lightning_module is not None
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        self.finish_saving()
+        if is_local(checkpoint_path) and local_path(checkpoint_path).is_dir():
+            folder = local_path(checkpoint_path)
+            together(lambda: sharded_directory.check(folder))
+            loaded = sharded_directory.read_directory(folder, weights_only is not False)
+        else:
+            loaded = super().load_checkpoint(checkpoint_path, weights_only)
         checkpoint = as_lightning(loaded, checkpoint_path, self.lightning_module.state_dict())
         self._own = checkpoint.get(OWN_KEY)
         return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_module_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

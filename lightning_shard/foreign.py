@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning
 
+from lightning_shard.stored import StoredState
 from lightning_shard.weight_files import weights_of
 
 # what FSDP1, activation checkpointing and torch.compile put into the names of what they wrap
@@ -102,5 +103,9 @@ def as_lightning(loaded: Any, path: object, wanted: Collection[str]) -> dict[str
     """
     weights = weights_of(loaded, path)
     rest = {} if weights is loaded else dict(loaded)
+    if isinstance(weights, StoredState):
+        state: Any = StoredState(dict(plain_names(weights.stored, wanted)))
+    else:
+        state = plain_names(weights, wanted)
     version = {"pytorch-lightning_version": lightning.__version__}
-    return version | rest | {"state_dict": plain_names(weights, wanted)}
+    return version | rest | {"state_dict": state}

@@ -11,7 +11,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_shard.complex_params import pair_names
 from lightning_shard.foreign import plain_names
-from lightning_shard.weight_files import Region, StoredTensor, stored_weights
+from lightning_shard.stored import Region, StoredTensor
+from lightning_shard.weight_files import stored_weights
 
 
 def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) -> None:
@@ -25,7 +26,8 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
         module: An ordinary module, or one that `parallelize` or `fully_shard` sharded; its tensors
             have memory (`module.to_empty(device=...)` gives it to those of the meta device).
         path: A safetensors file, the index of several (`*.safetensors.index.json`), or a file of
-            `torch.save`: a state dict, or a Lightning checkpoint.
+            `torch.save`: a state dict, or a Lightning checkpoint; or a directory of
+            torch.distributed.checkpoint, ours or Lightning's.
         strict: Whether the names in the file must be those of the module.
 
     Raises:
@@ -57,18 +59,21 @@ def copy_weights(
         loaded.add(target)
     if rest:
         module.load_state_dict(rest, strict=False)  # extra state, which modules read themselves
-    if strict:
-        tensors = {k: v for k, v in targets.items() if isinstance(v, Tensor)}
-        missing = [k for k, v in tensors.items() if k not in stored and v not in loaded]
-        _check_names(missing, [k for k in stored if k not in targets], module, origin)
+    tensors = {k: v for k, v in targets.items() if isinstance(v, Tensor)}
+    missing = [k for k, v in tensors.items() if k not in stored and v not in loaded]
+    unknown = [k for k in stored if k not in targets]
+    check_names(missing, unknown, module, f"'{origin}'", strict=strict)
 
 
-def _check_names(missing: list[str], unknown: list[str], module: nn.Module, origin: str) -> None:
+def check_names(
+    missing: list[str], unknown: list[str], module: nn.Module, origin: str, *, strict: bool
+) -> None:
+    """Raise a RuntimeError if names differ and `strict`."""
     problems = [f"has no {_listed(missing)}"] if missing else []
     problems += [f"has {_listed(unknown)}, which the module has not"] if unknown else []
-    if problems:
+    if strict and problems:
         raise RuntimeError(
-            f"'{origin}' does not fit {type(module).__name__}: it {' and '.join(problems)}. Build "
+            f"{origin} does not fit {type(module).__name__}: it {' and '.join(problems)}. Build "
             "the module as it was saved, or pass strict=False."
         )
 

@@ -67,6 +67,8 @@ class HybridShardStrategy(LoopStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        checkpoint_format: Literal["auto", "single", "sharded"] = "auto",
+        async_checkpoint: bool = False,
     ) -> None:
         """Describe the mesh.
 
@@ -109,6 +111,10 @@ class HybridShardStrategy(LoopStrategy):
             cluster_environment: Set by the Trainer.
             checkpoint_io: How files are written; by default Lightning's.
             precision_plugin: Set by the Trainer.
+            checkpoint_format: "single": Lightning's file, whole. "sharded": a directory, to which
+                each process writes its part. "auto": a file up to 16 GiB of weights and optimizer
+                state, then a directory.
+            async_checkpoint: Whether training goes on while a directory is written.
 
         Raises:
             ValueError: A size is smaller than 1, or two arguments exclude each other.
@@ -129,6 +135,7 @@ class HybridShardStrategy(LoopStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self.set_checkpoint_options(checkpoint_format, async_checkpoint)
         self.shard_dims: ShardDims = shard_dims
         self.exact_random = exact_random
         self.sharding_options = ShardingOptions(
@@ -250,6 +257,7 @@ class HybridShardStrategy(LoopStrategy):
 
     @override
     def teardown(self) -> None:
+        self.finish_saving()
         if self._failure is not None:
             self._failure.close()
             self._failure = None

@@ -1,4 +1,4 @@
-"""Tensors in files, read when they are asked for: safetensors, and what `torch.save` wrote.
+"""Weights in files, read when they are asked for: safetensors, what `torch.save` wrote, and DCP.
 
 Nothing in a file is executed: what `torch.load(weights_only=True)` refuses is refused here.
 """
@@ -7,8 +7,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_shard.dcp_files import METADATA, read_dcp
+from lightning_shard.stored import Region, StoredTensor
+
 INDEX_SUFFIX = ".safetensors.index.json"
 # where programs keep the weights in a file that holds more: Lightning, then others
 WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module")
-Region = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor that is not read yet.
-
-    Attributes:
-        shape: Its whole shape.
-        dtype: As it is stored.
-        read: Gives the part in a region, one slice for each dim, in memory of its own or mapped.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    read: Callable[[Region], Tensor]
-
-    def whole(self) -> Tensor:
-        """All of it, on the CPU."""
-        return self.read(tuple(slice(0, n) for n in self.shape))
 
 
 def stored_weights(path: str | Path) -> dict[str, Any]:
@@ -46,13 +28,16 @@ def stored_weights(path: str | Path) -> dict[str, Any]:
 
     Args:
         path: A safetensors file, the index of several (`*.safetensors.index.json`), or a file of
-            `torch.save`: a state dict, or a Lightning checkpoint.
+            `torch.save`: a state dict, or a Lightning checkpoint; or a directory of
+            torch.distributed.checkpoint.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: It is not whole, of another kind, or holds objects that would run code.
     """
     path = Path(path)
+    if (path / METADATA).is_file():
+        return dict(weights_of(read_dcp(path), path))
     if path.name.endswith(INDEX_SUFFIX):
         return _several_safetensors(path)
     if path.suffix == ".safetensors":

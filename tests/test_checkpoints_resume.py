@@ -9,10 +9,19 @@ from tests.training import shared_path
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(("at", "step"), [("batch", 4), ("epoch", 6), ("batch", 9)])
-@pytest.mark.parametrize("domain", [(2,), (1,)], ids=["2x2", "4x1"])
-def test_bit_equal_with_dropout(domain, at, step):
+@pytest.mark.parametrize(
+    ("domain", "options"),
+    [
+        ((2,), {}),
+        ((1,), {"checkpoint_format": "sharded"}),
+        ((2,), {"checkpoint_format": "sharded", "async_checkpoint": True}),
+    ],
+    ids=["2x2-file", "4x1-directory", "2x2-asynchronous"],
+)
+def test_bit_equal_with_dropout(domain, options, at, step):
     path = shared_path("some.ckpt")
-    losses, state, _ = fit(domain, SaveAt(path, step, at))
+    losses, state, _ = fit(domain, SaveAt(path, step, at), **options)
+    assert path.is_dir() == bool(options)
     torch.rand(3)  # what happened in between must not matter
     resumed, resumed_state, _ = fit(domain, path=path)
     assert resumed == losses[step:]

@@ -144,7 +144,15 @@ def fit(
             ckpt_path=path,
             weights_only=weights_only,
         )
-    return losses.values, full_module_state(module), module
+    state = full_module_state(module)
+    leave_group()
+    return losses.values, state, module
+
+
+def leave_group() -> None:
+    """Outside of the pool a trainer leaves a process group, which forked ranks would inherit."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def mean_over_ranks(values: list[float]) -> Tensor:

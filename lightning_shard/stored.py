@@ -1,0 +1,56 @@
+"""Tensors on disk that are read when they are asked for."""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Region = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is not read yet.
+
+    Attributes:
+        shape: Its whole shape.
+        dtype: As it is stored.
+        read: Gives the part in a region, one slice for each dim, in memory of its own or mapped.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[Region], Tensor]
+
+    def whole(self) -> Tensor:
+        """All of it, on the CPU."""
+        return self.read(tuple(slice(0, n) for n in self.shape))
+
+
+class StoredState(MutableMapping[str, Any]):
+    """A state dict that is read entry by entry; the values it gives are whole CPU tensors.
+
+    Attributes:
+        stored: The same with `StoredTensor`s.
+    """
+
+    def __init__(self, stored: dict[str, Any]) -> None:
+        self.stored = stored
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.stored[name]
+        return value.whole() if isinstance(value, StoredTensor) else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.stored[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
