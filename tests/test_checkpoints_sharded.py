@@ -189,6 +189,7 @@ def test_model_checkpoint(options):
     assert len(best.best_k_models) == 2
     assert names(folder) == {Path(p).name for p in best.best_k_models} | {"last.ckpt"}
     assert len(losses) == 24
+    dist.barrier()
     # what a run that was killed while saving leaves is not taken for a checkpoint
     if dist.get_rank() == 0:
         shutil.copytree(folder / "last.ckpt", folder / "last.ckpt.partial")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard import load_weights, parallelize
 from lightning_shard.checkpoint import full_module_state
 from lightning_shard.load_weights import copy_weights
-from lightning_shard.parallelize import make_mesh
+from lightning_shard.mesh import make_mesh
 from lightning_shard.stored import StoredTensor
 from lightning_shard.weight_files import stored_weights
 from tests.training import make, shared_path
