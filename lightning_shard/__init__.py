@@ -6,6 +6,7 @@ from lightning_shard.clip import clip_grad_value_ as clip_grad_value_
 from lightning_shard.domain import Subdomain as Subdomain
 from lightning_shard.escape import allow_gather as allow_gather
 from lightning_shard.escape import local_map as local_map
+from lightning_shard.escape import whole_parameters as whole_parameters
 from lightning_shard.function import allow_function as allow_function
 from lightning_shard.load_weights import load_weights as load_weights
 from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperationError
@@ -18,6 +19,8 @@ from lightning_shard.placement import from_local as from_local
 from lightning_shard.placement import gather as gather
 from lightning_shard.placement import shard as shard
 from lightning_shard.plain_gradients import no_sync as no_sync
+from lightning_shard.predictions import PredictionWriter as PredictionWriter
+from lightning_shard.predictions import predictions_in_order as predictions_in_order
 from lightning_shard.progress import SamplesPerSecond as SamplesPerSecond
 from lightning_shard.strategy import HybridShardStrategy as HybridShardStrategy
 from lightning_shard.tensor import DomainTensor as DomainTensor

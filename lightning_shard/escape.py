@@ -1,11 +1,12 @@
 """Ways out where no rule exists: code that works on one part, and permission to gather."""
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.layout import Layout
 from lightning_shard.tensor import DomainTensor, gather_allowed
@@ -78,3 +79,20 @@ def _layout_of(result: Tensor, layout: Layout) -> Layout:
         if d not in layout.split_dims:
             layout = layout.with_dim(d, result.shape[d])
     return layout
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, every rank reads the whole parameters of a module that `parallelize` has sharded.
+
+    The steps of a LightningModule see whole parameters anyway; this is for hooks such as
+    `on_train_epoch_end`. All ranks must enter it. What is written to the parameters is lost.
+    """
+    sharded: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    for each in sharded:
+        each.unshard()
+    try:
+        yield
+    finally:
+        for each in sharded:
+            each.reshard()

@@ -42,20 +42,6 @@ class LoopStrategy(CheckpointStrategy):
             self._manual = ManualBackward(module, self.optimizers)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        if output is None and self.lightning_module.automatic_optimization:
-            if self.distributed_sampler_kwargs["num_replicas"] > 1:
-                raise RuntimeError(
-                    "training_step returned None to leave a batch out, but other data replicas "
-                    "may wait for this one's gradients; return a loss of zero instead, such as "
-                    "0.0 * loss."
-                )
-            self._reshard()
-        return output
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().validation_step(*args, **kwargs)
         self._reshard()

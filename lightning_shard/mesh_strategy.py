@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.clip import clip_grad_norm_, clip_grad_value_
+from lightning_shard.explain import explain
 from lightning_shard.failure import FailureWatch
 from lightning_shard.mesh import make_mesh, mesh_names
 from lightning_shard.ops import UnsupportedOperationError
@@ -239,4 +240,5 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        explain(exception)
         self._cut_off()

@@ -248,10 +248,10 @@ class HybridShardStrategy(LoopStrategy):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            make_resumable(dataloader, trainer)
             if trainer.state.fn == TrainerFn.PREDICTING:
                 end_alone(dataloader)
             else:
+                make_resumable(dataloader, trainer)
                 end_together(dataloader, self.root_device)
         return dataloader
 
