@@ -79,7 +79,7 @@ class PredictionWriter(BasePredictionWriter):
                 "predictions can be ordered only if the dataset has indices; this dataloader reads "
                 "a stream. Write from predict_step, or use a dataset with __getitem__."
             )
-        loaders = trainer.predict_dataloaders
+        loaders: Any = trainer.predict_dataloaders
         several = isinstance(loaders, list | tuple) and len(loaders) > 1
         loader = loaders[dataloader_idx] if isinstance(loaders, list | tuple) else loaders
         prefix = f"{dataloader_idx}/" if several else ""
