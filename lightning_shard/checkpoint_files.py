@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_shard.sharded_directory import partial_of, put_in_place, remove
-from lightning_shard.weight_files import read_torch_file, stored_weights
+from lightning_shard.weight_files import SAFETENSORS, read_torch_file, stored_weights
 
 
 def is_local(path: str | Path) -> bool:
@@ -64,7 +64,7 @@ class CheckpointFiles(TorchCheckpointIO):
         if not is_local(path):
             return super().load_checkpoint(path, map_location, weights_only)
         path = local_path(path)
-        if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        if path.name.endswith(SAFETENSORS):
             return {"state_dict": {name: v.whole() for name, v in stored_weights(path).items()}}
         return read_torch_file(path, weights_only)
 

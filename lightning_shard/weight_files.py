@@ -19,6 +19,7 @@ from lightning_shard.dcp_files import METADATA, read_dcp
 from lightning_shard.stored import Region, StoredTensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
+SAFETENSORS = (".safetensors", INDEX_SUFFIX)  # the ends of the names
 # where programs keep the weights in a file that holds more: Lightning, then others
 WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module")
 

@@ -1,6 +1,7 @@
 """The command line: `python -m lightning_shard fit|validate|test|predict --config a.yaml`.
 
-`python -m lightning_shard ops` prints the table of functions.
+`python -m lightning_shard ops` prints the table of functions, `export CKPT OUT` writes a checkpoint
+as one file for other programs, `inspect CKPT` shows what is in it.
 
 Lightning's own command line with this package's strategy as the default, an optimizer made after
 sharding, and errors of one sentence. A mistake in what was typed exits with 2; a refusal by a
@@ -34,6 +35,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_shard.cli.checks import check
 from lightning_shard.cli.defaults import own_defaults
 from lightning_shard.cli.errors import diagnose
+from lightning_shard.cli.export import export
+from lightning_shard.cli.inspect import inspect
 from lightning_shard.cli.operations import report
 from lightning_shard.cli.report import exit_with, is_first_rank, origin
 from lightning_shard.cli.sources import (
@@ -208,6 +211,11 @@ def main(args: Sequence[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else args
     if args[:1] == ["ops"]:
         return report(args[1:])
+    if args[:1] in (["export"], ["inspect"]):
+        try:
+            return (export if args[0] == "export" else inspect)(args[1:])
+        except UsageError as err:
+            exit_with(err, code=2)
     state = RunState()
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")

@@ -1,0 +1,96 @@
+"""`python -m lightning_shard inspect CKPT`: what is in a checkpoint, and whether it is whole."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.cli.sources import UsageError
+from lightning_shard.open_checkpoint import Opened, bytes_of, open_checkpoint, weights
+from lightning_shard.stored import StoredTensor
+
+OWN = "lightning_shard"
+
+
+def inspect(args: Sequence[str]) -> None:
+    """Print what is in a checkpoint; exits with 1 if it is not whole.
+
+    Raises:
+        UsageError: There is no checkpoint, or it cannot be read.
+    """
+    parser = argparse.ArgumentParser("python -m lightning_shard inspect", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a file, or a sharded directory")
+    parser.add_argument("--trusted", action="store_true", help="build objects, which can run code")
+    options = parser.parse_args(args)
+    try:
+        opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
+    except (ValueError, FileNotFoundError) as err:
+        raise UsageError(str(err).rstrip(".")) from err
+    print("\n".join(described(opened)))
+    if opened.complete:
+        sys.exit(1)
+
+
+def described(opened: Opened) -> Iterator[str]:
+    """Lines for a terminal."""
+    content, manifest = opened.content, opened.manifest
+    yield _line("kind", opened.kind)
+    yield _line("complete", f"no: {opened.complete}" if opened.complete else _complete(opened))
+    own = content.get(OWN, manifest)
+    for key in ("epoch", "global_step"):
+        if key in {**manifest, **content}:
+            yield _line(key, {**manifest, **content}[key])
+    if "mesh" in own:
+        yield _line("mesh", ", ".join(f"{name} {n}" for name, n in own["mesh"].items()))
+    versions = dict(own.get("versions", {}))
+    if "pytorch-lightning_version" in content:
+        versions["lightning"] = content["pytorch-lightning_version"]
+    if versions:
+        yield _line("versions", ", ".join(f"{name} {v}" for name, v in versions.items()))
+    hyper_parameters = content.get("hyper_parameters", manifest.get("hyper_parameters", {}))
+    if hyper_parameters:
+        yield "hyperparameters"
+        yield from (f"  {name}: {value!r}" for name, value in hyper_parameters.items())
+    if "state_dict" in content:
+        yield from _weights(weights(opened))
+    for number, state in enumerate(content.get("optimizer_states", [])):
+        yield from _optimizer(number, state)
+    known = {"state_dict", "optimizer_states", "hyper_parameters", "epoch", "global_step", OWN}
+    others = [key for key in content if key not in known and not key.startswith("pytorch-l")]
+    if others:
+        yield _line("also", ", ".join(map(str, others)))
+
+
+def _complete(opened: Opened) -> str:
+    files = opened.manifest.get("files")
+    return f"yes, the hashes of {len(files)} files are right" if files else "yes"
+
+
+def _line(name: str, value: Any) -> str:
+    return f"{name:<16}{value}"
+
+
+def _weights(state: Mapping[str, Any]) -> Iterator[str]:
+    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor | StoredTensor)}
+    numbers = sum(v.shape.numel() for v in tensors.values())
+    yield _line(
+        "weights", f"{len(tensors)} tensors, {numbers:,} numbers, {bytes_of(tensors):,} bytes"
+    )
+    widest = max(map(len, tensors), default=0)
+    for name, v in tensors.items():
+        shape = " x ".join(map(str, v.shape)) or "scalar"
+        dtype = str(v.dtype).removeprefix("torch.")
+        yield f"  {name:<{widest}}  {shape}  {dtype}  {bytes_of(v):,} bytes"
+
+
+def _optimizer(number: int, state: Mapping[str, Any]) -> Iterator[str]:
+    entries = list(state["state"].values())
+    kinds = sorted({str(key) for entry in entries for key in entry})
+    what = f"{', '.join(kinds) or 'no state'} of {len(entries)} parameters"
+    yield _line(f"optimizer {number}", f"{what}, {bytes_of(entries):,} bytes")
+    for group in state["param_groups"]:
+        settings = ", ".join(f"{k} {v}" for k, v in group.items() if k != "params")
+        yield f"  {len(group['params'])} parameters: {settings}"
