@@ -10,6 +10,7 @@ Whichever way, what is multiplied is the layer's own contraction of local tensor
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,10 +28,29 @@ from lightning_shard.tensor import DomainTensor
 KINDS = ("tucker", "cp", "tt")
 
 
-def kind_of(weight: Any) -> str | None:
-    """Which of `KINDS` a weight of tltorch is; None for dense and plain ones."""
-    name = str(getattr(weight, "name", "")).lower()
-    return name if name in KINDS else None
+def kind_of(layer: Any) -> str | None:
+    """Which of `KINDS` the weight of a spectral convolution is.
+
+    None if it is dense, or if the layer has a contraction that is not neuraloperator's.
+    """
+    kind = _kind(layer.weight)
+    usual = str(getattr(layer.__dict__.get("_contract"), "__module__", "")).startswith("neuralop.")
+    return kind if kind in KINDS and usual else None
+
+
+def _kind(weight: Any) -> str:
+    return str(getattr(weight, "name", "")).lower()
+
+
+def contraction_of(layer: Any) -> Callable[..., Tensor]:
+    """The layer's contraction of plain tensors, which never reconstructs the dense weight.
+
+    It takes the factors in the order of least work, which is to reconstruct where that is cheaper.
+    """
+    own = layer.__dict__["_contract"]
+    if not own.__name__.startswith("_contract_dense"):
+        return own
+    return sys.modules[own.__module__].get_contract_fun(layer.weight, "factorized", layer.separable)
 
 
 def multiply(
@@ -95,7 +115,7 @@ def terms(weight: Any, parts: Sequence[int]) -> list[dict[str, int]]:
     sum, and each rank must get a term.
     """
     factors = [f"factors.{key}" for key in weight.factors.keys]
-    kind = kind_of(weight)
+    kind = _kind(weight)
     if kind == "tucker":
         sums = [{"core": i, factors[i]: 1} for i in (0, 1)]
     elif kind == "cp":

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard.domain import domain_of
-from lightning_shard.factorized import kind_of, multiply
+from lightning_shard.factorized import contraction_of, kind_of, multiply
 from lightning_shard.mixins import is_a, mix_in
 from lightning_shard.ops.canvas import Canvas
 from lightning_shard.placement import from_local
@@ -62,10 +62,10 @@ class _LazyCanvas:
 
     @property
     def _contract(self) -> Callable[..., Any]:
-        """The layer's own contraction; of factorized weights on this rank's modes."""
-        own = self.__dict__["_contract"]
-        if kind_of(self.weight) is None:
-            return own
+        """The layer's own contraction; of factorized weights on this rank's modes or terms."""
+        if kind_of(self) is None:
+            return self.__dict__["_contract"]
+        own = contraction_of(self)
         summed = self.weight.__dict__.get("_summed", ())
         domain = domain_of(self.weight._domain_mesh) if summed else None
 

@@ -115,7 +115,7 @@ def _split_modes(layer: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> Non
 def _split_terms(layer: nn.Module, mesh: DeviceMesh) -> bool:
     """Each rank holds some terms of the sum that a large factorized weight is."""
     weight: Any = layer.weight
-    if kind_of(weight) is None or layer.separable or not travels_less(weight, mesh.device_type):
+    if kind_of(layer) is None or layer.separable or not travels_less(weight, mesh.device_type):
         return False
     split = terms(weight, mesh.shape)
     if not any(split):

@@ -1,10 +1,12 @@
 """Factorized spectral weights: own modes of small ones, own terms of large ones."""
 
 import copy
+import math
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from neuralop.models import FNO
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,7 @@ from lightning_shard.fno_layers import avoid_whole_fields
 from lightning_shard.mesh import make_mesh
 from tests.double_fno import to_double
 from tests.parity import assert_parity_of_module, assert_same, mesh_of
+from tests.traffic import counted
 
 KINDS = ("tucker", "cp", "tt")
 HOW = ("factorized", "reconstructed")
@@ -27,9 +30,8 @@ class Net(nn.Module):
     def __init__(self, kind, how="factorized", **options):
         super().__init__()
         torch.manual_seed(2)
-        network = FNO((7, 6), 1, 1, 5, n_layers=2, factorization=kind, implementation=how, rank=0.6,
-                      **options)  # fmt: skip
-        self.fno = to_double(network)
+        options = {"factorization": kind, "implementation": how, "rank": 0.6, **options}
+        self.fno = to_double(FNO((7, 6), 1, 1, 5, n_layers=2, **options))
 
     def forward(self, x):
         return 2 * self.fno(x)
@@ -55,11 +57,12 @@ def test_own_modes_of_separable_weights(kind):
     assert_parity_of_module(net, (2, 1, 21, 16), (2,), mesh_of(2))
 
 
-def split_net(kind, how, domain):
+def split_net(kind, how, domain, **options):
     """A parallelized network whose weights count as large, and the plain one."""
-    net = Net(kind, how)
+    net = Net(kind, how, **options)
     plain = copy.deepcopy(net)
-    mesh = make_mesh("cpu", 4 // torch.tensor(domain).prod().item(), domain)
+    replicas = dist.get_world_size() // math.prod(domain)
+    mesh = make_mesh("cpu", replicas, domain)
     with mock.patch("lightning_shard.mode_shards.travels_less", return_value=True):
         lightning_shard.parallelize(net, mesh)
     return net, plain, mesh
@@ -94,7 +97,7 @@ def test_own_terms(kind, how, domain):
         given = mine if dims is None else lightning_shard.shard(mine, mesh[names], dims)
         loss = net(given).square().mean()
         total = loss.detach() / 4
-        torch.distributed.all_reduce(total)
+        dist.all_reduce(total)
         assert_same(total, expected.detach())
         loss.backward()
         assert_same_gradients(net, plain)
@@ -116,6 +119,20 @@ def test_own_terms_in_a_state_dict(kind):
     state = full_module_state(net)
     for name in names:
         assert_same(state[name], wanted[name], name)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_do_not_depend_on_the_terms(kind):
+    """Modes travel, factors do not."""
+    sent = []
+    for rank in (0.5, 1.0):
+        net, _, mesh = split_net(kind, "factorized", (2,), rank=rank)
+        x = lightning_shard.shard(torch.randn(1, 1, 16, 12).double(), mesh["domain"], 2)
+        with counted() as traffic:
+            net(x).square().mean().backward()
+        sent.append(traffic.bytes)
+    assert sent[0] == sent[1] > 0
 
 
 def test_large_weights_are_split_and_small_ones_not():
