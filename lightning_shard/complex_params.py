@@ -25,9 +25,9 @@ class _ComplexView:
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
-        if name in self.__dict__.get("_pairs", ()) and not isinstance(value, DTensor):
-            return torch.view_as_complex(value)
-        return value  # a sharded one is FSDP2's own
+        if name not in self.__dict__.get("_pairs", ()) or isinstance(value, DTensor):
+            return value  # a sharded one is FSDP2's own
+        return value if value.is_complex() else torch.view_as_complex(value)
 
 
 def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from typing_extensions import override
 from lightning_shard.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.explain import explain
 from lightning_shard.failure import FailureWatch
+from lightning_shard.materialize import is_deferred
 from lightning_shard.mesh import make_mesh, mesh_names
 from lightning_shard.ops import UnsupportedOperationError
 from lightning_shard.precision import ShardedGradScaler
@@ -64,6 +66,7 @@ class MeshStrategy(ParallelStrategy):
         self.device_mesh: DeviceMesh | None = None
         self._timeout = timedelta(seconds=timeout_s)
         self._backend = process_group_backend
+        self._deferred = False
         self._failure: FailureWatch | None = None
         self._alone: bool | None = None
 
@@ -140,6 +143,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._deferred = False
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -177,6 +181,28 @@ class MeshStrategy(ParallelStrategy):
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of different samples; None before the mesh is made."""
         return None if self.device_mesh is None else self.device_mesh["data"].get_group()
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether the module has memory to load into only once it is sharded.
+
+        Lightning asks before setup and after it, and must hear the same.
+        """
+        module = self.lightning_module
+        self._deferred = self._deferred or (module is not None and is_deferred(module))
+        return self._deferred
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """With `empty_init`, tensors are made on the meta device, and get memory in setup."""
+        if not empty_init:
+            with super().tensor_init_context(empty_init):
+                yield
+        else:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
 
     @property
     def domain_mesh(self) -> DeviceMesh:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.complex_params import pair_names, store_as_pairs
 from lightning_shard.fno_layers import avoid_whole_fields
+from lightning_shard.materialize import check_can_be_reset, materialize
 from lightning_shard.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.mode_shards import show_split_weights, split_by_mode
 from lightning_shard.options import ShardingOptions
@@ -43,6 +44,7 @@ def parallelize(
     methods: Sequence[str] = (),
     dims: Sequence[int] | None = None,
     options: ShardingOptions = ShardingOptions(),  # noqa: B008 - it is frozen
+    loaded: Sequence[str] = (),
 ) -> Moved:
     """Shard `module`'s parameters over all ranks of `mesh`, in place; its classes stay theirs.
 
@@ -58,6 +60,8 @@ def parallelize(
         dims: The dim of the fields that each domain axis splits, by default 2, 3, ...: along these
             the dense weights of spectral convolutions are split too (mode_shards.py).
         options: How parameters are sharded, gathered and cast.
+        loaded: Names of submodules, "" for all, whose weights are to be loaded afterwards. Others
+            on the meta device get their first values here (materialize.py).
 
     Returns:
         The new parameter for each old one, to mend an optimizer that was made before.
@@ -69,12 +73,13 @@ def parallelize(
         return {}
     ignored = _ignored(module, options.ignored_parameters)
     chosen = blocks(module, options.wrap, options.min_num_params)
+    check_can_be_reset(module, loaded)
     before = dict(module.named_parameters(remove_duplicate=False))
     domain = domain_mesh(mesh)
     avoid_whole_fields(module, domain if domain is not None and domain.size() == 1 else None)
     _change_forward(module, chosen, options)
     if mesh.size() == 1 and not options.changes_one_process:
-        return {}
+        return materialize(module, _device_of(mesh), loaded=loaded)
     group = flat_mesh(mesh).get_group()
     _copy_from_first_rank(module, group)
     replaced = store_as_pairs(module)
@@ -83,9 +88,11 @@ def parallelize(
         chosen = list(dict.fromkeys([*with_complex_parameters(module), *chosen]))
     if domain is not None and domain.size() > 1 and options.sharding != "none":
         _shard_modes(module, mesh, domain, dims, options)
-    _shard_blocks(
-        module, [b for b in chosen if not isinstance(b, FSDPModule)], mesh, options, ignored
-    )
+    chosen = [b for b in chosen if not isinstance(b, FSDPModule)]
+    plain = _shard_blocks(module, chosen, mesh, options, ignored)
+    shards_on = torch.device("cpu") if options.cpu_offload else None
+    made = materialize(module, _device_of(mesh), shards_on=shards_on, loaded=loaded, group=group)
+    average_plain_gradients(module, [made.get(p, p) for p in plain], group)
     prefetch(module, options.prefetch)
     for method in methods:
         setattr(module, method, _returning_no_view(getattr(module, method)))
@@ -101,8 +108,8 @@ def _shard_blocks(
     mesh: DeviceMesh,
     options: ShardingOptions,
     ignored: set[nn.Parameter],
-) -> None:
-    """Every parameter is in the group of its block, or among the plain ones."""
+) -> list[nn.Parameter]:
+    """Put every parameter into the group of its block, or among the plain ones, returned."""
     placed = {p for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
     plain = ignored | {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
     plain |= of_other_dtypes([*chosen, module], plain | placed)
@@ -110,8 +117,15 @@ def _shard_blocks(
     for block in chosen:
         shard_block(block, axes, options, plain | tied_outside(block, module))
     shard_block(module, axes, options, plain)
-    whole = [p for p in module.parameters() if p in plain]
-    average_plain_gradients(module, whole, flat_mesh(mesh).get_group())
+    return [p for p in module.parameters() if p in plain]
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
 
 
 def _change_forward(

@@ -22,7 +22,9 @@ from typing_extensions import override
 
 from lightning_shard.batch import ShardDims, check_same_batch, shard_batch, split_dims
 from lightning_shard.counting import count_domains_once
+from lightning_shard.first_weights import copy_shards, load_first_weights, to_device
 from lightning_shard.loop_strategy import STEPS, LoopStrategy, copies
+from lightning_shard.materialize import is_deferred
 from lightning_shard.ops.random import use_exact_random
 from lightning_shard.options import ShardingOptions, policy_of
 from lightning_shard.parallelize import parallelize
@@ -60,6 +62,7 @@ class HybridShardStrategy(LoopStrategy):
         prefetch: int = 1,
         activation_checkpointing: bool | Sequence[str] = False,
         compile_blocks: bool = False,
+        init_weights_from: str | dict[str, str] | None = None,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -104,6 +107,8 @@ class HybridShardStrategy(LoopStrategy):
             activation_checkpointing: Classes whose activations are computed again in backward
                 instead of kept; true: those of the blocks.
             compile_blocks: Whether torch.compile compiles each block.
+            init_weights_from: A file of weights to begin with (safetensors, or of torch.save), read
+                shard by shard; or one for each submodule: `{"network": "t5/model.safetensors"}`.
             timeout_s: Seconds after which a collective that does not end fails.
             process_group_backend: By default the device's: nccl, xccl or gloo.
             accelerator: Set by the Trainer.
@@ -149,6 +154,9 @@ class HybridShardStrategy(LoopStrategy):
             activation_checkpointing=activation_checkpointing,
             compile_blocks=compile_blocks,
         )
+        self.init_weights_from = (
+            {"": init_weights_from} if isinstance(init_weights_from, str) else init_weights_from
+        ) or {}
         self._moved: dict[Any, Any] = {}
         self._last_checked: Any = None
 
@@ -167,21 +175,22 @@ class HybridShardStrategy(LoopStrategy):
         self.model_to_device()
         assert self.device_mesh is not None
         copied = list(copies(trainer, self.lightning_module))
-        dims = split_dims(self.shard_dims)
+        how: Any = {"dims": split_dims(self.shard_dims), "options": self.sharding_options}
         self._moved |= parallelize(
             self.lightning_module,
             self.device_mesh,
+            **how,
             methods=STEPS,
-            dims=dims,
-            options=self.sharding_options,
+            loaded=tuple(self.init_weights_from) if trainer.ckpt_path is None else ("",),
         )
+        if trainer.ckpt_path is None:
+            load_first_weights(self.lightning_module, self.init_weights_from)
         for module in copied:
-            parallelize(
-                module.to(self.root_device),
-                self.device_mesh,
-                dims=dims,
-                options=self.sharding_options,
-            )
+            older = is_deferred(module) or self.init_weights_from
+            module = to_device(module, self.root_device)
+            parallelize(module, self.device_mesh, **how, loaded=("",))
+            if older and trainer.ckpt_path is None:
+                copy_shards(self.lightning_module, module)
         replicas = self.distributed_sampler_kwargs["num_replicas"]
         count_domains_once(trainer, self.lightning_module, self.data_group, replicas)
         self._share_random_state()
@@ -221,8 +230,11 @@ class HybridShardStrategy(LoopStrategy):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        module, device = self.lightning_module, self.root_device
+        assert module is not None
+        if not isinstance(module, FSDPModule):  # shards stay where they are
+            to_device(module, device)
+        module._device = device
 
     @override
     def batch_to_device(
@@ -261,7 +273,8 @@ class HybridShardStrategy(LoopStrategy):
         if self._failure is not None:
             self._failure.close()
             self._failure = None
-        if not isinstance(self.lightning_module, FSDPModule):
+        module = self.lightning_module
+        if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
             super().teardown()
             return
         assert self.cluster_environment is not None
