@@ -31,12 +31,14 @@ def sample(index: int) -> Tensor:
 class Tiny(LightningModule):
     """Uneven shards, a complex weight, a scalar, running statistics, dropout."""
 
-    def __init__(self, dropout: float = 0.5, optimizers: int = 1, width: int = 5) -> None:
+    def __init__(
+        self, dropout: float = 0.5, optimizers: int = 1, width: int = 5, norm: bool = True
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = optimizers == 1
         self.first = nn.Conv1d(1, width, 3, padding=1)
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
         self.second = nn.Conv1d(width, 1, 3, padding=1)
         self.spectrum = nn.Parameter(torch.randn(3, 2, dtype=torch.complex128))
@@ -45,7 +47,9 @@ class Tiny(LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.norm(self.first(x)).relu())
-        return self.second(x) * self.scale + x.mean() * self.spectrum.abs().sum()
+        return (
+            self.second(x) * self.scale + x.mean((1, 2), keepdim=True) * self.spectrum.abs().sum()
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = (self(batch) - 2 * batch).square().mean()
@@ -94,7 +98,8 @@ class SaveAt(Callback):
 
 
 def loader(replicas: int = 1, samples: int = SAMPLES) -> DataLoader:
-    return DataLoader(Fields(sample, samples), BATCH // replicas)
+    """Batches for training, shuffled, or a few samples for validation."""
+    return DataLoader(Fields(sample, samples), BATCH // replicas, shuffle=samples == SAMPLES)
 
 
 def trainer(domain: Sequence[int] = (1,), *callbacks: Callback, **options: Any) -> Trainer:
@@ -106,7 +111,7 @@ def trainer(domain: Sequence[int] = (1,), *callbacks: Callback, **options: Any) 
     }  # fmt: skip
     if "TORCHELASTIC_RUN_ID" in os.environ:
         settings |= {"devices": dist.get_world_size(), "plugins": TorchElasticEnvironment()}
-    names = ("checkpoint_format", "async_checkpoint", "checkpoint_io")
+    names = ("checkpoint_format", "async_checkpoint", "checkpoint_io", "precision_plugin")
     own = {name: options.pop(name) for name in names if name in options}
     strategy = HybridShardStrategy(domain_parallel_size=tuple(domain), **own)
     return Trainer(**(settings | {"strategy": strategy, "callbacks": [*callbacks]} | options))
