@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_shard.options import ShardingOptions
 from lightning_shard.placement import pack, unpack
@@ -147,5 +147,18 @@ def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
     block.register_forward_pre_hook(
         lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True
     )
-    block.register_forward_hook(lambda _, __, output: strip(output), prepend=True)
+    block.register_forward_hook(lambda _, __, output: strip(_no_views(output)), prepend=True)
     block.register_forward_hook(lambda _, __, output: restore(output))
+
+
+def _no_views(output: Any) -> Any:
+    """FSDP2 loses its hook on an output that is a view, if something is then written into it."""
+
+    def owned(value: Any) -> Any:
+        if isinstance(value, DomainTensor):
+            local, part = unpack(value)
+            return pack(local.clone(), part) if local.requires_grad and local._is_view() else value
+        view = type(value) is Tensor and value.requires_grad and value._is_view()
+        return value.clone() if view else value
+
+    return tree_map(owned, output)
