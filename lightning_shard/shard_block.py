@@ -57,7 +57,7 @@ def shard_block(
     )
     if mesh.device_type == "cpu":  # gloo has no pre-multiplied sum
         sharded.set_force_sum_reduction_for_comms(True)
-    _show_local_tensors_to_fsdp(block)
+    _show_local_tensors_to_fsdp(block, sharded)
     return sharded
 
 
@@ -115,7 +115,7 @@ def _own_pairs(block: nn.Module) -> list[nn.Parameter]:
     return [p for p in held if p is not None]
 
 
-def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
+def _show_local_tensors_to_fsdp(block: nn.Module, sharded: FSDPModule) -> None:
     """FSDP2's hooks apply autograd functions to a block's inputs and outputs: show local ones.
 
     Of the four hooks one runs before FSDP's and one after it, on the way in and on the way out.
@@ -141,9 +141,13 @@ def _show_local_tensors_to_fsdp(block: nn.Module) -> None:
             spec,
         )
 
-    block.register_forward_pre_hook(
-        lambda _, args, kwargs: strip((args, kwargs)), prepend=True, with_kwargs=True
-    )
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():  # tensors that FSDP2 made in it could not be trained
+            with torch.inference_mode(False):
+                sharded.unshard()
+        return strip((args, kwargs))
+
+    block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     block.register_forward_pre_hook(
         lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True
     )

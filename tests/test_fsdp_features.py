@@ -10,7 +10,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy
-from tests.fsdp import BATCH, assert_equal_runs, is_block, loader, net, train_alone, train_sharded
+from tests.fsdp import (
+    BATCH,
+    assert_equal_runs,
+    is_block,
+    loader,
+    net,
+    sample,
+    train_alone,
+    train_sharded,
+)
 
 ROWS = {
     "full": {},
@@ -211,3 +220,17 @@ def test_options_from_a_file(tmp_path):
     assert options.mp_policy == MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
     assert options.activation_checkpointing == ["Block"]
     assert strategy.shard_size == 2
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_training_after_inference_mode(sharding):
+    """A user's forward under inference mode, before FSDP2 has seen its parameters."""
+
+    class Look(Callback):
+        def on_train_start(self, trainer, module):
+            with torch.inference_mode():
+                module(sample(0)[None, :1])
+
+    options = {"sharding": sharding, "wrap": ["Block"]}
+    assert_equal_runs(train_sharded((1,), options, callbacks=[Look()]), train_alone())

@@ -1,5 +1,6 @@
 """Without Lightning: a plain script with a domain mesh, with and without FSDP2."""
 
+import contextlib
 import copy
 
 import pytest
@@ -103,3 +104,25 @@ def test_submesh_is_enough():
     world = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "domain"))
     x = lightning_shard.shard(torch.arange(6.0), world["domain"], dims=0)
     assert lightning_shard.gather(x * 2).tolist() == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.spmd(2)
+def test_accumulation_in_a_script():
+    """Two backwards of which only the second one communicates; then two that both do."""
+    mesh = make_mesh("cpu", 2, (1,))
+    net, parts = Net().double(), torch.randn(2, 4, 2, 5, 5, dtype=torch.float64)
+    net.phase.data = net.phase.data.to(torch.complex128)
+    alone = copy.deepcopy(net)
+    for part in parts:
+        alone(part).square().mean().backward()
+    lightning_shard.parallelize(net, mesh)
+    mine = parts.chunk(2, dim=1)[dist.get_rank()]
+    for quiet in (True, False):
+        with lightning_shard.no_sync(net) if quiet else contextlib.nullcontext():
+            net(mine[0]).square().mean().backward()
+        net(mine[1]).square().mean().backward()
+        for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
+            found = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+            wanted = torch.view_as_real(q.grad) if q.is_complex() else q.grad
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12, msg=name)
+        net.zero_grad()
