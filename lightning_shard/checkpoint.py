@@ -6,17 +6,18 @@ sharded_directory.py writes it as it is.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.complex_params import pair_names, to_complex
+from lightning_shard.complex_params import as_complex, as_pairs, pair_names, placed_as
 from lightning_shard.foreign import by_index, plain_name
-from lightning_shard.load_weights import check_names, own_region
+from lightning_shard.load_weights import check_names, copy_weights, own_region
 from lightning_shard.placement import gather
 from lightning_shard.stored import StoredState, StoredTensor
 from lightning_shard.tensor import DomainTensor
@@ -27,8 +28,6 @@ PART_BYTES = 2**28  # of a state that is read from disk
 def module_state(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` under plain names, with sharded tensors as DTensors."""
     state = module.state_dict()
-    for name in pair_names(module) & state.keys():
-        state[name] = _as_complex(state[name])
     for name in [name for name in state if plain_name(name) != name]:
         state[plain_name(name)] = state.pop(name)
     return state
@@ -42,7 +41,7 @@ def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     for index, values in state["state"].items():
         p = _parameters(optimizer)[index]
         entries[index] = {
-            key: _as_complex(v) if p in paired and _like_parameter(v, p) else v
+            key: as_complex(v) if p in paired and _like_parameter(v, p) else v
             for key, v in values.items()
         }
     return {**state, "state": entries}
@@ -102,6 +101,9 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool 
     """
     if not isinstance(state, StoredState):
         module.load_state_dict(state, strict=strict)
+        return
+    if isinstance(module, FSDPModule):
+        copy_weights(module, state.stored, "the checkpoint", strict=strict)
         return
     missing, unknown = set(module.state_dict()), set()
     for part in _parts(state):
@@ -168,30 +170,12 @@ def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:
 def _gathered(value: DTensor) -> Tensor:
     """The whole tensor; gloo sends no complex numbers, so they travel as pairs."""
     if value.device.type != value.device_mesh.device_type:  # shards that are kept on the CPU
-        value = _like(value, value.to_local().detach(), value.shape)
+        value = placed_as(value, value.to_local().detach(), value.shape)
     if not value.is_complex():
         return value.full_tensor().detach()
-    pairs = _like(value, torch.view_as_real(value.to_local().detach()), (*value.shape, 2))
-    return to_complex(pairs.full_tensor())
-
-
-def _as_complex(value: Tensor) -> Tensor:
-    if not isinstance(value, DTensor):
-        return to_complex(value)
-    return _like(value, to_complex(value.to_local()), value.shape[:-1])
-
-
-def _like(value: DTensor, local: Tensor, shape: Sequence[int]) -> DTensor:
-    """A DTensor of `shape` that is placed as `value`."""
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local,
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    pairs = as_pairs(value.detach())
+    assert isinstance(pairs, DTensor)
+    return as_complex(pairs.full_tensor())
 
 
 def _own_part(value: Any, parameter: Tensor, paired: bool) -> Any:
@@ -207,7 +191,7 @@ def _own_part(value: Any, parameter: Tensor, paired: bool) -> Any:
         part = torch.view_as_real(part.resolve_conj())
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     part = part.to(local.device, copy=True, memory_format=torch.contiguous_format)
-    return _like(parameter, part, parameter.shape) if isinstance(parameter, DTensor) else part
+    return placed_as(parameter, part, parameter.shape) if isinstance(parameter, DTensor) else part
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

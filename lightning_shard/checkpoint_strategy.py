@@ -10,9 +10,9 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -27,12 +27,17 @@ from lightning_shard.checkpoint import (
     size_bytes,
 )
 from lightning_shard.checkpoint_files import CheckpointFiles, is_local, local_path
-from lightning_shard.foreign import as_lightning
+from lightning_shard.foreign import as_lightning, plain_name
 from lightning_shard.mesh_strategy import MeshStrategy
 from lightning_shard.random_state import random_state, set_random_state
-from lightning_shard.ranks import gather_to_first, together
+from lightning_shard.ranks import copy_from_first, gather_to_first, together
+from lightning_shard.weight_files import UnsafeFileError
 
 OWN_KEY = "lightning_shard"  # in a checkpoint: the mesh, versions, random states
+FORGOTTEN = (
+    "Lightning 2.6 forgets weights_only=False for a module on the meta device, so build it on a "
+    "real device"
+)
 SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0
 
 Format = Literal["auto", "single", "sharded"]
@@ -84,14 +89,17 @@ class CheckpointStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self._cut_off():
             return {}
-        self._share_buffers(self.lightning_module)
-        return module_state(self.lightning_module)
+        state = module_state(self.lightning_module)
+        self._share_buffers(state)
+        return state
 
-    def _share_buffers(self, module: LightningModule) -> None:
+    def _share_buffers(self, state: Mapping[str, Any]) -> None:
         """All ranks go on with the buffers that are saved, those of rank 0 (as under DDP)."""
-        if self.world_size > 1:
-            for buffer in module.buffers():
-                dist.broadcast(torch.view_as_real(buffer) if buffer.is_complex() else buffer, 0)
+        assert self.lightning_module is not None
+        parameters = {plain_name(name) for name, _ in self.lightning_module.named_parameters()}
+        for name, value in state.items():
+            if name not in parameters and isinstance(value, Tensor):
+                copy_from_first(value)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -107,6 +115,9 @@ class CheckpointStrategy(MeshStrategy):
             return
         self.finish_saving()
         filepath = self.broadcast(filepath)
+        self._share_buffers(
+            checkpoint.get("state_dict", {})
+        )  # a callback may have put in its averages
         checkpoint = checkpoint | {OWN_KEY: self._own_entry("optimizer_states" in checkpoint)}
         if self._writes_directory(checkpoint, filepath, storage_options):
             self._save_directory(checkpoint, local_path(filepath))
@@ -183,15 +194,22 @@ class CheckpointStrategy(MeshStrategy):
     ) -> dict[str, Any]:
         assert self.lightning_module is not None
         self.finish_saving()
-        if is_local(checkpoint_path) and local_path(checkpoint_path).is_dir():
-            folder = local_path(checkpoint_path)
-            together(lambda: sharded_directory.check(folder))
-            loaded = sharded_directory.read_directory(folder, weights_only is not False)
-        else:
-            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        try:
+            loaded = self._load(checkpoint_path, weights_only)
+        except UnsafeFileError as err:
+            if weights_only is None and self.restore_checkpoint_after_setup:
+                raise UnsafeFileError(err.path, err.found, FORGOTTEN) from err
+            raise
         checkpoint = as_lightning(loaded, checkpoint_path, self.lightning_module.state_dict())
         self._own = checkpoint.get(OWN_KEY)
         return checkpoint
+
+    def _load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        if is_local(checkpoint_path) and local_path(checkpoint_path).is_dir():
+            folder = local_path(checkpoint_path)
+            together(lambda: sharded_directory.check(folder))
+            return sharded_directory.read_directory(folder, weights_only is not False)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -2,10 +2,12 @@
 
 FSDP2 flattens the parameters of a block into one buffer of one dtype, so complex64 weights
 (spectral convolutions) cannot stand beside float32 ones. Here the registered parameter becomes a
-real tensor with a last dim of 2, and reading the attribute still gives the complex tensor. torch's
-optimizers update complex parameters as such pairs, so training is unchanged.
+real tensor with a last dim of 2, and reading the attribute still gives the complex tensor; so does
+`state_dict()`. torch's optimizers update complex parameters as such pairs, so training is
+unchanged.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
             module._parameters[name] = replaced[old]
         if names:
             mix_in(module, _ComplexView, _pairs=frozenset(names))
+            module.register_state_dict_post_hook(_give_complex)
+            module.register_load_state_dict_pre_hook(_take_complex)
     return replaced
 
 
@@ -60,6 +64,45 @@ def pair_names(root: nn.Module) -> set[str]:
     }
 
 
-def to_complex(value: Tensor) -> Tensor:
-    """What a plain module would hold for a parameter stored as pairs."""
-    return torch.view_as_complex(value.contiguous())
+def as_complex(pairs: Tensor) -> Tensor:
+    """What a plain module would hold for a parameter stored as pairs; a DTensor stays one."""
+    if not isinstance(pairs, DTensor):
+        return torch.view_as_complex(pairs.contiguous())
+    local = torch.view_as_complex(pairs.to_local().contiguous())
+    return placed_as(pairs, local, pairs.shape[:-1])
+
+
+def as_pairs(value: Tensor) -> Tensor:
+    """The reverse of `as_complex`."""
+    if not isinstance(value, DTensor):
+        return torch.view_as_real(value.resolve_conj())
+    local = torch.view_as_real(value.to_local().resolve_conj())
+    return placed_as(value, local, (*value.shape, 2))
+
+
+def placed_as(like: DTensor, local: Tensor, shape: Sequence[int]) -> DTensor:
+    """A DTensor of `shape`, placed as `like`, of which this rank holds `local`."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def _give_complex(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """In a state dict, but not where the parameters themselves are asked for."""
+    for name in module.__dict__["_pairs"]:
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[prefix + name] = as_complex(value)
+
+
+def _take_complex(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in module.__dict__["_pairs"]:
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.is_complex():
+            state[prefix + name] = as_pairs(value)

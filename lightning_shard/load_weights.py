@@ -36,7 +36,7 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
             shapes.
         RuntimeError: `strict`, and names are missing or unknown; or a parameter has no memory.
     """
-    copy_weights(module, stored_weights(path), str(path), strict=strict)
+    copy_weights(module, stored_weights(path), f"'{path}'", strict=strict)
 
 
 @torch.no_grad()
@@ -47,22 +47,24 @@ def copy_weights(
     targets = module.state_dict(keep_vars=True)
     pairs = pair_names(module)
     stored = plain_names(stored, targets)
+    own = {*module.parameters(), *module.buffers()}
     loaded: set[Tensor] = set()
     rest: dict[str, Any] = {}
     for name, target in targets.items():
         if name not in stored:
             continue
-        if not isinstance(target, Tensor) or not isinstance(stored[name], StoredTensor | Tensor):
-            rest[name] = stored[name]
+        value = stored[name]
+        if target not in own or not isinstance(value, StoredTensor | Tensor):
+            rest[name] = value.whole() if isinstance(value, StoredTensor) else value
             continue
-        _copy_part(name, target, stored[name], paired=name in pairs, origin=origin)
+        _copy_part(name, target, value, paired=name in pairs, origin=origin)
         loaded.add(target)
     if rest:
         module.load_state_dict(rest, strict=False)  # extra state, which modules read themselves
     tensors = {k: v for k, v in targets.items() if isinstance(v, Tensor)}
     missing = [k for k, v in tensors.items() if k not in stored and v not in loaded]
     unknown = [k for k in stored if k not in targets]
-    check_names(missing, unknown, module, f"'{origin}'", strict=strict)
+    check_names(missing, unknown, module, origin, strict=strict)
 
 
 def check_names(
@@ -96,11 +98,11 @@ def _copy_part(name: str, target: Tensor, source: Any, *, paired: bool, origin: 
     as_pairs = local.is_complex() and source.shape == (*shape, 2) and not source.dtype.is_complex
     if source.shape != shape and not as_pairs:
         raise ValueError(
-            f"'{name}' in '{origin}' has shape {tuple(source.shape)}; the module's has "
+            f"'{name}' in {origin} has shape {tuple(source.shape)}; the module's has "
             f"{tuple(shape)}. Build the module as it was saved."
         )
     if source.dtype.is_complex and not local.is_complex():
-        raise ValueError(f"'{name}' in '{origin}' is complex, the module's is {local.dtype}.")
+        raise ValueError(f"'{name}' in {origin} is complex, the module's is {local.dtype}.")
     region = own_region(target)[: len(shape)]
     if as_pairs:
         region = (*region, slice(0, 2))

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def together(step: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
@@ -39,3 +42,14 @@ def gather_to_first(value: Any, group: dist.ProcessGroup | None = None) -> list[
     values = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
     dist.gather_object(value, values, group=group)
     return values or []
+
+
+@torch.no_grad()
+def copy_from_first(tensor: Tensor) -> None:
+    """Give `tensor` the values that it has on rank 0; a DTensor, which has parts, keeps its own."""
+    if isinstance(tensor, DTensor) or dist.get_world_size() == 1:
+        return
+    values = tensor.detach().contiguous()
+    dist.broadcast(torch.view_as_real(values) if values.is_complex() else values, 0)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.copy_(values)

@@ -21,7 +21,25 @@ from lightning_shard.stored import Region, StoredTensor
 INDEX_SUFFIX = ".safetensors.index.json"
 SAFETENSORS = (".safetensors", INDEX_SUFFIX)  # the ends of the names
 # where programs keep the weights in a file that holds more: Lightning, then others
+REMEDY = "if you trust the file pass weights_only=False to trainer.fit (or validate, test, predict)"
 WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module")
+
+
+class UnsafeFileError(ValueError):
+    """A file holds an object whose building could run code.
+
+    Args:
+        path: The file.
+        found: The class of the object.
+        remedy: What to do about it.
+    """
+
+    def __init__(self, path: str, found: str, remedy: str = REMEDY) -> None:
+        self.path, self.found = path, found
+        super().__init__(
+            f"'{path}' holds a {found} besides tensors and plain values, and building it could run "
+            f"code: {remedy}, or allow the class by torch.serialization.add_safe_globals."
+        )
 
 
 def stored_weights(path: str | Path) -> dict[str, Any]:
@@ -91,21 +109,12 @@ def read_torch_file(path: str | Path, weights_only: bool = True) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=weights_only)
     except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as err:
-        raise ValueError(_why_not(path, err)) from err
-
-
-def _why_not(path: Path, err: Exception) -> str:
-    found = re.search(r"(?:GLOBAL|class) ([\w.]+) ", str(err))
-    if found:
-        return (
-            f"'{path}' holds a {found[1]} besides tensors and plain values, and building it could "
-            "run code: if you trust the file pass weights_only=False to trainer.fit (or validate, "
-            "test, predict), or allow the class by torch.serialization.add_safe_globals."
-        )
-    return (
-        f"'{path}' is not whole, or no file of torch.save; copy it again, or take an earlier "
-        "checkpoint."
-    )
+        if found := re.search(r"(?:GLOBAL|class) ([\w.]+) ", str(err)):
+            raise UnsafeFileError(str(path), found[1]) from err
+        raise ValueError(
+            f"'{path}' is not whole, or no file of torch.save; copy it again, or take an earlier "
+            "checkpoint."
+        ) from err
 
 
 def _in_memory(tensor: Tensor) -> StoredTensor:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
+from torchmetrics import MeanMetric
 
 from lightning_shard import (
     HybridShardStrategy,
@@ -258,6 +260,75 @@ def test_sharded_tensors_of_callbacks(options):
     fit((2,), loading, path=path)
     for loaded, kept in zip(loading.loaded, full(saving.kept), strict=True):
         assert torch.equal(loaded, kept)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("options", [{}, DIRECTORY], ids=["file", "directory"])
+def test_averaged_weights(options):
+    path = shared_path("some.ckpt")
+    losses, state, _ = fit((2,), WeightAveraging(), SaveAt(path, 4), **options)
+    resumed, resumed_state, _ = fit((2,), WeightAveraging(), path=path)
+    assert resumed == losses[4:]
+    assert not [n for n, value in state.items() if not torch.equal(resumed_state[n], value)]
+
+
+class Deferred(LightningModule):
+    """On the meta device until it is sharded, with a metric that checkpoints keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = MeanMetric()
+        self.seen.persistent(True)
+
+    def configure_model(self):
+        if not hasattr(self, "network"):
+            with torch.device("meta"):
+                self.network = nn.Conv1d(1, 1, 3, padding=1, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.network(batch) - batch).square().mean()
+        self.seen.update(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class WithObject(Deferred):
+    """Puts into the checkpoint what only weights_only=False reads."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["more"] = Path("a")
+
+
+@pytest.mark.spmd(2)
+def test_weights_only_of_a_directory():
+    path = shared_path("some.ckpt")
+    fit((2,), SaveAt(path, 4), WithPath(), **DIRECTORY)
+    with pytest.raises(ValueError, match="besides tensors and plain values"):
+        fit((2,), path=path)
+    fit((2,), path=path, weights_only=False)
+
+
+class WithPath(Callback):
+    def state_dict(self):
+        return {"where": Path("a")}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("options", [{}, DIRECTORY], ids=["file", "directory"])
+def test_modules_of_the_meta_device(options):
+    """They are loaded when they have memory; Lightning then forgets weights_only=False."""
+    path, modules = shared_path("some.ckpt"), [Deferred(), Deferred()]
+    losses, state, _ = fit((2,), SaveAt(path, 4), module=modules[0], **options)
+    resumed, resumed_state, _ = fit((2,), module=modules[1], path=path)
+    assert resumed == losses[4:]
+    assert state.keys() > {"network.weight", "seen.mean_value"}
+    assert all(torch.equal(resumed_state[name], value) for name, value in state.items())
+    odd = SaveAt(path.with_name("odd.ckpt"), 4)
+    fit((2,), odd, module=WithObject(), **options)
+    with pytest.raises(ValueError, match=r"Lightning 2\.6 forgets weights_only=False"):
+        fit((2,), module=Deferred(), path=odd.path, weights_only=False)
 
 
 @pytest.mark.spmd(2)
