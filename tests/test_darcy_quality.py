@@ -12,7 +12,6 @@ EPOCHS, SAMPLES = 4, 200
 @pytest.mark.slow
 def test_error_curves_are_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # data are generated here
-
     data_of(SAMPLES).prepare_data()  # once, not on every rank
     alone, split = (start(ranks, ours, ranks, EPOCHS, SAMPLES) for ranks in (1, 2))
     assert len(alone) == EPOCHS
