@@ -11,7 +11,7 @@ DTensor parts a dim as `torch.chunk` does and a `Subdomain` as `torch.tensor_spl
 in between travel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,19 +73,24 @@ class _OwnTerms:
         return torch.view_as_complex(local) if name in self.__dict__.get("_pairs", ()) else local
 
 
-def split_by_mode(root: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> Iterator[nn.Module]:
+def split_by_mode(
+    root: nn.Module, mesh: DeviceMesh, dims: Sequence[int], kept: Collection[nn.Parameter] = ()
+) -> Iterator[nn.Module]:
     """Split the large weights of neuraloperator's spectral convolutions, and give their layers.
 
     Args:
         root: A module whose complex parameters are stored as pairs.
         mesh: The domain mesh.
         dims: The dim of the fields that each mesh axis splits.
+        kept: Parameters that stay whole, and with them their layers.
 
     Returns:
         The layers whose weights are split. FSDP2 must wrap them over data replicas, and then
         `show_split_weights` be called.
     """
-    seen: set[Tensor] = set()
+    if mesh.ndim > 2:  # FSDP2 takes DTensors of at most two axes
+        return
+    seen: set[Tensor] = set(kept)
     for layer in root.modules():
         own = set(layer.parameters())
         if not is_a(layer, "neuralop", "SpectralConv") or own & seen:

@@ -87,7 +87,10 @@ def parallelize(
     if options.mp_policy.param_dtype is not None:  # they compute in their own precision
         chosen = list(dict.fromkeys([*with_complex_parameters(module), *chosen]))
     if domain is not None and domain.size() > 1 and options.sharding != "none":
-        _shard_modes(module, mesh, domain, dims, options)
+        dims = range(2, 2 + domain.ndim) if dims is None else dims
+        for layer in split_by_mode(module, domain, tuple(dims), ignored):
+            shard_block(layer, replica_mesh(mesh), options)  # over data replicas only
+            show_split_weights(layer, tuple(dims))
     chosen = [b for b in chosen if not isinstance(b, FSDPModule)]
     plain = _shard_blocks(module, chosen, mesh, options, ignored)
     shards_on = torch.device("cpu") if options.cpu_offload else None
@@ -163,20 +166,6 @@ def _copy_from_first_rank(module: nn.Module, group: dist.ProcessGroup) -> None:
             data = tensor.detach()
             real = torch.view_as_real(data) if data.is_complex() else data
             dist.broadcast(real, group=group, group_src=0)
-
-
-def _shard_modes(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    domain: DeviceMesh,
-    dims: Sequence[int] | None,
-    options: ShardingOptions,
-) -> None:
-    """Spectral weights split by mode over the domain, and sharded over data replicas."""
-    dims = tuple(range(2, 2 + domain.ndim)) if dims is None else tuple(dims)
-    for layer in split_by_mode(module, domain, dims):
-        shard_block(layer, replica_mesh(mesh), options)
-        show_split_weights(layer, dims)
 
 
 def _returning_no_view(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy
+from tests import training
 from tests.fsdp import (
     BATCH,
     assert_equal_runs,
@@ -234,3 +235,43 @@ def test_training_after_inference_mode(sharding):
 
     options = {"sharding": sharding, "wrap": ["Block"]}
     assert_equal_runs(train_sharded((1,), options, callbacks=[Look()]), train_alone())
+
+
+SPECTRAL = {
+    "gradients": {"sharding": "gradients"},
+    "none": {"sharding": "none"},
+    "hybrid": {"sharding": "hybrid", "shard_size": 4},
+    "ignored": {"ignored_parameters": ["*convs.0.weight.*", "*bias"]},
+    "recomputed": {"activation_checkpointing": ["SpectralConv"]},
+}
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(
+    ("row", "domain"), [*((row, (2,)) for row in SPECTRAL), ("hybrid", (2, 2)), ("none", (2, 2))]
+)
+def test_spectral_weights_that_are_split_by_mode(row, domain):
+    """They are in a group of their own, over data replicas only."""
+    options = {"strategy": SPECTRAL[row], "accumulate_grad_batches": 2}
+    found = training.train_sharded("dense_fno", torch.float64, 4, domain, **options)
+    wanted = training.train_alone("dense_fno", torch.float64, 4, accumulate=2)
+    assert_equal_runs(found, wanted)
+
+
+@pytest.mark.spmd(4)
+def test_hybrid_of_two_nodes_with_a_domain_and_modes():
+    """All three axes of the mesh are there."""
+    options = {"strategy": {"sharding": "hybrid", "shard_size": 2}}
+    found = training.train_sharded("dense_fno", torch.float64, 4, (2,), **options)
+    assert_equal_runs(found, training.train_alone("dense_fno", torch.float64, 4))
+
+
+@pytest.mark.spmd(2)
+def test_ignored_spectral_weights_stay_whole():
+    module = training.make("dense_fno", torch.float64)
+    runner = training.trainer((2,), strategy=SPECTRAL["ignored"], max_steps=1)
+    runner.fit(module, training.loader("dense_fno", torch.float64, 4, 8))
+    first, second = (conv.weight._parameters["tensor"] for conv in module.network.fno_blocks.convs)
+    assert not isinstance(first, DTensor)
+    assert isinstance(second, DTensor)
+    assert [p.grad is not None for p in (first, second)] == [True, True]
