@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_shard.sharded_directory import partial_of, put_in_place, remove
+from lightning_shard.atomic import partial_of, put_in_place, remove
 from lightning_shard.weight_files import SAFETENSORS, read_torch_file, stored_weights
 
 

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.atomic import partial_of, put_in_place, remove
 from lightning_shard.dcp_files import METADATA, read_dcp
 from lightning_shard.ranks import all_stop, gather_to_first, together
 from lightning_shard.stored import StoredState, StoredTensor
@@ -33,7 +33,6 @@ from lightning_shard.weight_files import WEIGHTS_KEYS, read_torch_file
 
 MANIFEST = "manifest.json"
 REST = "meta.pt"
-PARTIAL = ".partial"  # the end of the names of what is not whole yet, or no longer
 FORMAT = "lightning_shard 1"
 _EXTRA = "extra"  # DTensors from elsewhere than weights and optimizers
 _MARK = "lightning_shard.extra"
@@ -86,10 +85,6 @@ def _put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_put_back(v, extra) for v in value)
     return value
-
-
-def partial_of(path: Path) -> Path:
-    return path.with_name(path.name + PARTIAL)
 
 
 def write(path: Path, tensors: dict, rest: dict, about: dict) -> None:
@@ -193,36 +188,6 @@ def _described(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def replaced_name(path: Path) -> Path:
-    """Where the old checkpoint waits while the new one is renamed; `last` finds it there too."""
-    return path.with_name(f"{path.stem}.replaced{path.suffix}")
-
-
-def put_in_place(partial: Path, path: Path) -> None:
-    """Rename `partial` to `path`, which may exist."""
-    if not path.is_dir() and not partial.is_dir():
-        partial.replace(path)
-        return
-    old = replaced_name(path)
-    remove(old)
-    if path.exists() or path.is_symlink():
-        path.rename(old)
-    partial.rename(path)
-    remove(old)
-
-
-def remove(path: Path) -> None:
-    """Delete a file, a link or a directory; what is deleted in part has no final name."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        if not path.name.endswith(PARTIAL):
-            aside = path.with_name(f"{path.name}.removed{PARTIAL}")
-            remove(aside)
-            path = path.rename(aside)
-        shutil.rmtree(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -11,7 +11,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from safetensors.torch import load_file
 
 from lightning_shard import load_weights
-from lightning_shard.cli.main import main
+from lightning_shard.cli.main import hyperparameter_file, main
+from lightning_shard.cli.sources import UsageError
 from tests import pool
 from tests.tiny import SaveAt, Tiny, fit, loader, quiet, tiny
 
@@ -86,6 +87,20 @@ def test_inspect(saved, source, capsys):
         "exp_avg, exp_avg_sq, step of 8 parameters", "lr 0.009", "also ", "loops",
     ):  # fmt: skip
         assert text in out, text
+
+
+def test_hyperparameters_for_the_command_line(saved, tmp_path):
+    """Of files and directories; weights alone have none; objects need weights_only=False."""
+    directory, file = str(saved / "directory.ckpt"), str(saved / "file.ckpt")
+    assert hyperparameter_file(file, trusted=False) == Path(file)
+    found = hyperparameter_file(directory, trusted=False)
+    assert torch.load(found, weights_only=True)["hyper_parameters"]["width"] == 5
+    assert hyperparameter_file("last", trusted=False) is None
+    assert hyperparameter_file(None, trusted=False) is None
+    torch.save({"state_dict": {}, "a": Fraction(1, 2)}, tmp_path / "code.ckpt")
+    assert hyperparameter_file(str(tmp_path / "code.ckpt"), trusted=True) is None
+    with pytest.raises(UsageError, match=r"fractions\.Fraction .* pass weights_only=False"):
+        hyperparameter_file(str(tmp_path / "code.ckpt"), trusted=False)
 
 
 def refused(capsys, words, text, code=2):

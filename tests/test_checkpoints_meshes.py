@@ -21,6 +21,7 @@ MESHES = {
     "4x1": (4, (1,)), "2x2": (4, (2,)), "1x4": (4, (4,)), "1x(2x2)": (4, (2, 2)),
     "2x1": (2, (1,)), "1x2": (2, (2,)),
 }  # fmt: skip
+FAST = ("4x1", "1x2", "1x(2x2)")
 
 
 def smooth(optimizers: int) -> LightningModule:
@@ -69,7 +70,10 @@ def saved(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MESHES],
+)
 def test_any_mesh(saved, mesh):
     ranks, domain = MESHES[mesh]
     pool.pool_of(ranks).run(resume, {"folder": saved, "optimizers": 1, "domain": domain})

@@ -1,22 +1,41 @@
 """A run that stops and resumes equals the uninterrupted one."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.tiny import SaveAt, fit, tiny
 from tests.training import shared_path
 
+FILE: dict[str, Any] = {}
+DIRECTORY = {"checkpoint_format": "sharded"}
+LATER = {"checkpoint_format": "sharded", "async_checkpoint": True}
+# in the middle of an epoch, at the end of one, in a later one
+CASES = {
+    "2x2-file-4": ((2,), FILE, "batch", 4),
+    "4x1-file-6": ((1,), FILE, "epoch", 6),
+    "1x4-directory-9": ((4,), DIRECTORY, "batch", 9),
+    "2x2-later-6": ((2,), LATER, "epoch", 6),
+}
+SLOW = {
+    f"{name}-{step}": (domain, options, at, step)
+    for name, domain, options in (("2x2-file", (2,), FILE), ("4x1-directory", (1,), DIRECTORY))
+    for at, step in (("batch", 4), ("epoch", 6), ("batch", 9))
+}
+
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(("at", "step"), [("batch", 4), ("epoch", 6), ("batch", 9)])
 @pytest.mark.parametrize(
-    ("domain", "options"),
+    ("domain", "options", "at", "step"),
     [
-        ((2,), {}),
-        ((1,), {"checkpoint_format": "sharded"}),
-        ((2,), {"checkpoint_format": "sharded", "async_checkpoint": True}),
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.slow)
+            for name, case in SLOW.items()
+            if name not in CASES
+        ),
     ],
-    ids=["2x2-file", "4x1-directory", "2x2-asynchronous"],
 )
 def test_bit_equal_with_dropout(domain, options, at, step):
     path = shared_path("some.ckpt")

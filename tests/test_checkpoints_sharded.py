@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_shard import (
     HybridShardStrategy,
+    atomic,
     checkpoint_strategy,
     load_weights,
     sharded_directory,
@@ -28,6 +29,7 @@ from lightning_shard.dcp_files import read_dcp
 from tests.tiny import SaveAt, fit, tiny
 from tests.training import shared_path
 
+SLOW = pytest.mark.slow
 DIRECTORY = {"checkpoint_format": "sharded"}
 LATER = {"checkpoint_format": "sharded", "async_checkpoint": True}
 
@@ -84,8 +86,16 @@ def test_each_rank_writes_only_its_part():
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("options", [DIRECTORY, LATER], ids=["now", "later"])
-@pytest.mark.parametrize("where", ["shards", "end"])
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        (DIRECTORY, "shards"),
+        pytest.param(DIRECTORY, "end", marks=SLOW),
+        pytest.param(LATER, "shards", marks=SLOW),
+        (LATER, "end"),
+    ],
+    ids=["now-shards", "now-end", "later-shards", "later-end"],
+)
 def test_a_rank_fails(options, where):
     """The old directory stays, nothing else is left, and all ranks raise."""
     path = shared_path("some.ckpt")
@@ -180,7 +190,9 @@ def run_with(callback, path=None, **options):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("options", [DIRECTORY, LATER], ids=["now", "later"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(DIRECTORY, marks=SLOW), LATER], ids=["now", "later"]
+)
 def test_model_checkpoint(options):
     """Top-k, last, versions, removal; `last` and `best` are found."""
     folder = shared_path("here")
@@ -220,8 +232,8 @@ def test_an_interrupted_replacement_leaves_a_whole_one():
     if dist.get_rank() == 0:
         for path in folder.iterdir():
             if path != last:
-                sharded_directory.remove(path)
-        last.rename(sharded_directory.replaced_name(last))
+                atomic.remove(path)
+        last.rename(atomic.replaced_name(last))
     dist.barrier()
     resumed, _, _ = run_with(ModelCheckpoint(folder), path="last", max_epochs=3)
     assert len(resumed) == 6
@@ -252,7 +264,11 @@ class Copy(Callback):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("options", [{}, DIRECTORY, LATER], ids=["file", "now", "later"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=SLOW), DIRECTORY, pytest.param(LATER, marks=SLOW)],
+    ids=["file", "now", "later"],
+)
 def test_sharded_tensors_of_callbacks(options):
     path, saving, loading = shared_path("some.ckpt"), Copy(), Copy()
     fit((2,), saving, SaveAt(path, 4), **options)
@@ -263,7 +279,7 @@ def test_sharded_tensors_of_callbacks(options):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("options", [{}, DIRECTORY], ids=["file", "directory"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=SLOW), DIRECTORY], ids=["file", "dir"])
 def test_averaged_weights(options):
     path = shared_path("some.ckpt")
     losses, state, _ = fit((2,), WeightAveraging(), SaveAt(path, 4), **options)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_shard.atomic import partial_of, put_in_place
 from lightning_shard.cli.sources import UsageError
 from lightning_shard.open_checkpoint import (
     Opened,
@@ -23,7 +24,6 @@ from lightning_shard.open_checkpoint import (
     weights,
     with_integer_keys,
 )
-from lightning_shard.sharded_directory import partial_of, put_in_place
 from lightning_shard.stored import StoredState, StoredTensor
 
 Read = Callable[[Any], Any]

@@ -13,10 +13,10 @@ import argparse
 import importlib
 import importlib.util
 import os
-import pickle
 import signal
 import sys
 import warnings
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ from lightning_shard.cli.sources import (
     read_sources,
     split_subcommand,
 )
+from lightning_shard.sharded_directory import REST
+from lightning_shard.weight_files import read_torch_file
 
 REFUSALS = (ValueError, FileNotFoundError, NotImplementedError, MisconfigurationException)
 
@@ -166,10 +168,18 @@ class ShardCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Say which given values the hyperparameters in a checkpoint replace."""
         before = dict(self._model_options())
+        command = str(self.config.get("subcommand"))
+        options = self.config.get(command) or {}
+        path = options.get("ckpt_path")
+        file = hyperparameter_file(path, trusted=options.get("weights_only") is False)
+        if file is None:
+            return
         try:
+            self.config[command]["ckpt_path"] = str(file)
             super()._parse_ckpt_path()
-        except (argparse.ArgumentError, pickle.UnpicklingError) as err:
+        except argparse.ArgumentError as err:
             raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
+        self.config[command]["ckpt_path"] = path
         for key, value in self._model_options():
             if key in before and before[key] != value and is_first_rank():
                 note = f"note: {key} is {value} as in ckpt_path, not {before[key]}"
@@ -200,6 +210,29 @@ class ShardCLI(LightningCLI):
         """Test the final weights if `test_after_fit` asks for it."""
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
+
+
+def hyperparameter_file(path: str | None, *, trusted: bool) -> Path | None:
+    """Where a checkpoint keeps hyperparameters that can be read without running code of it.
+
+    Args:
+        path: The option ckpt_path.
+        trusted: Whether weights_only is false; then hyperparameters that are objects are left out.
+
+    Raises:
+        UsageError: The file cannot be read.
+    """
+    file = Path(path or "")
+    file = file / REST if file.is_dir() else file
+    if not zipfile.is_zipfile(file):
+        return None  # of "last" and "best", or of another format, which holds weights alone
+    try:
+        read_torch_file(file)
+    except ValueError as err:
+        if trusted:
+            return None
+        raise UsageError(str(err).rstrip(".")) from err
+    return file
 
 
 def main(args: Sequence[str] | None = None) -> None:
