@@ -156,7 +156,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     """Some of torch's modules, such as MultiheadAttention, have it with an underscore."""
     for name in ("reset_parameters", "_reset_parameters"):
         reset: Any = getattr(module, name, None)
-        if callable(reset):
+        if reset is not None:
             return reset
     return None
 

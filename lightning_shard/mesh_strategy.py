@@ -42,6 +42,8 @@ _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.ra
 class MeshStrategy(ParallelStrategy):
     """One process per device, arranged as data replicas x domain ranks."""
 
+    offloads = False  # whether shards are in CPU memory
+
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"],
@@ -151,6 +153,8 @@ class MeshStrategy(ParallelStrategy):
             data = self._data_size()
             device = self.root_device
             backend = self._backend or _get_default_process_group_backend_for_device(device)
+            if self.offloads and device.type != "cpu" and ":" not in backend:
+                backend = f"cpu:gloo,{device.type}:{backend}"  # shards are gathered on the CPU, too
             place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **place)
             shared_by = self.num_processes if self.shard_size == "node" else self.shard_size

@@ -154,6 +154,7 @@ class HybridShardStrategy(LoopStrategy):
             activation_checkpointing=activation_checkpointing,
             compile_blocks=compile_blocks,
         )
+        self.offloads = cpu_offload
         self.init_weights_from = (
             {"": init_weights_from} if isinstance(init_weights_from, str) else init_weights_from
         ) or {}

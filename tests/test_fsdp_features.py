@@ -248,7 +248,12 @@ SPECTRAL = {
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
-    ("row", "domain"), [*((row, (2,)) for row in SPECTRAL), ("hybrid", (2, 2)), ("none", (2, 2))]
+    ("row", "domain"),
+    [
+        *((row, (2,)) for row in SPECTRAL),
+        pytest.param("hybrid", (2, 2), marks=pytest.mark.slow),
+        pytest.param("none", (2, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_spectral_weights_that_are_split_by_mode(row, domain):
     """They are in a group of their own, over data replicas only."""

@@ -185,6 +185,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(domain):
     runner.save_checkpoint(path)
     dist.barrier()
     assert torch.load(path, weights_only=True)["MixedPrecision"]["scale"] == 32.0
+    again = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    runner = trainer(domain, plugins=[again], max_epochs=2, limit_train_batches=1)
+    runner.fit(Plain(), loader(BATCH, torch.float32), ckpt_path=path)
+    assert again.scaler.get_scale() == 32.0
 
 
 @pytest.mark.spmd(4)

@@ -108,7 +108,7 @@ def test_tied_parts_are_gathered_by_what_encloses_them():
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", ["t5", "swin"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("swin", marks=pytest.mark.slow)])
 def test_gradients_of_known_networks(name):
     """The blocks that are found run when their parameters are needed."""
     mesh = make_mesh("cpu", 2, (1,))
