@@ -26,6 +26,7 @@ class ManualBackward:
         self.names = {name for name, p in root.named_parameters() if p in self.optimized}
         self._loss: Tensor | None = None
         for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._check())
             optimizer.register_step_post_hook(lambda *_: self._gather_again())
         object.__setattr__(root, "return_loss", self._return_loss)
         register_fsdp_forward_method(root, "return_loss")
@@ -53,6 +54,15 @@ class ManualBackward:
         assert self._loss is not None
         loss, self._loss = self._loss, None
         return loss
+
+    def _check(self) -> None:
+        """Gradients that FSDP2 has not been told of lie with the whole parameters."""
+        whole = (p for p in self.root.parameters() if p not in self.optimized)  # pyright: ignore[reportAttributeAccessIssue]
+        if any(p.grad is not None for p in whole):
+            raise RuntimeError(
+                "the optimizer would step without the gradients of loss.backward(); call "
+                "self.manual_backward(loss) instead, which reduces them over all ranks."
+            )
 
     def _gather_again(self) -> None:
         self.root.reshard()

@@ -72,6 +72,24 @@ def test_optimizer_made_before_sharding():
         fit_sharded(OfAnotherModule(), (2,))
 
 
+class BackwardByHand(Featured):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.network(batch["x"]) * self.weight.sum() - batch["y"]).square().mean()
+        loss.backward()
+        self.optimizers().step()
+
+
+@pytest.mark.spmd(2)
+def test_backward_without_the_strategy():
+    """It would train nothing: FSDP2 hears nothing of it."""
+    with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)"):
+        fit_sharded(BackwardByHand(), (2,))
+
+
 class InferenceFirst(Callback):
     """Lets evaluation loops run in inference mode, as they do with a backend other than gloo."""
 

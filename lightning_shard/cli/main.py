@@ -46,6 +46,7 @@ from lightning_shard.cli.sources import (
     read_sources,
     split_subcommand,
 )
+from lightning_shard.progress import SamplesPerSecond
 from lightning_shard.sharded_directory import REST
 from lightning_shard.weight_files import read_torch_file
 
@@ -133,7 +134,7 @@ class ShardCLI(LightningCLI):
             trainer_defaults={
                 "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
                 "accelerator": "xpu" if torch.xpu.is_available() else "auto",
-                "callbacks": [state],
+                "callbacks": [state, SamplesPerSecond()],
             },
             parser_kwargs={"prog": prog, **options, **{name: dict(options) for name in names}},
         )
