@@ -8,7 +8,7 @@ benchmarks.darcy_quality` prints the table and draws docs/images/darcy_quality.p
 import argparse
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +130,15 @@ def neuraloperators(epochs: int, samples: int) -> list[float]:
         {"val": data.val_dataloader()[0]},
         optimizer,
         CosineAnnealingLR(optimizer, T_max=epochs),
-        training_loss=model.loss,
-        eval_losses={"l2": LpLoss(d=2)},
+        training_loss=_of_fields(model.loss),
+        eval_losses={"l2": _of_fields(LpLoss(d=2))},
     )
     return trainer.errors
+
+
+def _of_fields(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """`loss` as that Trainer calls it: with the whole sample."""
+    return lambda prediction, y, **_: loss(prediction, y)
 
 
 def draw(curves: dict[str, Sequence[float]], path: Path) -> None:

@@ -135,6 +135,24 @@ def test_bytes_do_not_depend_on_the_terms(kind):
     assert sent[0] == sent[1] > 0
 
 
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("precision", ["half", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_modes_in_half_precision(kind, precision, large):
+    torch.manual_seed(2)
+    net = FNO((6, 6), 1, 1, 8, n_layers=1, factorization=kind, implementation="factorized")
+    plain, x = copy.deepcopy(net), torch.randn(1, 1, 16, 16)
+    net.fno_blocks.convs[0].fno_block_precision = precision
+    mesh = make_mesh("cpu", 1, (2,))
+    with mock.patch("lightning_shard.mode_shards.travels_less", return_value=large):
+        lightning_shard.parallelize(net, mesh)
+    found = net(lightning_shard.shard(x, mesh["domain"], 2))
+    wanted = plain(x)
+    error = (lightning_shard.gather(found) - wanted).norm() / wanted.norm()
+    assert error.item() < 5e-3
+
+
 def test_large_weights_are_split_and_small_ones_not():
     def weight(kind, channels, modes, rank):
         net = FNO((modes, modes), 1, 1, channels, n_layers=1, factorization=kind, rank=rank)
