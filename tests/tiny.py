@@ -166,3 +166,11 @@ def mean_over_ranks(values: list[float]) -> Tensor:
         dist.all_reduce(total)
         total /= dist.get_world_size()
     return total
+
+
+def run_with(callback, path=None, **options):
+    return fit((2,), callback, path=path, enable_checkpointing=True, **options)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
