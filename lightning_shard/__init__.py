@@ -1,6 +1,7 @@
 """FSDP2 and spatial domain decomposition for PyTorch Lightning, by changing one argument."""
 
 from lightning_shard import functional as functional
+from lightning_shard.accelerator import XPUAccelerator as XPUAccelerator
 from lightning_shard.clip import clip_grad_norm_ as clip_grad_norm_
 from lightning_shard.clip import clip_grad_value_ as clip_grad_value_
 from lightning_shard.domain import Subdomain as Subdomain

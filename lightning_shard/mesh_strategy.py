@@ -10,13 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -26,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.backend import default_backend
 from lightning_shard.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.explain import explain
 from lightning_shard.failure import FailureWatch
 from lightning_shard.materialize import is_deferred
 from lightning_shard.mesh import make_mesh, mesh_names
 from lightning_shard.ops import UnsupportedOperationError
-from lightning_shard.precision import ShardedGradScaler
+from lightning_shard.precision import use_device
 from lightning_shard.tensor import DomainTensor
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
@@ -107,12 +104,8 @@ class MeshStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Autocast on the accelerator's device (Lightning 2.6 says cuda for each but the CPU)."""
+        """Gradients are clipped by their norm over all shards."""
         plugin = self._precision_plugin = precision_plugin
-        if isinstance(plugin, MixedPrecision) and self.accelerator and self.parallel_devices:
-            plugin.device = self.parallel_devices[0].type
-            if plugin.scaler is not None:
-                plugin.scaler = ShardedGradScaler.like(plugin.scaler, plugin.device)
         if plugin is not None:
 
             def by_norm(optimizer: Optimizer, clip_val: float) -> None:
@@ -145,6 +138,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        use_device(self.precision_plugin, self.root_device.type)
         self._deferred = False
         reset_seed()
         self.set_world_ranks()
@@ -152,7 +146,7 @@ class MeshStrategy(ParallelStrategy):
         if self.device_mesh is None:
             data = self._data_size()
             device = self.root_device
-            backend = self._backend or _get_default_process_group_backend_for_device(device)
+            backend = self._backend or default_backend(device)
             if self.offloads and device.type != "cpu" and ":" not in backend:
                 backend = f"cpu:gloo,{device.type}:{backend}"  # shards are gathered on the CPU, too
             place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}

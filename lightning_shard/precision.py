@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import HalfPrecision, Precision
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,11 @@ class ShardedGradScaler(GradScaler):
     torch has the same for FSDP1 (torch.distributed.fsdp.sharded_grad_scaler); here gradients are
     DTensors of several meshes, and plain ones.
     """
+
+    @property
+    def device_type(self) -> str:
+        """Of the gradients."""
+        return self._device
 
     @classmethod
     def like(cls, scaler: GradScaler, device_type: str) -> "ShardedGradScaler":
@@ -56,6 +61,21 @@ class _LocalShards:
                     holder = grad.detach()
                     holder.grad = grad
                     mine["params"].append(holder)
+
+
+def use_device(plugin: Precision, device_type: str) -> None:
+    """Autocast, and scale gradients, for the device that trains.
+
+    Lightning 2.6 makes its plug-in of mixed precision for CUDA where the accelerator is no CPU; on
+    other devices autocast would then do nothing, and the scaler would be disabled.
+    """
+    if isinstance(plugin, MixedPrecision):
+        plugin.device = device_type
+        scaler = plugin.scaler
+        if scaler is not None and not (
+            isinstance(scaler, ShardedGradScaler) and scaler.device_type == device_type
+        ):
+            plugin.scaler = ShardedGradScaler.like(scaler, device_type)
 
 
 def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None:

@@ -1,0 +1,148 @@
+"""Intel GPUs as a Lightning accelerator: `Trainer(accelerator="xpu")`.
+
+Lightning 2.6 has none, and where it does not know one it takes the CPU (see `setup_device`).
+Devices are those that ZE_AFFINITY_MASK shows, numbered from 0, as torch numbers them.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from typing_extensions import override
+
+from lightning_shard.precision import use_device
+
+
+class XPUAccelerator(Accelerator):
+    """Intel GPUs, through torch's own `torch.xpu`."""
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        """Make `device` the current one.
+
+        Raises:
+            MisconfigurationException: It is no Intel GPU. Lightning's choice of a strategy for one
+                device is the CPU for each accelerator that it does not know.
+        """
+        if device.type != "xpu":
+            raise MisconfigurationException(
+                "accelerator 'xpu' needs an Intel GPU, but the strategy would train on "
+                f"'{device}', as Lightning's default strategy does; pass strategy='hybrid_shard', "
+                "it also works on one device."
+            )
+        torch.xpu.set_device(device)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Autocast for this device under any strategy; Lightning 2.6 makes it for CUDA."""
+        use_device(trainer.precision_plugin, "xpu")
+        torch.xpu.empty_cache()
+
+    @override
+    def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
+        """Memory in bytes as `torch.xpu.memory_stats` counts it, and what the driver tells.
+
+        From the driver, where it does: `free_bytes` and `total_bytes` of the device, with all its
+        processes, and `utilization_percent` (torch with `torch.xpu.utilization`, which takes 100 ms
+        for a reading and needs Level Zero's Sysman library).
+        """
+        stats: dict[str, Any] = dict(torch.xpu.memory_stats(device))
+        if memory := _told("mem_get_info", device):
+            stats["free_bytes"], stats["total_bytes"] = memory
+        utilization = _told("utilization", device)
+        return stats if utilization is None else stats | {"utilization_percent": utilization}
+
+    @override
+    def teardown(self) -> None:
+        """Give cached memory back to the device."""
+        torch.xpu.empty_cache()
+
+    @staticmethod
+    @override
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        """The indices of the devices asked for.
+
+        Args:
+            devices: "auto" or -1 for all, a number of devices, or indices: `[0, 1]`, `"0,1"`.
+
+        Raises:
+            MisconfigurationException: It is none of these, or asks for devices that are not there.
+        """
+        available = torch.xpu.device_count()
+        asked = _read(devices)
+        if asked == "auto":
+            asked = XPUAccelerator.auto_device_count()
+        elif asked == -1:
+            asked = available
+        indices = list(range(asked)) if isinstance(asked, int) else asked
+        if not isinstance(indices, list) or not indices or len(set(indices)) < len(indices):
+            raise MisconfigurationException(
+                f"devices must be 'auto', -1, a number of 1 or more, or different indices such as "
+                f"[0, 1] or '0,1'; got {devices!r}."
+            )
+        if min(indices) < 0 or max(indices) >= available:
+            mask = os.environ.get("ZE_AFFINITY_MASK")
+            shown = f" (ZE_AFFINITY_MASK={mask})" if mask else ""
+            raise MisconfigurationException(
+                f"devices {devices!r} asks for Intel GPUs {indices}, but {available} are visible"
+                f"{shown}; use at most {available}, with indices from 0 to {available - 1}."
+            )
+        return indices
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        """One device for each process of this node."""
+        return [torch.device("xpu", index) for index in devices]
+
+    @staticmethod
+    @override
+    def auto_device_count() -> int:
+        """All that are visible; one in an interactive session, which cannot start processes."""
+        available = torch.xpu.device_count()
+        return min(available, 1) if hasattr(sys, "ps1") else available
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        return torch.xpu.is_available()
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return "xpu"
+
+    @classmethod
+    def register(cls) -> None:
+        """Give the accelerator its name, unless another package has taken it."""
+        if cls.name() not in AcceleratorRegistry:
+            AcceleratorRegistry.register(cls.name(), cls, description="Intel GPUs")
+
+
+def _read(devices: Any) -> Any:
+    """Words as numbers: "2" is a number of devices, "0,1" and "0," are indices."""
+    if isinstance(devices, str) and devices != "auto":
+        words = [word.strip() for word in devices.split(",")]
+        if not all(word.removeprefix("-").isdigit() for word in words if word):
+            return None
+        numbers = [int(word) for word in words if word]
+        return numbers if "," in devices else numbers[0] if numbers else None
+    if isinstance(devices, (list, tuple)):
+        return list(devices) if all(type(index) is int for index in devices) else None
+    return devices if devices == "auto" or type(devices) is int else None
+
+
+def _told(name: str, device: torch.device | str | int) -> Any:
+    """What `torch.xpu` reads from the driver; None where torch, library or rights are missing."""
+    ask = getattr(torch.xpu, name, None)
+    try:
+        return None if ask is None else ask(device)
+    except (RuntimeError, ImportError):
+        return None
+
+
+XPUAccelerator.register()

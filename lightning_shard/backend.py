@@ -1,0 +1,33 @@
+"""Which library carries the collectives of a device."""
+
+import importlib
+import importlib.util
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
+
+ONECCL = "oneccl_bindings_for_pytorch"
+
+
+def default_backend(device: torch.device) -> str:
+    """The process-group backend for tensors of `device`: nccl, xccl, ccl or gloo.
+
+    For Intel GPUs torch's own `xccl`; `ccl` of oneccl_bindings_for_pytorch, which is then imported,
+    only where a torch without `xccl` is installed.
+
+    Raises:
+        RuntimeError: The device is an Intel GPU and neither is installed.
+    """
+    if device.type != "xpu":
+        return _get_default_process_group_backend_for_device(device)
+    if dist.is_xccl_available():
+        return "xccl"
+    if importlib.util.find_spec(ONECCL) is not None:
+        importlib.import_module(ONECCL)  # registers ccl
+        return "ccl"
+    raise RuntimeError(
+        f"training on {device} needs torch's xccl backend, without which torch {torch.__version__} "
+        f"was built, or the package {ONECCL}, which is not installed; install torch's build for "
+        "XPU."
+    )
