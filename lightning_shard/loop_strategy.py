@@ -14,6 +14,7 @@ from lightning_shard.checkpoint_strategy import CheckpointStrategy
 from lightning_shard.manual import ManualBackward
 from lightning_shard.options import ShardingOptions
 from lightning_shard.plain_gradients import no_sync
+from lightning_shard.random_state import random_state, set_random_state
 
 # predict_step runs with whole parameters, see on_predict_start
 STEPS = ("training_step", "validation_step", "test_step")
@@ -24,6 +25,7 @@ class LoopStrategy(CheckpointStrategy):
 
     sharding_options: ShardingOptions
     _manual: ManualBackward | None = None
+    _before_check: dict[str, Any] | None = None
 
     @override
     def backward(
@@ -66,6 +68,19 @@ class LoopStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         with no_sync(self.lightning_module):
             yield
+
+    @override
+    def on_validation_start(self) -> None:
+        """The sanity check is to leave no trace; Lightning 2.6 isolates the CPU and CUDA only."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.sanity_checking:
+            self._before_check = random_state(self.root_device)
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._before_check is not None:
+            set_random_state(self._before_check, self.root_device)
+            self._before_check = None
 
     @override
     def on_predict_start(self) -> None:

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -139,6 +141,12 @@ class MeshStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         use_device(self.precision_plugin, self.root_device.type)
+        if self.root_device.type == "cpu" and torch.xpu.is_available():
+            rank_zero_warn(
+                "An Intel GPU is available but not used (Lightning's 'auto' does not know it). "
+                "Use it with Trainer(accelerator='xpu').",
+                category=PossibleUserWarning,
+            )
         self._deferred = False
         reset_seed()
         self.set_world_ranks()

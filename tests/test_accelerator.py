@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_shard import HybridShardStrategy, XPUAccelerator
 from lightning_shard.backend import ONECCL, default_backend
 from lightning_shard.precision import ShardedGradScaler
+from lightning_shard.random_state import random_state, set_random_state
 
 XPU = torch.device("xpu", 0)
 # lightning makes a scaler for CUDA, which disables itself
@@ -32,6 +34,8 @@ def two_gpus(monkeypatch):
     fake.utilization.side_effect = lambda device: 75
     fake.set_device.side_effect = fake.empty_cache.side_effect = lambda *_: None
     monkeypatch.setattr(torch, "xpu", fake)
+    uncached = torch.get_device_module.__wrapped__  # which would remember the first torch.xpu
+    monkeypatch.setattr(torch, "get_device_module", uncached)
     return fake
 
 
@@ -197,3 +201,48 @@ def test_the_strategy_asks_for_it(two_gpus):
             trainer.strategy.setup_environment()
         assert init.call_args.args[1] == wanted
         assert init.call_args.kwargs["device_id"] == XPU
+
+
+def test_an_intel_gpu_that_is_not_used_is_told(two_gpus):
+    """Lightning's "auto" does not know it, and a strategy cannot tell "auto" from "cpu"."""
+    trainer = Trainer(accelerator="auto", devices=1, strategy="hybrid_shard", logger=False)
+    assert trainer.strategy.root_device == torch.device("cpu")
+    trainer.strategy.connect(BoringModel())
+    with (
+        mock.patch("lightning_shard.mesh_strategy._init_dist_connection", side_effect=KeyError),
+        pytest.warns(PossibleUserWarning, match="An Intel GPU is available but not used"),
+        pytest.raises(KeyError),
+    ):
+        trainer.strategy.setup_environment()
+
+
+@pytest.fixture
+def generator(two_gpus):
+    """What stands for the generator of the first device."""
+    numbers = torch.Generator().manual_seed(3)
+    two_gpus.get_rng_state.side_effect = lambda device: numbers.get_state()
+    two_gpus.set_rng_state.side_effect = lambda state, device: numbers.set_state(state)
+    return numbers
+
+
+def test_random_state_has_that_of_the_device(two_gpus, generator, tmp_path):
+    torch.save(random_state(XPU), tmp_path / "state.pt")
+    wanted = torch.rand(3, generator=generator)
+    set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), XPU)
+    assert torch.equal(torch.rand(3, generator=generator), wanted)
+    two_gpus.get_rng_state.assert_called_once_with(XPU)
+    assert two_gpus.set_rng_state.call_args.args[1] == XPU
+
+
+@pytest.mark.parametrize("sanity_check", [True, False])
+def test_the_sanity_check_leaves_no_trace_in_the_numbers_of_the_device(generator, sanity_check):
+    """Lightning's isolate_rng keeps the generators of the CPU and of CUDA only."""
+    trainer = xpu_trainer(devices=1, strategy="hybrid_shard")
+    trainer.sanity_checking = sanity_check
+    trainer.strategy.connect(module := BoringModel())
+    module.trainer = trainer
+    wanted = torch.rand(3, generator=generator.clone_state())
+    trainer.strategy.on_validation_start()
+    torch.rand(3, generator=generator)
+    trainer.strategy.on_validation_end()
+    assert torch.equal(torch.rand(3, generator=generator), wanted) is sanity_check

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli_errors import error_of
+from tests.test_cli_errors import BASE, error_of
 from tests.test_cli_errors import one_quiet_process as one_quiet_process
 
 
@@ -14,6 +14,21 @@ def test_more_devices_than_visible(capsys, monkeypatch):
     options = ("--trainer.accelerator", "gpu", "--trainer.devices", "8")
     sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *options)
     assert "asks for 8 cuda devices (on the command line) but 2 are visible" in sentence
+
+
+@pytest.mark.parametrize(
+    ("asked", "cuda", "found"),
+    [("", False, "xpu"), ("auto", False, "xpu"), ("gpu", False, "xpu"), ("gpu", True, "cuda")],
+)
+def test_a_machine_with_intel_gpus(capsys, monkeypatch, asked, cuda, found):
+    """Lightning's own "auto" is the CPU there, and its "gpu" an error."""
+    for name, there in (("xpu", True), ("cuda", cuda)):
+        monkeypatch.setattr(f"torch.{name}.is_available", lambda there=there: there)
+        monkeypatch.setattr(f"torch.{name}.device_count", lambda: 2)
+    Path("base.yaml").write_text(BASE.replace("  accelerator: cpu\n", ""))
+    words = ("--trainer.accelerator", asked) if asked else ()
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", "--trainer.devices", "8", *words)
+    assert f"asks for 8 {found} devices (on the command line) but 2 are visible" in sentence
 
 
 DOMAIN = "trainer.strategy.domain_parallel_size"

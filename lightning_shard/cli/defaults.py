@@ -1,4 +1,6 @@
-"""A class chosen by the user starts from its own defaults; values for linked options are refused.
+"""Defaults that depend on the machine, or on a class that the user chose.
+
+A class chosen by the user starts from its own defaults; values for linked options are refused.
 
 The parser keeps the arguments of a former class when the new one has them too: after AdamW,
 `--model.init_args.optimizer SGD` trains with AdamW's weight_decay of 0.01 (jsonargparse 4.53).
@@ -6,11 +8,22 @@ The parser keeps the arguments of a former class when the new one has them too: 
 
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.cli.names import class_hints, find_class, parameters
 from lightning_shard.cli.sources import Tree, UsageError
+
+
+def find_intel_gpu(trainer: Any) -> None:
+    """Let "auto" and "gpu" mean Intel's GPUs where those are the ones; Lightning 2.6 takes the CPU.
+
+    Args:
+        trainer: The resolved options of the trainer, changed in place.
+    """
+    if trainer.accelerator in ("auto", "gpu") and torch.xpu.is_available():
+        trainer.accelerator = "cuda" if torch.cuda.is_available() else "xpu"
 
 
 def own_defaults(config: Any, given: Tree, parser: Any) -> None:

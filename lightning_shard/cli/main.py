@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -33,7 +32,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.cli.checks import check
-from lightning_shard.cli.defaults import own_defaults
+from lightning_shard.cli.defaults import find_intel_gpu, own_defaults
 from lightning_shard.cli.errors import diagnose
 from lightning_shard.cli.export import export
 from lightning_shard.cli.inspect import inspect
@@ -133,7 +132,6 @@ class ShardCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             trainer_defaults={
                 "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
-                "accelerator": "xpu" if torch.xpu.is_available() else "auto",
                 "callbacks": [state, SamplesPerSecond()],
             },
             parser_kwargs={"prog": prog, **options, **{name: dict(options) for name in names}},
@@ -163,6 +161,7 @@ class ShardCLI(LightningCLI):
             raise diagnose(self.given, known, str(err), split[0]) from err
         if split:
             config = self.config[split[0]]
+            find_intel_gpu(config.trainer)
             own_defaults(config, self.given, self._parser(split[0]))
             check(config, self.given)
 
