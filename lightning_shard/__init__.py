@@ -4,6 +4,7 @@ from lightning_shard import functional as functional
 from lightning_shard.accelerator import XPUAccelerator as XPUAccelerator
 from lightning_shard.clip import clip_grad_norm_ as clip_grad_norm_
 from lightning_shard.clip import clip_grad_value_ as clip_grad_value_
+from lightning_shard.device_timer import DeviceTimer as DeviceTimer
 from lightning_shard.domain import Subdomain as Subdomain
 from lightning_shard.escape import allow_gather as allow_gather
 from lightning_shard.escape import local_map as local_map
