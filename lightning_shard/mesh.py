@@ -38,6 +38,19 @@ def make_mesh(
             f"be the number of processes, {world}; change one of the sizes or start "
             f"{data * per_sample} processes."
         )
+    return _made(device_type, data, tuple(domain), shard_size, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _made(
+    device_type: str,
+    data: int,
+    domain: tuple[int, ...],
+    shard_size: int | None,
+    _: dist.ProcessGroup | None,
+) -> DeviceMesh:
+    """Once for each set of processes: every new mesh has communicators and threads of its own."""
+    world, per_sample = dist.get_world_size(), math.prod(domain)
     names = mesh_names(len(domain))
     if shard_size is None:
         return init_device_mesh(device_type, (data, *domain), mesh_dim_names=names)
