@@ -24,6 +24,8 @@ def test_interrupt_and_resume(tmp_path):
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "OMP_NUM_THREADS": "1",
+        # below the ports that the system hands out, of which one may be taken before it is used
+        "MASTER_PORT": str(20000 + os.getpid() % 10000),
     }
     started = subprocess.Popen(
         command(), cwd=tmp_path, env=environment, start_new_session=True,
