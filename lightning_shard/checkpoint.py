@@ -19,7 +19,7 @@ from lightning_shard.complex_params import as_complex, as_pairs, pair_names, pla
 from lightning_shard.foreign import by_index, plain_name
 from lightning_shard.load_weights import check_names, copy_weights, own_region
 from lightning_shard.placement import gather
-from lightning_shard.stored import StoredState, StoredTensor
+from lightning_shard.stored import StoredState, StoredTensor, bytes_of
 from lightning_shard.tensor import DomainTensor
 
 PART_BYTES = 2**28  # of a state that is read from disk
@@ -115,11 +115,13 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     part: dict[str, Any] = {}
+    size = 0
     for name in state:
         part[name] = state[name]
-        if size_bytes(part) >= PART_BYTES:
+        size += bytes_of(part[name])
+        if size >= PART_BYTES:
             yield part
-            part = {}
+            part, size = {}, 0
     yield part
 
 
@@ -147,15 +149,6 @@ def full(value: Any, keep: bool = True) -> Any:
     if type(value) in (list, tuple):
         return type(value)(full(v, keep) for v in value)
     return value
-
-
-def size_bytes(value: Any) -> int:
-    """The bytes of all tensors in nested dicts, lists and tuples, whole ones."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(map(size_bytes, value.values()))
-    return sum(map(size_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:

@@ -24,13 +24,13 @@ from lightning_shard.checkpoint import (
     module_state,
     optimizer_state,
     parameter_names,
-    size_bytes,
 )
 from lightning_shard.checkpoint_files import CheckpointFiles, is_local, local_path
 from lightning_shard.foreign import as_lightning, plain_name
 from lightning_shard.mesh_strategy import MeshStrategy
 from lightning_shard.random_state import random_state, set_random_state
 from lightning_shard.ranks import copy_from_first, gather_to_first, together
+from lightning_shard.stored import bytes_of
 from lightning_shard.weight_files import UnsafeFileError
 
 OWN_KEY = "lightning_shard"  # in a checkpoint: the mesh, versions, random states
@@ -138,7 +138,7 @@ class CheckpointStrategy(MeshStrategy):
         if self.checkpoint_format != "auto":
             return self.checkpoint_format == "sharded"
         default_io = type(self.checkpoint_io) is CheckpointFiles
-        large = size_bytes(checkpoint) > SHARDED_ABOVE_BYTES
+        large = bytes_of(checkpoint) > SHARDED_ABOVE_BYTES
         return able and default_io and (large or self.async_checkpoint)
 
     def _save_directory(self, checkpoint: dict[str, Any], path: Path) -> None:

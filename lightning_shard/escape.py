@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.layout import Layout
+from lightning_shard.mixins import sharded_modules
 from lightning_shard.tensor import DomainTensor, gather_allowed
 
 
@@ -88,7 +88,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     The steps of a LightningModule see whole parameters anyway; this is for hooks such as
     `on_train_epoch_end`. All ranks must enter it. What is written to the parameters is lost.
     """
-    sharded: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    sharded = sharded_modules(module)
     for each in sharded:
         each.unshard()
     try:

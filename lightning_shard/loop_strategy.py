@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint_strategy import CheckpointStrategy
 from lightning_shard.manual import ManualBackward
+from lightning_shard.mixins import sharded_modules
 from lightning_shard.options import ShardingOptions
 from lightning_shard.plain_gradients import no_sync
 from lightning_shard.random_state import random_state, set_random_state
@@ -58,9 +59,8 @@ class LoopStrategy(CheckpointStrategy):
     def _reshard(self) -> None:
         """After a forward without backward, so that callbacks find the parameters they know."""
         assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in sharded_modules(self.lightning_module):
+            module.reshard()
 
     @override
     @contextmanager
@@ -95,10 +95,9 @@ class LoopStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         root = self.lightning_module
         kept = keep or self.sharding_options.sharding == "gradients"
-        for module in root.modules():
-            if isinstance(module, FSDPModule):  # the root is needed first in backward
-                module.set_reshard_after_forward(not (kept or module is root), recurse=False)
-                (module.unshard if keep else module.reshard)()
+        for module in sharded_modules(root):  # the root is needed first in backward
+            module.set_reshard_after_forward(not (kept or module is root), recurse=False)
+            (module.unshard if keep else module.reshard)()
 
 
 def copies(trainer: Trainer, module: LightningModule) -> Iterator[nn.Module]:

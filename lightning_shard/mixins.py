@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
@@ -22,3 +23,8 @@ def is_a(module: nn.Module, package: str, *names: str) -> bool:
     return any(
         cls.__name__ in names and cls.__module__.startswith(package) for cls in type(module).__mro__
     )
+
+
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    """The modules under `root`, itself included, that FSDP2 has mixed its own class into."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]

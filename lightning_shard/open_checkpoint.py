@@ -4,12 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_shard.foreign import as_lightning
 from lightning_shard.sharded_directory import is_sharded, problem_of, read_directory, read_manifest
-from lightning_shard.stored import StoredState, StoredTensor
+from lightning_shard.stored import StoredState
 from lightning_shard.weight_files import SAFETENSORS, read_torch_file, stored_weights
 
 
@@ -20,13 +17,13 @@ class Opened:
     Attributes:
         kind: In words.
         content: A Lightning checkpoint; `StoredTensor`s or mapped tensors.
-        complete: None, or why it is not whole.
+        problem: None, or why it is not whole.
         manifest: Of a sharded directory.
     """
 
     kind: str
     content: dict[str, Any]
-    complete: str | None
+    problem: str | None
     manifest: dict[str, Any]
 
 
@@ -70,22 +67,3 @@ def with_integer_keys(state: dict[str, Any]) -> dict[str, Any]:
     index = {name: i for i, name in enumerate(held)}
     groups = [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]]
     return {"state": {index[n]: v for n, v in state["state"].items()}, "param_groups": groups}
-
-
-def tensors_in(value: Any) -> list[Tensor | StoredTensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor | StoredTensor):
-        return [value]
-    if isinstance(value, StoredState):
-        value = value.stored
-    items = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, dict | list | tuple):
-        return []
-    return [tensor for item in items for tensor in tensors_in(item)]
-
-
-def bytes_of(value: Any) -> int:
-    """The bytes of all tensors in nested dicts, lists and tuples."""
-    return sum(
-        t.shape.numel() * torch.empty(0, dtype=t.dtype).element_size() for t in tensors_in(value)
-    )

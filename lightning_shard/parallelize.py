@@ -27,6 +27,7 @@ from lightning_shard.options import ShardingOptions
 from lightning_shard.plain_gradients import average_plain_gradients
 from lightning_shard.recompute import compile_forward, recompute
 from lightning_shard.shard_block import (
+    no_views,
     of_other_dtypes,
     prefetch,
     shard_block,
@@ -173,8 +174,7 @@ def _returning_no_view(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        output = method(*args, **kwargs)
-        return output.clone() if type(output) is Tensor and output._is_view() else output
+        return no_views(method(*args, **kwargs))
 
     return wrapped
 

@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shard.mixins import sharded_modules
+
 _KEY = "_plain_gradients"
 
 
@@ -77,7 +79,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Args:
         module: What `parallelize` was given.
     """
-    sharded: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    sharded = sharded_modules(module)
     plain: PlainGradients | None = module.__dict__.get(_KEY)
     _synchronise(sharded, plain, False)
     try:

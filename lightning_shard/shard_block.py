@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_shard.mixins import sharded_modules
 from lightning_shard.options import ShardingOptions
 from lightning_shard.placement import pack, unpack
 from lightning_shard.tensor import DomainTensor
@@ -88,9 +89,7 @@ def prefetch(root: nn.Module, number: int) -> None:
     """
     if number == 1:
         return
-    order: list[FSDPModule] = [
-        m for m in root.modules() if isinstance(m, FSDPModule) and m is not root
-    ]
+    order = [module for module in sharded_modules(root) if module is not root]
     for i, block in enumerate(order):
         block.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + number])
         block.set_modules_to_backward_prefetch(order[max(i - number, 0) : i][::-1])
@@ -151,11 +150,11 @@ def _show_local_tensors_to_fsdp(block: nn.Module, sharded: FSDPModule) -> None:
     block.register_forward_pre_hook(
         lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True
     )
-    block.register_forward_hook(lambda _, __, output: strip(_no_views(output)), prepend=True)
+    block.register_forward_hook(lambda _, __, output: strip(no_views(output)), prepend=True)
     block.register_forward_hook(lambda _, __, output: restore(output))
 
 
-def _no_views(output: Any) -> Any:
+def no_views(output: Any) -> Any:
     """FSDP2 loses its hook on an output that is a view, if something is then written into it."""
 
     def owned(value: Any) -> Any:

@@ -54,3 +54,20 @@ class StoredState(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+
+def tensors_in(value: Any) -> list[Tensor | StoredTensor]:
+    """All tensors in nested dicts, lists and tuples, read or not."""
+    if isinstance(value, Tensor | StoredTensor):
+        return [value]
+    if isinstance(value, StoredState):
+        value = value.stored
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list | tuple):
+        return []
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def bytes_of(value: Any) -> int:
+    """The bytes of all tensors in nested dicts, lists and tuples."""
+    return sum(t.shape.numel() * t.dtype.itemsize for t in tensors_in(value))

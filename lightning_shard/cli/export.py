@@ -19,12 +19,11 @@ from lightning_shard.atomic import partial_of, put_in_place
 from lightning_shard.cli.sources import UsageError
 from lightning_shard.open_checkpoint import (
     Opened,
-    bytes_of,
     open_checkpoint,
     weights,
     with_integer_keys,
 )
-from lightning_shard.stored import StoredState, StoredTensor
+from lightning_shard.stored import StoredState, StoredTensor, bytes_of
 
 Read = Callable[[Any], Any]
 
@@ -51,8 +50,8 @@ def export(args: Sequence[str]) -> None:
         opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
     except (ValueError, FileNotFoundError) as err:
         raise UsageError(str(err).rstrip(".")) from err
-    if opened.complete:
-        raise UsageError(f"'{options.checkpoint}' is incomplete: {opened.complete}")
+    if opened.problem:
+        raise UsageError(f"'{options.checkpoint}' is incomplete: {opened.problem}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(options.out)
     try:

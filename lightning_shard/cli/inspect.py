@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.cli.sources import UsageError
-from lightning_shard.open_checkpoint import Opened, bytes_of, open_checkpoint, weights
-from lightning_shard.stored import StoredTensor
+from lightning_shard.open_checkpoint import Opened, open_checkpoint, weights
+from lightning_shard.stored import StoredTensor, bytes_of
 
 OWN = "lightning_shard"
 
@@ -30,7 +30,7 @@ def inspect(args: Sequence[str]) -> None:
     except (ValueError, FileNotFoundError) as err:
         raise UsageError(str(err).rstrip(".")) from err
     print("\n".join(described(opened)))
-    if opened.complete:
+    if opened.problem:
         sys.exit(1)
 
 
@@ -38,7 +38,7 @@ def described(opened: Opened) -> Iterator[str]:
     """Lines for a terminal."""
     content, manifest = opened.content, opened.manifest
     yield _line("kind", opened.kind)
-    yield _line("complete", f"no: {opened.complete}" if opened.complete else _complete(opened))
+    yield _line("complete", f"no: {opened.problem}" if opened.problem else _complete(opened))
     own = content.get(OWN, manifest)
     for key in ("epoch", "global_step"):
         if key in {**manifest, **content}:
