@@ -1,6 +1,7 @@
 """Lightning modules and data modules that train unchanged under `lightning_shard`."""
 
 from lightning_modules.darcy_data import DarcyDataModule as DarcyDataModule
+from lightning_modules.fields import FieldDataset as FieldDataset
 from lightning_modules.gallery import PredictionGallery as PredictionGallery
 from lightning_modules.mnist import MNISTModule as MNISTModule
 from lightning_modules.mnist import MNISTNet as MNISTNet

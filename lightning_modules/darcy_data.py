@@ -4,9 +4,9 @@ Held-out samples are one file per resolution: its first `num_val` samples valida
 `num_test` test. Shapes: B samples per data-parallel rank, H = W nodes a side, boundary included.
 """
 
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
@@ -18,28 +18,29 @@ from lightning_modules.darcy_files import (
     DarcyRecipe,
     Part,
     ensure_cached,
+    field_group,
     find_samples,
     read_samples,
 )
+from lightning_modules.darcy_stats import DarcyStats, ensure_stats, read_stats, stats_of
+from lightning_modules.fields import FieldDataset
 
 
-@dataclass(frozen=True)
-class DarcyStats:
-    """What a model may know of the training set before training.
+class _Pairs(Dataset[dict[str, Any]]):
+    """Two stacked tensors as a dataset of dicts."""
 
-    Attributes:
-        x_mean: Mean of the coefficient over samples and nodes.
-        x_std: Standard deviation of the coefficient.
-        y_mean: Mean of the pressure.
-        y_std: Standard deviation of the pressure.
-        mean_solution: Mean pressure at each node of the training resolution, (1, H, W).
-    """
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
 
-    x_mean: float
-    x_std: float
-    y_mean: float
-    y_std: float
-    mean_solution: Tensor
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+SUFFIXES = {"memory": ".pt", "hdf5": ".h5", "zarr": ".zarr"}
 
 
 class DarcyDataModule(LightningDataModule):
@@ -62,8 +63,12 @@ class DarcyDataModule(LightningDataModule):
         root: Folder where generated samples are kept.
         seed: Seed of the generated samples.
         source: Where to read samples instead of generating them: a folder with neuraloperator's
-            files `darcy_{train,test}_{resolution}.pt` (or `.h5` with datasets x and y), or one
-            HDF5 file with groups `{train,test}_{resolution}`.
+            files `darcy_{train,test}_{resolution}.pt` (or `.h5` or `.zarr` with arrays x and y),
+            or one HDF5 file or Zarr group with groups `{train,test}_{resolution}`. Of HDF5 and
+            Zarr each rank reads its part of a sample when it needs it.
+        storage: How generated samples are kept: "memory" for files that are read whole, "hdf5" and
+            "zarr" for fields that are too large for that.
+        prefetch_factor: Batches that each worker reads ahead.
     """
 
     def __init__(
@@ -78,8 +83,12 @@ class DarcyDataModule(LightningDataModule):
         root: str = "data/darcy",
         seed: int = 0,
         source: str | None = None,
+        storage: Literal["memory", "hdf5", "zarr"] = "memory",
+        prefetch_factor: int = 2,
     ) -> None:
         super().__init__()
+        if storage not in SUFFIXES:
+            raise ValueError(f"storage must be one of {', '.join(SUFFIXES)}; got {storage!r}.")
         self.save_hyperparameters()
         self.train_resolution = train_resolution
         self.test_resolutions = test_resolutions or [train_resolution, 2 * train_resolution]
@@ -89,6 +98,8 @@ class DarcyDataModule(LightningDataModule):
         self.root = Path(root)
         self.seed = seed
         self.source = None if source is None else Path(source)
+        self.storage = storage
+        self.prefetch_factor = prefetch_factor
         self.stats: DarcyStats | None = None
         if odd := sorted({n for n in (train_resolution, *self.test_resolutions) if n % 2}):
             rank_zero_warn(
@@ -99,24 +110,26 @@ class DarcyDataModule(LightningDataModule):
     @override
     def prepare_data(self) -> None:
         if self.source is None:
-            ensure_cached(self._recipe("train", self.train_resolution), self.root)
+            suffix = SUFFIXES[self.storage]
+            ensure_cached(self._recipe("train", self.train_resolution), self.root, suffix)
             for resolution in self.test_resolutions:
-                ensure_cached(self._recipe("test", resolution), self.root)
+                ensure_cached(self._recipe("test", resolution), self.root, suffix)
+        path = self._path("train", self.train_resolution)
+        if path.suffix != ".pt":
+            group = field_group(path, "train", self.train_resolution, self.num_train)
+            ensure_stats(path, group, self.num_train, self.root)
 
     @override
     def setup(self, stage: str) -> None:
-        x, y = self._read("train", self.train_resolution)
-        self._train = _Pairs(x, y)
-        self.stats = DarcyStats(
-            x_mean=x.mean().item(),
-            x_std=x.std().item(),
-            y_mean=y.mean().item(),
-            y_std=y.std().item(),
-            mean_solution=y.mean(dim=0),
-        )
-        held_out = [self._read("test", resolution) for resolution in self.test_resolutions]
-        self._val = [_Pairs(x[: self.num_val], y[: self.num_val]) for x, y in held_out]
-        self._test = [_Pairs(x[self.num_val :], y[self.num_val :]) for x, y in held_out]
+        (self._train,) = self._read("train", self.train_resolution, [self.num_train])
+        if isinstance(self._train, FieldDataset):
+            path, group = self._train.path, self._train.group
+            self.stats = read_stats(path, group, self.num_train, self.root)
+        else:
+            self.stats = stats_of(self._train.x, self._train.y)
+        held_out = [self.num_val, self.num_val + self.num_test]
+        pairs = [self._read("test", resolution, held_out) for resolution in self.test_resolutions]
+        self._val, self._test = (list(part) for part in zip(*pairs, strict=True))
 
     @override
     def train_dataloader(self) -> DataLoader:
@@ -141,31 +154,27 @@ class DarcyDataModule(LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
 
-    def _count(self, part: Part) -> int:
-        return self.num_train if part == "train" else self.num_val + self.num_test
-
     def _recipe(self, part: Part, resolution: int) -> DarcyRecipe:
-        return DarcyRecipe(part, resolution, self._count(part), seed=self.seed)
+        count = self.num_train if part == "train" else self.num_val + self.num_test
+        return DarcyRecipe(part, resolution, count, seed=self.seed)
 
-    def _read(self, part: Part, resolution: int) -> tuple[Tensor, Tensor]:
+    def _path(self, part: Part, resolution: int) -> Path:
         if self.source is None:
-            path = self._recipe(part, resolution).path(self.root)
-        else:
-            path = find_samples(self.source, part, resolution)
-        return read_samples(path, part, resolution, self._count(part))
+            return self._recipe(part, resolution).path(self.root, SUFFIXES[self.storage])
+        return find_samples(self.source, part, resolution)
 
-
-class _Pairs(Dataset[dict[str, Any]]):
-    """Two stacked tensors as a dataset of dicts."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    @override
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": self.x[index], "y": self.y[index]}
+    def _read(
+        self, part: Part, resolution: int, ends: list[int]
+    ) -> list[_Pairs] | list[FieldDataset]:
+        """The first samples, cut at `ends`."""
+        path, ranges = self._path(part, resolution), list(pairwise([0, *ends]))
+        if path.suffix == ".pt":
+            x, y = read_samples(path, part, resolution, ends[-1])
+            return [_Pairs(x[low:high], y[low:high]) for low, high in ranges]
+        group = field_group(path, part, resolution, ends[-1])
+        return [
+            FieldDataset(path, ("x", "y"), self.trainer, range(*ends), group) for ends in ranges
+        ]

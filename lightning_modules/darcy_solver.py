@@ -21,6 +21,10 @@ Array = NDArray[np.float64]
 SineTransform = Literal["auto", "fft", "matrix"]
 
 
+class ConvergenceError(RuntimeError):
+    """An iteration did not reach its tolerance."""
+
+
 def gaussian_random_field(
     num_samples: int,
     resolution: int,
@@ -105,7 +109,7 @@ def solve_darcy(
 
     Raises:
         ValueError: If `a` is not a batch of positive square fields.
-        RuntimeError: If a sample has not converged after `max_iterations`.
+        ConvergenceError: If a sample has not converged after `max_iterations`.
     """
     a = np.asarray(a, dtype=np.float64)
     _require_coefficient(a)
@@ -131,7 +135,7 @@ def solve_darcy(
         direction = preconditioned + ratio[:, None, None] * direction
         rho = np.where(active, rho_next, rho)
     worst = np.max(np.sqrt(_dot(residual, residual) / np.maximum(_dot(rhs, rhs), 1e-300)))
-    raise RuntimeError(
+    raise ConvergenceError(
         f"solve_darcy needs a relative residual of at most {tolerance:g} in every sample; got "
         f"{worst:g} after {max_iterations} iterations. Raise max_iterations or tolerance."
     )

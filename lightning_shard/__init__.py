@@ -24,5 +24,7 @@ from lightning_shard.plain_gradients import no_sync as no_sync
 from lightning_shard.predictions import PredictionWriter as PredictionWriter
 from lightning_shard.predictions import predictions_in_order as predictions_in_order
 from lightning_shard.progress import SamplesPerSecond as SamplesPerSecond
+from lightning_shard.slab import Slab as Slab
+from lightning_shard.slab import slab_of as slab_of
 from lightning_shard.strategy import HybridShardStrategy as HybridShardStrategy
 from lightning_shard.tensor import DomainTensor as DomainTensor

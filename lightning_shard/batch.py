@@ -2,7 +2,7 @@
 
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,17 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_shard.placement import from_local, shard
+from lightning_shard.slab import Dims, LocalPart, ShardDims, dims_of
 from lightning_shard.tensor import DomainTensor
-
-Dims = int | Sequence[int]
-ShardDims = Dims | Mapping[str, Dims | None] | None
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> Any:
     """`batch` with its fields split over the domain mesh; all else stays whole on every rank.
 
     Args:
-        batch: Nested dicts, lists and tuples of tensors, equal on all ranks of the domain.
+        batch: Nested dicts, lists and tuples of tensors, equal on all ranks of the domain, or of
+            parts that each rank has read for itself (slab.py).
         mesh: The domain mesh, of one or several axes.
         shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims,
         one
@@ -36,7 +35,6 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
         ValueError: A dim is named that an entry does not have, or a key that the batch does not
         have.
     """
-    axes = mesh.ndim
     if isinstance(shard_dims, Mapping):
         entries = _entries(batch)
         if missing := [key for key in shard_dims if str(key) not in entries]:
@@ -44,22 +42,9 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
                 f"shard_dims names the batch entry {missing[0]!r}, but the batch has "
                 f"{list(entries)}; use one of these."
             )
-        split = {
-            key: value
-            if (named := _named(shard_dims, key)) is None
-            else _apply(value, mesh, named, key)
-            for key, value in entries.items()
-        }
+        split = {key: _apply(value, mesh, shard_dims, key) for key, value in entries.items()}
         return _rebuild(batch, split)
-    default = shard_dims is None
-    dims = tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
-
-    def field(x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.ndim < 3 or (default and x.ndim < 2 + axes):
-            return x
-        return _split(x, mesh, dims, "a batch entry")
-
-    return apply_to_collection(batch, Tensor, field)
+    return _apply(batch, mesh, shard_dims, "")
 
 
 def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
@@ -69,7 +54,7 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
         ValueError: They have read different samples, whose parts make up no field.
     """
     leaves = tree_flatten_with_path(batch)[0]
-    read = {keystr(path): _checksum(x) for path, x in leaves if isinstance(x, Tensor)}
+    read = {keystr(p): _identity(x) for p, x in leaves if isinstance(x, Tensor | LocalPart)}
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         everywhere: list[dict[str, Any]] = [{}] * mesh.size(axis)
@@ -84,7 +69,10 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
                 )
 
 
-def _checksum(x: Tensor) -> tuple[Any, ...]:
+def _identity(x: Tensor | LocalPart) -> tuple[Any, ...]:
+    """What equals on all ranks that have read the same samples."""
+    if isinstance(x, LocalPart):
+        return (x.shape, str(x.tensor.dtype), x.samples)
     values = torch.view_as_real(x) if x.is_complex() else x
     values = values.detach().cpu().contiguous()
     return (
@@ -102,27 +90,37 @@ def split_dims(shard_dims: ShardDims) -> tuple[int, ...] | None:
     return dims if dims and min(dims) >= 0 else None
 
 
-def _apply(value: Any, mesh: DeviceMesh, dims: Dims, key: str) -> Any:
-    return apply_to_collection(
-        value, Tensor, lambda x: _split(x, mesh, dims, f"batch entry {key!r}")
-    )
+def _apply(value: Any, mesh: DeviceMesh, shard_dims: ShardDims, key: str) -> Any:
+    what = f"batch entry {key!r}" if key else "a batch entry"
+
+    def field(x: Tensor | LocalPart) -> Tensor:
+        rows = x.tensor if isinstance(x, LocalPart) else x
+        dims = dims_of(shard_dims, key, len(x.shape), rows.dtype, mesh.ndim)
+        if dims is not None:
+            return _split(x, mesh, dims, what)
+        if isinstance(x, LocalPart):
+            raise ValueError(
+                f"{what} of shape {tuple(x.shape)} was read in parts, but shard_dims leaves it "
+                "whole; give slab_of the key under which the batch has it."
+            )
+        return x
+
+    return apply_to_collection(value, (Tensor, LocalPart), field)
 
 
-def _split(x: Tensor, mesh: DeviceMesh, dims: Dims, what: str) -> Tensor:
+def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Tensor:
     if isinstance(x, DomainTensor):
         return x
-    chosen = [dims] if isinstance(dims, int) else list(dims)
-    if any(not -x.ndim <= d < x.ndim for d in chosen):
+    chosen, ndim = [dims] if isinstance(dims, int) else list(dims), len(x.shape)
+    if any(not -ndim <= d < ndim for d in chosen):
         raise ValueError(
             f"shard_dims {chosen} of {what} must lie in its shape {tuple(x.shape)}; name dims "
-            f"from 0 to {x.ndim - 1}."
+            f"from 0 to {ndim - 1}."
         )
+    if isinstance(x, LocalPart):
+        return x.split(mesh, dims)
     local = shard(x, mesh, dims).to_local().clone()  # a copy, so that the whole sample can be freed
     return from_local(local, mesh, dims, x.shape)
-
-
-def _named(shard_dims: Mapping[str, Dims | None], key: str) -> Dims | None:
-    return next((dims for name, dims in shard_dims.items() if str(name) == key), None)
 
 
 def _entries(batch: Any) -> dict[str, Any]:

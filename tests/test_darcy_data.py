@@ -1,4 +1,7 @@
+import contextlib
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import pytest
@@ -15,6 +18,10 @@ def ready(**options) -> DarcyDataModule:
     data.prepare_data()
     data.setup("fit")
     return data
+
+
+def whole(dataset) -> dict[str, torch.Tensor]:
+    return torch.utils.data.default_collate([dataset[i] for i in range(len(dataset))])
 
 
 def test_batches_and_splits(tmp_path):
@@ -107,13 +114,100 @@ def test_reads_hdf5(tmp_path, grouped):
             group["x"], group["y"] = values.numpy(), values.numpy()
     source = tmp_path / "darcy.h5" if grouped else tmp_path
     data = ready(source=str(source), test_resolutions=[8])
-    torch.testing.assert_close(data._train.y[:, 0], y["train"])
-    torch.testing.assert_close(data._val[0].x, y["test"][:2])
+    assert whole(data._train)["y"].equal(y["train"][:, None])
+    assert whole(data._val[0])["x"].equal(y["test"][:2])
 
 
 def test_says_which_file_is_missing(tmp_path):
-    wanted = rf"resolution 8 need the file {tmp_path}/darcy_train_8.pt or .*Put it there"
+    wanted = rf"resolution 8 need the file {tmp_path}/darcy_train_8.pt, .* has none. Put it there"
     with pytest.raises(FileNotFoundError, match=wanted):
+        ready(source=str(tmp_path))
+
+
+def test_says_which_resolutions_there_are(tmp_path):
+    write_pt(tmp_path / "darcy_train_8.pt", 6, 8)
+    write_pt(tmp_path / "darcy_test_16.pt", 6, 16)
+    with pytest.raises(
+        FileNotFoundError, match=r"test samples the folder has 16\. .*another resol"
+    ):
+        ready(source=str(tmp_path), test_resolutions=[8])
+    with h5py.File(tmp_path / "darcy.h5", "w") as file:
+        file["train_8/x"] = file["train_8/y"] = file["test_16/x"] = torch.rand(6, 8, 8).numpy()
+    with pytest.raises(FileNotFoundError, match=r"no group test_8, .*; it has test_16, train_8"):
+        ready(source=str(tmp_path / "darcy.h5"), test_resolutions=[8])
+
+
+@pytest.mark.parametrize("storage", ["hdf5", "zarr"])
+def test_fields_on_disk_are_those_in_memory(tmp_path, storage):
+    memory = ready(root=str(tmp_path))
+    disk = ready(root=str(tmp_path), storage=storage)
+    assert [len(d) for d in (disk._train, *disk._val, *disk._test)] == [6, 2, 2, 3, 3]
+    for pairs, fields in zip(
+        (memory._train, *memory._val, *memory._test),
+        (disk._train, *disk._val, *disk._test),
+        strict=True,
+    ):
+        found = whole(fields)
+        assert found["x"].equal(pairs.x)
+        assert found["y"].equal(pairs.y)
+    assert vars(disk.stats).keys() == vars(memory.stats).keys()
+    for name, value in vars(memory.stats).items():
+        torch.testing.assert_close(getattr(disk.stats, name), value)
+
+
+@pytest.mark.parametrize("storage", ["hdf5", "zarr"])
+def test_damaged_cache_of_fields_is_rebuilt(tmp_path, storage):
+    expected = whole(ready(root=str(tmp_path), storage=storage)._train)["y"]
+    path = next(tmp_path.glob("darcy_train_8_*"))
+    path = path if path.is_file() else path / "y" / "c" / "3" / "0" / "0" / "0"
+    content = bytearray(path.read_bytes())
+    content[content.index(expected[3, 0, 3].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"darcy_train_8_.* is damaged; generating it again"):
+        again = ready(root=str(tmp_path), storage=storage)
+    assert whole(again._train)["y"].equal(expected)
+
+
+def test_says_which_storage_there_is():
+    with pytest.raises(ValueError, match="must be one of memory, hdf5, zarr; got 'csv'"):
+        DarcyDataModule(storage="csv")
+
+
+@contextlib.contextmanager
+def no_room_for_files_above(size):
+    """As on a full disk, the system refuses to write more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("storage", ["memory", "hdf5", "zarr"])
+def test_disk_that_fills_while_samples_are_written(tmp_path, storage):
+    sizes = {"train_resolution": 32, "num_train": 40, "storage": storage}
+    wanted = rf"40 samples .* 32 x 32 nodes, 0.3 MiB, cannot be written to {tmp_path} .*`root`\.$"
+    with no_room_for_files_above(3000), pytest.raises(OSError, match=wanted):
+        ready(root=str(tmp_path), **sizes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_disk_that_is_full_is_noticed_before_solving(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(DarcyRecipe, "generate", lambda self: pytest.fail("solved in vain"))
+    with pytest.raises(OSError, match=r"No space left on device\); free space there, or choose"):
+        ready(root=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_says_which_source_is_damaged(tmp_path):
+    write_pt(tmp_path / "darcy_train_8.pt", 6, 8)
+    (tmp_path / "darcy_train_8.pt").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"darcy_train_8.pt is not a whole file of a dict"):
+        ready(source=str(tmp_path))
+    torch.save({"x": torch.zeros(6, 8, 8)}, tmp_path / "darcy_train_8.pt")
+    with pytest.raises(ValueError, match=r"a dict of tensors x and y"):
         ready(source=str(tmp_path))
 
 
@@ -126,7 +220,7 @@ def test_says_when_a_file_has_too_few_samples(tmp_path):
 def test_says_which_hdf5_datasets_are_missing(tmp_path):
     with h5py.File(tmp_path / "darcy.h5", "w") as file:
         file["a"] = [1.0]
-    with pytest.raises(ValueError, match=r"datasets x and y.*group train_8; got \['a'\]"):
+    with pytest.raises(ValueError, match=r"datasets x and y.*group train_8, .* got \['a'\]"):
         ready(source=str(tmp_path / "darcy.h5"))
 
 

@@ -49,7 +49,7 @@ from lightning_shard.progress import SamplesPerSecond
 from lightning_shard.sharded_directory import REST
 from lightning_shard.weight_files import read_torch_file
 
-REFUSALS = (ValueError, FileNotFoundError, NotImplementedError, MisconfigurationException)
+REFUSALS = (ValueError, OSError, NotImplementedError, MisconfigurationException)
 
 
 class SaveConfig(SaveConfigCallback):
