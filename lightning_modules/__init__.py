@@ -1,8 +1,10 @@
 """Lightning modules and data modules that train unchanged under `lightning_shard`."""
 
 from lightning_modules.darcy_data import DarcyDataModule as DarcyDataModule
+from lightning_modules.error_plots import ErrorPlots as ErrorPlots
 from lightning_modules.fields import FieldDataset as FieldDataset
 from lightning_modules.gallery import PredictionGallery as PredictionGallery
+from lightning_modules.mistakes import Mistakes as Mistakes
 from lightning_modules.mnist import MNISTModule as MNISTModule
 from lightning_modules.mnist import MNISTNet as MNISTNet
 from lightning_modules.mnist_data import MNISTDataModule as MNISTDataModule

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 from typing_extensions import override
 
 import lightning_shard
+from lightning_modules.pictures import new_figure, picture_folder, save_picture
 
 COLUMNS = ("input", "truth", "prediction", "absolute error")
 
@@ -47,8 +47,7 @@ class PredictionGallery(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # on every rank: log_dir is broadcast from rank 0
-        self._directory = Path(trainer.log_dir or trainer.default_root_dir) / "gallery"
+        self._directory = picture_folder(trainer)
 
     @override
     def on_validation_batch_end(
@@ -95,25 +94,13 @@ class PredictionGallery(Callback):
         """Gather the fields of the first batch; a collective, so on every rank."""
         if batch_idx != 0 or dataloader_idx != self.dataloader_idx:
             return
-        if not isinstance(outputs, Mapping) or not {"x", "y", "prediction"} <= outputs.keys():
-            got = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-            raise ValueError(
-                "PredictionGallery needs evaluation steps that return a dict with x, y and "
-                f"prediction; got {got}. Return them, or remove the callback."
-            )
-        for name in ("x", "y", "prediction"):
-            field = lightning_shard.gather(outputs[name])[: self.num_samples, 0]
-            self._fields[name] = field.detach().float().cpu().numpy()
+        self._fields = whole_fields("PredictionGallery", outputs, self.num_samples)
 
     def _draw(self, trainer: Trainer, name: str) -> None:
         if not (trainer.is_global_zero and self._fields):
             return
         figure = draw_fields(**self._fields)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{name}.png"
-        figure.savefig(path, dpi=120)
-        for logger in trainer.loggers:
-            _log_picture(logger, figure, path, step=trainer.global_step)
+        save_picture(trainer, figure, self._directory / f"{name}.png", "gallery")
 
     def _announce(self, trainer: Trainer, name: str) -> None:
         if trainer.is_global_zero and self._fields and not self._announced:
@@ -121,13 +108,23 @@ class PredictionGallery(Callback):
             self._announced = True
 
 
-def _log_picture(logger: Any, figure: Figure, path: Path, *, step: int) -> None:
-    """Hand the picture to a logger that has a way to take it; loggers share no interface for it."""
-    experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(experiment, "add_figure"):  # TensorBoard
-        experiment.add_figure("gallery", figure, step)
-    elif hasattr(logger, "log_image"):  # Weights & Biases
-        logger.log_image("gallery", [str(path)], step=step)
+def whole_fields(callback: str, outputs: Any, num_samples: int) -> dict[str, np.ndarray]:
+    """The first channel of x, y and prediction of some samples, (B, H, W) each.
+
+    A collective: all ranks must call it.
+
+    Raises:
+        ValueError: If a step did not return them.
+    """
+    names = ("x", "y", "prediction")
+    if not isinstance(outputs, Mapping) or not set(names) <= outputs.keys():
+        got = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise ValueError(
+            f"{callback} needs evaluation steps that return a dict with x, y and prediction; got "
+            f"{got}. Return them, or remove the callback."
+        )
+    fields = {name: lightning_shard.gather(outputs[name])[:num_samples, 0] for name in names}
+    return {name: field.detach().float().cpu().numpy() for name, field in fields.items()}
 
 
 def draw_fields(x: np.ndarray, y: np.ndarray, prediction: np.ndarray) -> Figure:
@@ -143,8 +140,7 @@ def draw_fields(x: np.ndarray, y: np.ndarray, prediction: np.ndarray) -> Figure:
     Returns:
         The figure, independent of pyplot.
     """
-    figure = Figure(figsize=(12.0, 2.7 * len(x) + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12.0, 2.7 * len(x) + 0.3)
     axes = figure.subplots(len(x), len(COLUMNS), squeeze=False)
     for row, fields in enumerate(zip(x, y, prediction, np.abs(prediction - y), strict=True)):
         shared = {"vmin": min(fields[1].min(), 0.0), "vmax": fields[1].max(), "cmap": "viridis"}

@@ -109,8 +109,8 @@ class MNISTModule(LightningModule):
         self._shared_step("val", batch, self.val_accuracy)
 
     @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._shared_step("test", batch, self.test_accuracy)
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self._shared_step("test", batch, self.test_accuracy)
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -121,11 +121,14 @@ class MNISTModule(LightningModule):
         optimizer = self.make_optimizer(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
 
-    def _shared_step(self, stage: str, batch: Batch, accuracy: MulticlassAccuracy) -> None:
+    def _shared_step(self, stage: str, batch: Batch, accuracy: MulticlassAccuracy) -> Tensor:
+        """Log loss and accuracy; the predicted classes, (B,)."""
         images, labels = batch
         log_probabilities = self(images)
         loss = F.nll_loss(log_probabilities, labels)
-        accuracy.update(log_probabilities.argmax(dim=1), labels)
+        predicted = log_probabilities.argmax(dim=1)
+        accuracy.update(predicted, labels)
         size = len(labels)
         self.log(f"{stage}/loss", loss, on_epoch=True, sync_dist=True, batch_size=size)
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=size)
+        return predicted
