@@ -10,6 +10,7 @@ from lightning_shard.escape import allow_gather as allow_gather
 from lightning_shard.escape import local_map as local_map
 from lightning_shard.escape import whole_parameters as whole_parameters
 from lightning_shard.function import allow_function as allow_function
+from lightning_shard.launch import launch as launch
 from lightning_shard.load_weights import load_weights as load_weights
 from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperationError
 from lightning_shard.ops.random import use_exact_random as use_exact_random

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.plugins import Precision
@@ -30,6 +32,7 @@ from lightning_shard.explain import explain
 from lightning_shard.failure import FailureWatch
 from lightning_shard.materialize import is_deferred
 from lightning_shard.mesh import make_mesh, mesh_names
+from lightning_shard.notebook import NotebookLauncher
 from lightning_shard.ops import UnsupportedOperationError
 from lightning_shard.precision import use_device
 from lightning_shard.tensor import DomainTensor
@@ -132,7 +135,11 @@ class MeshStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         processes = self.num_processes * self.num_nodes
-        if not environment.creates_processes_externally and processes > 1:
+        if environment.creates_processes_externally or processes == 1:
+            return
+        if _IS_INTERACTIVE and self.num_nodes == 1 and type(environment) is LightningEnvironment:
+            self._launcher = NotebookLauncher(self)
+        else:
             self._launcher = _SubprocessScriptLauncher(
                 environment, self.num_processes, self.num_nodes
             )
