@@ -56,7 +56,9 @@ def shard_block(
         offload_policy=offload,
         ignored_params=ignored or set(),
     )
-    if mesh.device_type == "cpu":  # gloo has no pre-multiplied sum
+    # gloo has no pre-multiplied sum, nor has xccl everywhere: torch-xpu-ops issue 1571, and between
+    # nodes still in oneCCL of 2026 (torchtitan pull request 2332)
+    if mesh.device_type != "cuda":
         sharded.set_force_sum_reduction_for_comms(True)
     _show_local_tensors_to_fsdp(block, sharded)
     return sharded

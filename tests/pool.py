@@ -1,4 +1,7 @@
-"""Ranks that live for the session: a test marked `spmd(n)` runs its body on each of n of them."""
+"""Ranks that live for the session: a test marked `spmd(n)` runs its body on each of n of them.
+
+`spmd(n, "xpu")` has ranks whose torch.xpu is a fake (tests/fake_xpu).
+"""
 
 import contextlib
 import os
@@ -24,32 +27,46 @@ class Pool:
     """`ranks` processes with a gloo group, waiting for test bodies."""
 
     def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
         context: Any = mp.get_context(os.environ.get("POOL_START", "forkserver"))
         if context.get_start_method() == "forkserver":
             context.set_forkserver_preload(PRELOADED)  # imported once, not once on each rank
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.outbox = context.Queue()
         self.inboxes = [context.Queue() for _ in range(ranks)]
         self.processes = [
             context.Process(
-                target=_serve, args=(rank, ranks, port, inbox, self.outbox), daemon=True
+                target=_serve_queues, args=(rank, ranks, port, inbox, self.outbox), daemon=True
             )
             for rank, inbox in enumerate(self.inboxes)
         ]
         for process in self.processes:
             process.start()
 
-    def run(self, body: Callable[..., None], kwargs: dict[str, Any]) -> None:
+    def send(self, task: tuple[Callable[..., None], dict[str, Any]]) -> None:
         for inbox in self.inboxes:
-            inbox.put((body, kwargs))
-        silent, errors = set(range(len(self.inboxes))), {}
+            inbox.put(task)
+
+    def receive(self, timeout_s: float) -> tuple[int, str | None] | None:
+        """A rank that is ready, and its error; None if there is none in time."""
+        try:
+            return self.outbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def run(self, body: Callable[..., None], kwargs: dict[str, Any]) -> None:
+        self.send((body, kwargs))
+        silent, errors = set(range(self.ranks)), {}
         while silent:
-            try:
-                rank, error = self.outbox.get(timeout=GRACE_S if errors else SILENCE_S)
-            except queue.Empty:
+            answer = self.receive(GRACE_S if errors else SILENCE_S)
+            if answer is None:
                 break
+            rank, error = answer
             silent.remove(rank)
             if error:
                 errors[rank] = error
@@ -61,19 +78,24 @@ class Pool:
             pytest.fail("\n".join(report), pytrace=False)
 
     def close(self) -> None:
-        _POOLS.pop(len(self.processes), None)
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for key in [key for key, pool in _POOLS.items() if pool is self]:
+            del _POOLS[key]
+        self.kill()
 
 
-_POOLS: dict[int, Pool] = {}
+_POOLS: dict[tuple[int, str], Pool] = {}
 
 
-def pool_of(ranks: int) -> Pool:
-    if ranks not in _POOLS:
-        _POOLS[ranks] = Pool(ranks)
-    return _POOLS[ranks]
+def pool_of(ranks: int, device: str = "cpu") -> Pool:
+    key = (ranks, device)
+    if key not in _POOLS:
+        if device == "xpu":
+            from tests.fake_xpu.pool import XPUPool
+
+            _POOLS[key] = XPUPool(ranks)
+        else:
+            _POOLS[key] = Pool(ranks)
+    return _POOLS[key]
 
 
 def close_all() -> None:
@@ -81,7 +103,20 @@ def close_all() -> None:
         pool.close()
 
 
-def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve_queues(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
+    begin(rank, ranks, port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SILENCE_S))
+    serve(inbox.get, lambda error: outbox.put((rank, error)))
+
+
+def begin(rank: int, ranks: int, port: int) -> None:
+    """Make this process a rank as those that torchrun starts."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
         "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
@@ -90,12 +125,15 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
     os.environ.pop("PL_GLOBAL_SEED", None)  # of a test in the main process: it would seed samplers
     warnings.simplefilter("default")  # a forked rank begins with pytest's filters
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=SILENCE_S))
+
+
+def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) -> None:
+    """Run the bodies that come, for ever."""
     while True:
-        body, kwargs = inbox.get()
+        body, kwargs = next_task()
         torch.manual_seed(0)
         try:
             body(**kwargs)
-            outbox.put((rank, None))
+            answer(None)
         except BaseException:
-            outbox.put((rank, traceback.format_exc()))
+            answer(traceback.format_exc())
