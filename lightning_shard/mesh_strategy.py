@@ -244,14 +244,18 @@ class MeshStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self._cut_off() or not isinstance(tensor, Tensor):
             return tensor
-        reduced = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        if group is None and reduce_op == "sum":  # as self.log asks: the ranks of a domain are one
-            return (
-                reduced / self.domain_size
-                if reduced.is_floating_point()
-                else (reduced // self.domain_size)
-            )
-        return reduced
+        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)  # xccl has none of integers
+        reduced = _sync_ddp_if_available(
+            tensor.to(self.root_device), group, reduce_op="sum" if mean else reduce_op
+        ).to(tensor.device)
+        if mean:
+            count = dist.get_world_size(group) if dist.is_initialized() else 1
+        elif group is None and reduce_op == "sum":  # of self.log, where a domain's ranks are one
+            count = self.domain_size
+        else:
+            return reduced
+        whole = not (reduced.is_floating_point() or reduced.is_complex())
+        return reduced.div(count, rounding_mode="trunc" if whole else None)
 
     @override
     def all_gather(
@@ -262,7 +266,7 @@ class MeshStrategy(ParallelStrategy):
             raise UnsupportedOperationError("all_gather of a split tensor; gather(tensor) it first")
         if group in (None, dist.group.WORLD):
             group = self.data_group
-        return super().all_gather(tensor, group, sync_grads)
+        return super().all_gather(tensor.to(self.root_device), group, sync_grads)
 
     def _cut_off(self) -> bool:
         """Whether an exception on some of the ranks forbids collectives."""

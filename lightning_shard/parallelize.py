@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -25,6 +24,7 @@ from lightning_shard.mesh import domain_mesh, flat_mesh, parameter_mesh, replica
 from lightning_shard.mode_shards import show_split_weights, split_by_mode
 from lightning_shard.options import ShardingOptions
 from lightning_shard.plain_gradients import average_plain_gradients
+from lightning_shard.ranks import copy_from_first
 from lightning_shard.recompute import compile_forward, recompute
 from lightning_shard.shard_block import (
     no_views,
@@ -82,7 +82,9 @@ def parallelize(
     if mesh.size() == 1 and not options.changes_one_process:
         return materialize(module, _device_of(mesh), loaded=loaded)
     group = flat_mesh(mesh).get_group()
-    _copy_from_first_rank(module, group)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            copy_from_first(tensor, group)
     replaced = store_as_pairs(module)
     ignored = {replaced.get(p, p) for p in ignored}
     if options.mp_policy.param_dtype is not None:  # they compute in their own precision
@@ -158,15 +160,6 @@ def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
             )
         found |= fitting
     return found
-
-
-@torch.no_grad()
-def _copy_from_first_rank(module: nn.Module, group: dist.ProcessGroup) -> None:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
-            data = tensor.detach()
-            real = torch.view_as_real(data) if data.is_complex() else data
-            dist.broadcast(real, group=group, group_src=0)
 
 
 def _returning_no_view(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,11 +45,15 @@ def gather_to_first(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 @torch.no_grad()
-def copy_from_first(tensor: Tensor) -> None:
+def copy_from_first(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Give `tensor` the values that it has on rank 0; a DTensor, which has parts, keeps its own."""
-    if isinstance(tensor, DTensor) or dist.get_world_size() == 1:
+    if isinstance(tensor, DTensor) or dist.get_world_size(group) == 1:
         return
     values = tensor.detach().contiguous()
-    dist.broadcast(torch.view_as_real(values) if values.is_complex() else values, 0)
+    carried = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    if values.device.type not in carried:  # nccl and xccl know no tensors of the CPU
+        values = values.to(carried[0])
+    real = torch.view_as_real(values) if values.is_complex() else values
+    dist.broadcast(real, group=group, group_src=0)
     if values.data_ptr() != tensor.data_ptr():
         tensor.copy_(values)

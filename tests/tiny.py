@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.checkpoint import full_module_state
-from tests.training import Fields, Losses, generator
+from tests.training import Fields, Losses, accelerator, generator
 
 SAMPLES = 24
 BATCH = 4  # samples of one step, over all data replicas
@@ -110,7 +110,11 @@ def trainer(domain: Sequence[int] = (1,), *callbacks: Callback, **options: Any) 
         "plugins": LightningEnvironment(), "devices": 1,
     }  # fmt: skip
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        settings |= {"devices": dist.get_world_size(), "plugins": TorchElasticEnvironment()}
+        settings |= {
+            "devices": dist.get_world_size(),
+            "plugins": TorchElasticEnvironment(),
+            "accelerator": accelerator(),
+        }
     names = ("checkpoint_format", "async_checkpoint", "checkpoint_io", "precision_plugin")
     own = {name: options.pop(name) for name in names if name in options}
     strategy = HybridShardStrategy(domain_parallel_size=tuple(domain), **own)

@@ -143,6 +143,11 @@ def loader(
     return DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)
 
 
+def accelerator() -> str:
+    """Of the ranks of this pool."""
+    return "xpu" if torch.distributed.get_backend() == "xccl" else "cpu"
+
+
 def shared_path(name: str) -> Path:
     """A new file that all ranks of the pool see."""
     folder: list[Any] = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
@@ -196,10 +201,9 @@ def trainer(
     world = torch.distributed.get_world_size()
     settings = {
         "max_epochs": 1, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "accelerator": accelerator(),
     }  # fmt: skip
     return Trainer(
-        accelerator="cpu",
         devices=world,
         strategy=HybridShardStrategy(domain_parallel_size=domain, **(strategy or {})),
         plugins=[TorchElasticEnvironment(), *plugins],
@@ -217,6 +221,6 @@ def train_sharded(
     runner = trainer(domain, callbacks=[losses], **options)
     with weights_count_as_large(name):
         runner.fit(module, loader(name, dtype, batch_size // replicas, STEPS * batch_size))
-    mean = torch.tensor(losses.values, dtype=torch.float64)
+    mean = torch.tensor(losses.values, dtype=torch.float64, device=accelerator())
     torch.distributed.all_reduce(mean)
     return (mean / world).tolist(), full_module_state(module)

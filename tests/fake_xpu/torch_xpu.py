@@ -45,6 +45,7 @@ def _replace_device_functions(fake: Any, devices: int, memory_bytes: int) -> Non
         xpu.default_generators = tuple(fake.generator(index) for index in range(devices))
         xpu._get_device_properties = properties
 
+    torch.cuda._is_compiled = lambda: False  # torch refuses to be of two accelerators
     functions._has_xpu = True
     functions._xpu_init = init
     functions._xpu_getDeviceCount = lambda: devices
