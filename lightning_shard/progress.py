@@ -6,6 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 WINDOW = 50  # batches
@@ -32,8 +34,15 @@ class SamplesPerSecond(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         replicas = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
-        seen = extract_batch_size(batch) * replicas["num_replicas"]
+        seen = _samples(batch) * replicas["num_replicas"]
         self._ends.append((time.perf_counter(), seen))
         elapsed = self._ends[-1][0] - self._ends[0][0]
         rate = sum(n for _, n in list(self._ends)[1:]) / elapsed
         pl_module.log("samples/s", rate, prog_bar=True, batch_size=1)
+
+
+def _samples(batch: Any) -> int:
+    """Lightning's count, but for lists of texts, whose characters it takes for samples."""
+    sizes = (x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
+    size = next(sizes, None)
+    return extract_batch_size(batch) if size is None else size

@@ -13,6 +13,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.cli import main as cli
 from lightning_shard.cli import report
 from tests import training
+from tests.texts import write_articles
 from tests.tiny import leave_group
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -27,9 +28,16 @@ COMBINATIONS = [  # later files win, mappings are merged
 ]
 DARCY = {"num_train": 2, "num_val": 2, "num_test": 2, "batch_size": 2}
 NETWORK = {"hidden_channels": 2, "n_layers": 1}
+PAIRS = {"num_train": 4, "num_val": 2, "num_test": 2, "batch_size": 2, "eval_batch_size": 2}
+T5 = {"vocab_size": 64, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
 # of the data and the network, where a step of the config's own would take long
 SMALLER = {
     "mnist_cnn": {"data": {"batch_size": 4, "eval_batch_size": 8}},
+    "t5_docstrings": {"data": PAIRS | {"corpus.init_args.packages": []}},
+    "t5_wikihow": {
+        "data": PAIRS | {"tokenizer": "null", "vocab_size": 64},
+        "model": {"model_name_or_path": T5, "generation": {"max_new_tokens": 4}},
+    },
     "tfno_darcy": {"data": DARCY | {"test_resolutions": [64, 32]}},
     "tfno_darcy_tutorial": {
         "data": DARCY | {"train_resolution": 64, "test_resolutions": [64, 32]},
@@ -105,8 +113,11 @@ def test_every_file_is_in_the_docs():
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*tensorboardX. has been removed:UserWarning")
+@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem != "mnist_xpu"])
 def test_one_step_runs(name):
+    if name == "t5_wikihow":
+        write_articles(Path("data/wikihow"), 100)
     run_quickly(name, "cpu")
     pictures = {"mnist_cnn": {"confusion.png", "mistakes.png"}}
     if name.startswith("tfno"):
@@ -114,6 +125,10 @@ def test_one_step_runs(name):
     found = {path.name for path in Path("outputs").glob("**/gallery/*.png")}
     assert pictures.get(name, set()) <= found
     assert list(Path("outputs").glob("**/checkpoints/last.ckpt"))
+    if name.startswith("t5"):
+        assert list(Path("outputs").glob("**/checkpoints/epoch=00-val_loss=*.ckpt"))
+        tables = {path.name for path in Path("outputs").glob("**/summaries/*.csv")}
+        assert tables == {"epoch_0000.csv", "test.csv"}
 
 
 def run_quickly(name: str, *overlays: str) -> None:
@@ -178,3 +193,11 @@ def test_mnist_without_an_intel_gpu(capsys, monkeypatch):
         cli.main(["fit", "--config", str(path)])
     assert exit_info.value.code == 2
     assert "but this machine has no xpu device; use cpu or auto" in capsys.readouterr().err
+
+
+def test_wikihow_without_its_files(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["fit", *files("t5_wikihow cpu")])
+    leave_group()
+    assert exit_info.value.code == 1
+    assert "WikiHow needs the file data/wikihow/wikihowAll.csv" in capsys.readouterr().err

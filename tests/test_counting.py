@@ -141,5 +141,6 @@ def test_samples_per_second_counts_replicas(monkeypatch):
     callback = SamplesPerSecond()
     callback.on_train_epoch_start(trainer, module)
     for size in (4, 2):
-        callback.on_train_batch_end(trainer, module, None, {"x": torch.zeros(size, 1)}, 0)
+        batch = {"text": ["three words each"] * size, "x": torch.zeros(size, 1)}
+        callback.on_train_batch_end(trainer, module, None, batch, 0)
     assert logged == [("samples/s", 24.0), ("samples/s", 18.0)]

@@ -1,0 +1,198 @@
+"""T5Summarizer in one process: losses, metrics, generation, checkpoints, errors."""
+
+import csv
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+from transformers import T5Config, T5ForConditionalGeneration
+
+from lightning_modules import EpochReport, SummaryTable, T5Summarizer
+from tests.texts import TINY, Sentences, summarizer, texts
+
+pytestmark = [
+    # tokenizing a few words needs no worker processes
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    # four steps are fewer than the logging interval
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+def trainer(folder, **options):
+    settings = {
+        "accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+    }  # fmt: skip
+    return Trainer(**settings | options, default_root_dir=folder)
+
+
+@pytest.fixture
+def data(tmp_path):
+    data = texts(tmp_path / "tokenizers")
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def test_loss_is_that_of_transformers_and_ignores_padding(data):
+    module = summarizer()
+    batch = next(iter(data.val_dataloader()))
+    labels = batch["labels"]
+    assert (labels == -100).any()
+    assert (labels[labels != -100] > 0).all()
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "labels")}
+    total, tokens = module._sum_of_losses(batch)
+    assert tokens == (labels != -100).sum()
+    torch.testing.assert_close(total / tokens, module.network(**inputs).loss)
+    padded = batch | {"labels": torch.nn.functional.pad(labels, (0, 3), value=-100)}
+    torch.testing.assert_close(module._sum_of_losses(padded)[0], total)
+
+
+def test_optimizer_and_scheduler_default_to_those_of_the_tutorial():
+    made = summarizer().configure_optimizers()
+    assert isinstance(made["optimizer"], AdamW)
+    assert made["optimizer"].defaults["lr"] == 2e-3
+    assert isinstance(made["lr_scheduler"], StepLR)
+    assert (made["lr_scheduler"].step_size, made["lr_scheduler"].gamma) == (1, 0.7)
+
+
+def test_fit_test_predict_and_what_is_kept(tmp_path, data, capsys):
+    module = summarizer(torch.float32)
+    best = ModelCheckpoint(
+        tmp_path / "best",
+        "epoch={epoch:02d}-val_loss={val/loss:.3f}",
+        monitor="val/loss",
+        auto_insert_metric_name=False,
+    )
+    logger = CSVLogger(tmp_path, version=0)
+    runner = trainer(
+        tmp_path,
+        callbacks=[best, SummaryTable(num_rows=3), EpochReport()],
+        enable_checkpointing=True,
+        logger=logger,
+        max_epochs=2,
+    )
+    runner.fit(module, datamodule=data)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    for line in (first, second):
+        assert line.startswith(f"Epoch {int(line is second)}: ")
+        for part in (" s, ", "train/loss ", "val/loss ", "val/rougeL ", "peak memory ", " MiB"):
+            assert part in line
+    with (tmp_path / "lightning_logs/version_0/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(bool(row["epoch_s"]) for row in rows) == 2
+    assert all(float(row["peak_memory_mib"]) > 10 for row in rows if row["peak_memory_mib"])
+    lowest = min(float(row["val/loss"]) for row in rows if row["val/loss"])
+    assert f"val_loss={lowest:.3f}" in best.best_model_path
+
+    with (tmp_path / "lightning_logs/version_0/summaries/epoch_0001.csv").open() as file:
+        table = list(csv.reader(file))
+    assert table[0] == ["source", "reference", "generated"]
+    assert [row[:2] for row in table[1:]] == [list(pair) for pair in data.pairs["val"][:3]]
+
+    (metrics,) = runner.test(module, datamodule=data, verbose=False)
+    assert (tmp_path / "lightning_logs/version_0/summaries/test.csv").is_file()
+    assert metrics.keys() == {
+        f"test/{name}"
+        for name in (
+            "loss", "rouge1", "rouge2", "rougeL",
+            "rouge1_first_words", "rouge2_first_words", "rougeL_first_words",
+        )
+    }  # fmt: skip
+    assert metrics["test/rougeL_first_words"] > 0.3  # summaries are words of the sentences
+
+    loaded = T5Summarizer.load_from_checkpoint(best.best_model_path, weights_only=True).eval()
+    batch = next(iter(data.test_dataloader()))
+    assert runner.predict(loaded, datamodule=data)[0] == loaded.summarize(
+        batch["input_ids"], batch["attention_mask"]
+    )
+
+
+def test_a_checkpoint_summarizes_without_its_data(tmp_path, data):
+    module = summarizer(torch.float32)
+    runner = trainer(tmp_path)
+    runner.fit(module, datamodule=data)
+    runner.save_checkpoint(tmp_path / "x.ckpt")
+    loaded = T5Summarizer.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True).eval()
+    read = loaded.tokenizer(["the shape of a tensor"], return_tensors="pt")
+    inputs = read["input_ids"], read["attention_mask"]
+    assert loaded.summarize(*inputs) == module.eval().summarize(*inputs)
+
+
+def test_the_tokenizer_of_a_checkpoint_must_be_the_datas(tmp_path, data):
+    module = summarizer(torch.float32)
+    runner = trainer(tmp_path)
+    runner.fit(module, datamodule=data)
+    runner.save_checkpoint(tmp_path / "x.ckpt")
+    other = texts(tmp_path / "tokenizers", vocab_size=50)
+    with pytest.raises(ValueError, match="trained with another tokenizer than the data module's"):
+        trainer(tmp_path).test(
+            summarizer(torch.float32), datamodule=other, ckpt_path=tmp_path / "x.ckpt"
+        )
+
+
+def test_a_config_of_transformers_and_its_options_are_the_same_model():
+    config = T5Config(**TINY, decoder_start_token_id=0)
+    module = summarizer(model_name_or_path=config)
+    expected = summarizer()
+    assert module.network.config.d_model == 16
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value, rtol=0, atol=0)
+
+
+def test_a_pretrained_model_is_read_from_a_folder(tmp_path):
+    torch.manual_seed(1)
+    T5ForConditionalGeneration(T5Config(**TINY, decoder_start_token_id=0)).save_pretrained(tmp_path)
+    module = T5Summarizer(str(tmp_path))
+    module.configure_model()
+    again = T5ForConditionalGeneration.from_pretrained(tmp_path)
+    for key, value in again.state_dict().items():
+        torch.testing.assert_close(module.network.state_dict()[key], value, rtol=0, atol=0)
+
+
+def test_no_model_of_this_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"No T5 model was found at .*nowhere'.*\.$"):
+        T5Summarizer(str(tmp_path / "nowhere")).configure_model()
+
+
+def test_an_option_that_no_t5_has():
+    with pytest.raises(ValueError, match=r"T5Config have no 'd_modle'; use d_model\.$"):
+        T5Summarizer(TINY | {"d_modle": 32}).configure_model()
+
+
+def test_a_vocabulary_larger_than_the_models(tmp_path, data):
+    module = T5Summarizer(TINY | {"vocab_size": 40})
+    with pytest.raises(ValueError, match=r"each of the tokenizer's 64 tokens; .* is 40: raise it"):
+        trainer(tmp_path).fit(module, datamodule=data)
+
+
+def test_data_without_a_tokenizer(tmp_path, data):
+    with pytest.raises(ValueError, match="needs the tokenizer of its data module"):
+        trainer(tmp_path).fit(summarizer(), data.train_dataloader(), data.val_dataloader())
+
+
+def test_a_table_needs_what_was_generated(tmp_path, data):
+    module = summarizer(torch.float32, num_generated_batches=0)
+    with pytest.raises(ValueError, match=r"needs evaluation steps .* got \[\]\. Return it"):
+        trainer(tmp_path, callbacks=[SummaryTable()]).fit(module, datamodule=data)
+
+
+def test_rouge_by_hand(tmp_path):
+    """torchmetrics' scores are the F-measures of Lin's definition."""
+    from lightning_modules.t5 import ROUGE, rouge_score
+
+    found = rouge_score("the cat sat on a mat", "a cat sat on the mat", rouge_keys=ROUGE)
+    assert found["rouge1_fmeasure"] == 1  # the same words
+    assert found["rouge2_fmeasure"] == pytest.approx(2 / 5)  # "cat sat", "sat on" of five each
+    assert found["rougeL_fmeasure"] == pytest.approx(4 / 6)  # "cat sat on mat"
+
+
+def test_too_few_pairs(tmp_path):
+    data = texts(tmp_path, corpus=Sentences(train=5), num_train=6)
+    wanted = r"num_train asks for 6 pairs, but the corpus Sentences has 5 .*: lower it"
+    with pytest.raises(ValueError, match=wanted):
+        data.prepare_data()
