@@ -1,6 +1,6 @@
 """Intel GPUs as a Lightning accelerator: `Trainer(accelerator="xpu")`.
 
-Lightning 2.6 has none, and where it does not know one it takes the CPU (see `setup_device`).
+Lightning 2.6 has none, and where it does not know one it takes the CPU (see xpu_strategies.py).
 Devices are those that ZE_AFFINITY_MASK shows, numbered from 0, as torch numbers them.
 """
 
@@ -15,6 +15,8 @@ from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from typing_extensions import override
 
 from lightning_shard.precision import use_device
+from lightning_shard.sanity_check import isolate_learning_rate_finders
+from lightning_shard.xpu_strategies import use_xpu
 
 
 class XPUAccelerator(Accelerator):
@@ -24,22 +26,23 @@ class XPUAccelerator(Accelerator):
     def setup_device(self, device: torch.device) -> None:
         """Make `device` the current one.
 
-        Raises:
-            MisconfigurationException: It is no Intel GPU. Lightning's choice of a strategy for one
-                device is the CPU for each accelerator that it does not know.
+        The CPU is what Lightning chooses for one device; `setup` mends that.
         """
-        if device.type != "xpu":
-            raise MisconfigurationException(
-                "accelerator 'xpu' needs an Intel GPU, but the strategy would train on "
-                f"'{device}', as Lightning's default strategy does; pass strategy='hybrid_shard', "
-                "it also works on one device."
-            )
-        torch.xpu.set_device(device)
+        if device.type == "xpu":
+            torch.xpu.set_device(device)
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Autocast for this device under any strategy; Lightning 2.6 makes it for CUDA."""
+        """Mend what Lightning 2.6 makes for CUDA or the CPU: strategy, precision, random numbers.
+
+        Raises:
+            MisconfigurationException: The strategy would not train on an Intel GPU.
+        """
+        use_xpu(trainer)
+        device = trainer.strategy.root_device
+        torch.xpu.set_device(device)
         use_device(trainer.precision_plugin, "xpu")
+        isolate_learning_rate_finders(trainer, device)
         torch.xpu.empty_cache()
 
     @override

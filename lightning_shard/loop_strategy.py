@@ -15,18 +15,17 @@ from lightning_shard.manual import ManualBackward
 from lightning_shard.mixins import sharded_modules
 from lightning_shard.options import ShardingOptions
 from lightning_shard.plain_gradients import no_sync
-from lightning_shard.random_state import random_state, set_random_state
+from lightning_shard.sanity_check import IsolatedSanityCheck
 
 # predict_step runs with whole parameters, see on_predict_start
 STEPS = ("training_step", "validation_step", "test_step")
 
 
-class LoopStrategy(CheckpointStrategy):
+class LoopStrategy(IsolatedSanityCheck, CheckpointStrategy):
     """Accumulation, manual optimization, evaluation and prediction with sharded parameters."""
 
     sharding_options: ShardingOptions
     _manual: ManualBackward | None = None
-    _before_check: dict[str, Any] | None = None
 
     @override
     def backward(
@@ -68,19 +67,6 @@ class LoopStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         with no_sync(self.lightning_module):
             yield
-
-    @override
-    def on_validation_start(self) -> None:
-        """The sanity check is to leave no trace; Lightning 2.6 isolates the CPU and CUDA only."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.sanity_checking:
-            self._before_check = random_state(self.root_device)
-
-    @override
-    def on_validation_end(self) -> None:
-        if self._before_check is not None:
-            set_random_state(self._before_check, self.root_device)
-            self._before_check = None
 
     @override
     def on_predict_start(self) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -35,6 +35,7 @@ from lightning_shard.mesh import make_mesh, mesh_names
 from lightning_shard.notebook import NotebookLauncher
 from lightning_shard.ops import UnsupportedOperationError
 from lightning_shard.precision import use_device
+from lightning_shard.ranks import divide, reduce
 from lightning_shard.tensor import DomainTensor
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
@@ -244,18 +245,10 @@ class MeshStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self._cut_off() or not isinstance(tensor, Tensor):
             return tensor
-        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)  # xccl has none of integers
-        reduced = _sync_ddp_if_available(
-            tensor.to(self.root_device), group, reduce_op="sum" if mean else reduce_op
-        ).to(tensor.device)
-        if mean:
-            count = dist.get_world_size(group) if dist.is_initialized() else 1
-        elif group is None and reduce_op == "sum":  # of self.log, where a domain's ranks are one
-            count = self.domain_size
-        else:
-            return reduced
-        whole = not (reduced.is_floating_point() or reduced.is_complex())
-        return reduced.div(count, rounding_mode="trunc" if whole else None)
+        reduced = reduce(tensor, self.root_device, group, reduce_op)
+        if group is None and reduce_op == "sum":  # as self.log asks: the ranks of a domain are one
+            return divide(reduced, self.domain_size)
+        return reduced
 
     @override
     def all_gather(

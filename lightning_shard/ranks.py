@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -42,6 +43,25 @@ def gather_to_first(value: Any, group: dist.ProcessGroup | None = None) -> list[
     values = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
     dist.gather_object(value, values, group=group)
     return values or []
+
+
+def reduce(tensor: Any, device: torch.device, group: Any | None, reduce_op: Any) -> Any:
+    """As strategies reduce, where the collectives of `device` know its tensors only.
+
+    A mean is a sum that is divided: xccl has none of integers, which Lightning averages.
+    """
+    if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        return tensor
+    mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+    op = "sum" if mean else reduce_op
+    reduced = _sync_ddp_if_available(tensor.to(device), group, reduce_op=op).to(tensor.device)
+    return divide(reduced, dist.get_world_size(group)) if mean else reduced
+
+
+def divide(tensor: Tensor, number: int) -> Tensor:
+    """Integers stay integers."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.div(number, rounding_mode="trunc" if whole else None)
 
 
 @torch.no_grad()

@@ -56,8 +56,8 @@ def shard_block(
         offload_policy=offload,
         ignored_params=ignored or set(),
     )
-    # gloo has no pre-multiplied sum, nor has xccl everywhere: torch-xpu-ops issue 1571, and between
-    # nodes still in oneCCL of 2026 (torchtitan pull request 2332)
+    # a sum that is divided is right everywhere: FSDP2 would ask for averages, or pre-multiplied
+    # sums, which oneCCL lacks between nodes (https://github.com/uxlfoundation/oneCCL/issues/195)
     if mesh.device_type != "cuda":
         sharded.set_force_sum_reduction_for_comms(True)
     _show_local_tensors_to_fsdp(block, sharded)

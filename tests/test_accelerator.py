@@ -17,6 +17,7 @@ from lightning_shard import HybridShardStrategy, XPUAccelerator
 from lightning_shard.backend import ONECCL, default_backend
 from lightning_shard.precision import ShardedGradScaler
 from lightning_shard.random_state import random_state, set_random_state
+from lightning_shard.xpu_strategies import SingleXPUStrategy
 
 XPU = torch.device("xpu", 0)
 # lightning makes a scaler for CUDA, which disables itself
@@ -121,12 +122,14 @@ def test_set_up_and_torn_down(two_gpus):
     two_gpus.empty_cache.assert_called_once_with()
 
 
-def test_one_device_is_not_the_cpu_in_silence(two_gpus):
+def test_one_device_is_not_the_cpu(two_gpus):
     """Lightning's strategy for one device of an accelerator it does not know is of the CPU."""
-    trainer = xpu_trainer(devices=1, max_steps=1)
+    trainer = xpu_trainer(devices=[1])
     assert trainer.strategy.root_device == torch.device("cpu")
-    with pytest.raises(MisconfigurationException, match="pass strategy='hybrid_shard', it also"):
-        trainer.fit(BoringModel())
+    XPUAccelerator().setup(trainer)
+    assert isinstance(trainer.strategy, SingleXPUStrategy)
+    assert trainer.strategy.root_device == torch.device("xpu", 1)
+    two_gpus.set_device.assert_called_once_with(torch.device("xpu", 1))
 
 
 def test_one_device_with_this_strategy(two_gpus):
