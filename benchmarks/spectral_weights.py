@@ -27,6 +27,7 @@ CASES = (
     (64, 64, 0.1),
     (128, 64, 0.1),
     (128, 64, 0.42),
+    (256, 64, 0.42),
 )
 HEADER = (
     "width, modes, rank", "ranks", "core MiB", "rule", "gathered: CPU s", "MiB sent", "peak MiB",
@@ -75,8 +76,8 @@ def main() -> None:
         rule = "terms" if factorized.travels_less(weight, "cpu") else "gather"
         for ranks in options.ranks:
             costs = start(ranks, compare, case)
-            found = [f"{value:.3g}" for c in costs for value in (c.cpu, c.sent / MIB, c.peak / MIB)]
-            rows.append([", ".join(map(str, case)), ranks, f"{size:.2g}", rule, *found])
+            found = [f"{value:.4g}" for c in costs for value in (c.cpu, c.sent / MIB, c.peak / MIB)]
+            rows.append([", ".join(map(str, case)), ranks, f"{size:.3g}", rule, *found])
     table(HEADER, rows)
 
 
