@@ -2,6 +2,7 @@
 
 from lightning_shard import functional as functional
 from lightning_shard.accelerator import XPUAccelerator as XPUAccelerator
+from lightning_shard.check import check as check
 from lightning_shard.clip import clip_grad_norm_ as clip_grad_norm_
 from lightning_shard.clip import clip_grad_value_ as clip_grad_value_
 from lightning_shard.device_timer import DeviceTimer as DeviceTimer
@@ -22,6 +23,7 @@ from lightning_shard.placement import from_local as from_local
 from lightning_shard.placement import gather as gather
 from lightning_shard.placement import shard as shard
 from lightning_shard.plain_gradients import no_sync as no_sync
+from lightning_shard.plan import plan as plan
 from lightning_shard.predictions import PredictionWriter as PredictionWriter
 from lightning_shard.predictions import predictions_in_order as predictions_in_order
 from lightning_shard.progress import SamplesPerSecond as SamplesPerSecond

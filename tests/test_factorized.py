@@ -16,9 +16,9 @@ from lightning_shard import factorized
 from lightning_shard.checkpoint import full_module_state
 from lightning_shard.fno_layers import avoid_whole_fields
 from lightning_shard.mesh import make_mesh
+from lightning_shard.traffic import counted
 from tests.double_fno import to_double
 from tests.parity import assert_parity_of_module, assert_same, mesh_of
-from tests.traffic import counted
 
 KINDS = ("tucker", "cp", "tt")
 HOW = ("factorized", "reconstructed")

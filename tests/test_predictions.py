@@ -8,11 +8,11 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 
 from lightning_shard import PredictionWriter, predictions_in_order
 from lightning_shard.explain import explain
+from lightning_shard.traffic import counted
 from tests import training
 from tests.featured import Featured, loader, sample
 from tests.test_resume import shared_path
 from tests.test_streams import Stream
-from tests.traffic import counted
 
 MESHES = pytest.mark.parametrize(
     "domain", [(1,), (2,), (4,), (2, 2)], ids=["4x1", "2x2", "1x4", "1x(2x2)"]

@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_shard
+from lightning_shard.traffic import counted
 from tests.parity import mesh_of
-from tests.traffic import counted
 
 
 @pytest.mark.spmd(3)

@@ -1,7 +1,8 @@
 """The command line: `python -m lightning_shard fit|validate|test|predict --config a.yaml`.
 
 `python -m lightning_shard ops` prints the table of functions, `export CKPT OUT` writes a checkpoint
-as one file for other programs, `inspect CKPT` shows what is in it.
+as one file for other programs, `inspect CKPT` shows what is in it. `check` and `plan` take the
+options of `fit` and rehearse one training step: is it exact on several ranks, what will each hold?
 
 Lightning's own command line with this package's strategy as the default, an optimizer made after
 sharding, and errors of one sentence. A mistake in what was typed exits with 2; a refusal by a
@@ -37,6 +38,7 @@ from lightning_shard.cli.errors import diagnose
 from lightning_shard.cli.export import export
 from lightning_shard.cli.inspect import inspect
 from lightning_shard.cli.operations import report
+from lightning_shard.cli.rehearse import COMMANDS, rehearse, wanted, words_of_fit
 from lightning_shard.cli.report import exit_with, is_first_rank, origin
 from lightning_shard.cli.sources import (
     ENV_PREFIX,
@@ -107,10 +109,11 @@ class ShardCLI(LightningCLI):
     Args:
         args: The words of the command line.
         state: Told when batches begin to flow.
+        only_build: Whether to build model, data and trainer, and to run nothing.
     """
 
-    def __init__(self, args: Sequence[str], state: RunState) -> None:
-        self.given, self.state = Tree(), state
+    def __init__(self, args: Sequence[str], state: RunState, *, only_build: bool = False) -> None:
+        self.given, self.state, self.only_build = Tree(), state, only_build
         names = tuple(self.subcommands())
         options = {
             "default_env": True,
@@ -198,6 +201,10 @@ class ShardCLI(LightningCLI):
         """Let a refusal stop the processes that the trainer launches."""
         self.state.trainer = self.trainer
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        if not self.only_build:
+            super()._run_subcommand(subcommand)
+
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""
         if self.config["fit"]["test_after_fit"] and not is_overridden("test_step", self.model):
@@ -256,7 +263,12 @@ def main(args: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     try:
         _import_names()
-        ShardCLI(args, state)
+        if args[:1] and args[0] in COMMANDS:
+            asked = wanted(args[1:])
+            built = ShardCLI(words_of_fit(args[1:]), state, only_build=True)
+            rehearse(args[0], built.model, built.datamodule, asked)
+        else:
+            ShardCLI(args, state)
     except UsageError as err:
         exit_with(err, code=2)
     except Exception as wrapped:

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lightning_shard
 from lightning_shard.ops import attention, ring
 from lightning_shard.ops.attention_layout import Operands
+from lightning_shard.traffic import counted
 from tests.parity import assert_double_backward, assert_parity, mesh_of
-from tests.traffic import counted
 
 Q, K = (2, 4, 7, 6), (2, 4, 5, 6)
 SDPA = F.scaled_dot_product_attention

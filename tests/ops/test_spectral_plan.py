@@ -6,8 +6,8 @@ import torch
 import lightning_shard
 from lightning_shard import spectral_method
 from lightning_shard.ops.spectral_plan import Extent, plan
+from lightning_shard.traffic import counted
 from tests.parity import mesh_of
-from tests.traffic import counted
 
 OTHERS = 32
 

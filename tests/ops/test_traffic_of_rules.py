@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import lightning_shard
+from lightning_shard.traffic import counted
 from tests.parity import mesh_of
-from tests.traffic import counted
 
 SHAPE = (2, 4, 12, 10)
 ROW = 2 * 4 * 10 * 8

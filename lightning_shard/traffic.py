@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,13 +27,16 @@ class Traffic:
 def counted() -> Iterator[Traffic]:
     """Count what this rank sends inside the block."""
     traffic = Traffic()
-    with contextlib.ExitStack() as stack:
-        for name, sent in _SENT.items():
-            if not hasattr(dist, name):  # the names of torch 2.15, which its FSDP2 calls
-                continue
-            counting = _counting(getattr(dist, name), sent, traffic)
-            stack.enter_context(mock.patch.object(dist, name, counting))
+    plain = {name: getattr(dist, name, None) for name in _SENT}  # some are names of torch 2.15
+    for name, collective in plain.items():
+        if collective is not None:
+            setattr(dist, name, _counting(collective, _SENT[name], traffic))
+    try:
         yield traffic
+    finally:
+        for name, collective in plain.items():
+            if collective is not None:
+                setattr(dist, name, collective)
 
 
 def _counting(
@@ -70,7 +72,7 @@ def _all_to_all(input_tensor_list: list[Tensor], group: Any, **_: Any) -> int:
 
 
 def _all_gather(group: Any, **given: Any) -> int:
-    part: Tensor = given.get("input_tensor", given.get("input"))
+    part: Any = given.get("input_tensor", given.get("input"))
     return part.nbytes * (dist.get_world_size(group) - 1)
 
 
