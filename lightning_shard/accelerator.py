@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from typing_extensions import override
 
+from lightning_shard.backend import let_gloo_stand_beside
 from lightning_shard.precision import use_device
 from lightning_shard.sanity_check import isolate_learning_rate_finders
 from lightning_shard.xpu_strategies import use_xpu
@@ -30,6 +31,7 @@ class XPUAccelerator(Accelerator):
         """
         if device.type == "xpu":
             torch.xpu.set_device(device)
+            let_gloo_stand_beside("xpu")
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -31,3 +31,15 @@ def default_backend(device: torch.device) -> str:
         f"was built, or the package {ONECCL}, which is not installed; install torch's build for "
         "XPU."
     )
+
+
+def let_gloo_stand_beside(device_type: str) -> None:
+    """Let groups of gloo be made beside a default group that is bound to a device of this type.
+
+    torch asks each new group for its backend on that device, and knows gloo for the CPU and CUDA
+    only; on Intel GPUs `new_group(backend="gloo")` would raise, in Lightning's `prepare_data` too
+    (https://github.com/pytorch/pytorch/issues/162237, open with torch 2.15).
+    """
+    known = dist.Backend.backend_capability[dist.Backend.GLOO]
+    if device_type not in known:
+        known.append(device_type)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -69,7 +70,12 @@ class Subdomain:
         return Subdomain(local, layout, self.domain, self.moved)
 
 
-@lru_cache(maxsize=64)
 def domain_of(mesh: DeviceMesh) -> Domain:
     """The `Domain` of a mesh; the same object for the same mesh."""
+    return _domain_of(mesh, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _domain_of(mesh: DeviceMesh, _: ProcessGroup | None) -> Domain:
+    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
     return Domain(mesh)

@@ -89,9 +89,16 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten("all_ranks")
 
 
-@lru_cache(maxsize=64)
 def parameter_mesh(mesh: DeviceMesh, sharding: Sharding) -> DeviceMesh:
     """What FSDP2 takes: one axis that shards, or one that replicates and one that shards."""
+    return _parameter_mesh(mesh, sharding, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _parameter_mesh(
+    mesh: DeviceMesh, sharding: Sharding, _: dist.ProcessGroup | None
+) -> DeviceMesh:
+    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
     names = mesh.mesh_dim_names or ()
     if sharding == "none":
         copies = mesh.size()

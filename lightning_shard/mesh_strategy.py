@@ -167,6 +167,13 @@ class MeshStrategy(ParallelStrategy):
                 backend = f"cpu:gloo,{device.type}:{backend}"  # shards are gathered on the CPU, too
             place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **place)
+            carried = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
+            if self.offloads and "cpu" not in carried:  # the group was there before
+                raise RuntimeError(
+                    "cpu_offload gathers shards on the CPU, of which the process group, made with "
+                    f"'{dist.get_backend_config()}', knows no tensors; make it with 'cpu:gloo,"
+                    f"{dist.get_backend_config()}', or let the Trainer make it."
+                )
             shared_by = self.num_processes if self.shard_size == "node" else self.shard_size
             self.device_mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
         if self._failure is None and self.world_size > 1:

@@ -65,7 +65,11 @@ def gather(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DomainTensor):
         return tensor
-    return gathered(tensor.subdomain)
+    part = tensor.subdomain
+    travels_on = part.domain.mesh.device_type
+    if part.local.device.type == "cpu" != travels_on:  # where Lightning puts predictions
+        return gathered(replace(part, local=part.local.to(travels_on))).cpu()
+    return gathered(part)
 
 
 def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:
