@@ -13,6 +13,7 @@ from lightning_shard.escape import whole_parameters as whole_parameters
 from lightning_shard.function import allow_function as allow_function
 from lightning_shard.launch import launch as launch
 from lightning_shard.load_weights import load_weights as load_weights
+from lightning_shard.mesh import init_mesh as init_mesh
 from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperationError
 from lightning_shard.ops.random import use_exact_random as use_exact_random
 from lightning_shard.ops.registry import register_rule as register_rule
@@ -26,8 +27,11 @@ from lightning_shard.plain_gradients import no_sync as no_sync
 from lightning_shard.plan import plan as plan
 from lightning_shard.predictions import PredictionWriter as PredictionWriter
 from lightning_shard.predictions import predictions_in_order as predictions_in_order
+from lightning_shard.process_info import ProcessInfo as ProcessInfo
+from lightning_shard.process_info import process_info as process_info
 from lightning_shard.progress import SamplesPerSecond as SamplesPerSecond
 from lightning_shard.slab import Slab as Slab
 from lightning_shard.slab import slab_of as slab_of
+from lightning_shard.start import start_process_group as start_process_group
 from lightning_shard.strategy import HybridShardStrategy as HybridShardStrategy
 from lightning_shard.tensor import DomainTensor as DomainTensor

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -154,7 +155,8 @@ class CheckpointStrategy(MeshStrategy):
             sharded_directory.write(path, tensors, rest, about)
             return
         if self._background is None:
-            self._background = dist.new_group(backend="gloo", timeout=self._timeout)
+            timeout = timedelta(seconds=self.timeout_s)
+            self._background = dist.new_group(backend="gloo", timeout=timeout)
         self._pending = sharded_directory.write_later(path, tensors, rest, about, self._background)
 
     def finish_saving(self) -> None:

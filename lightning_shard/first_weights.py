@@ -1,5 +1,6 @@
 """The weights that training begins with: from files, once, and in copies that callbacks keep."""
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,12 @@ _LOADED = "_weights_begun_with"  # attribute of a module
 def to_device(module: nn.Module, device: torch.device) -> nn.Module:
     """Move what has memory; the rest gets it once it is sharded."""
     return module._apply(lambda t: t if t.is_meta else t.to(device))
+
+
+def described(module: nn.Module) -> dict[str, str]:
+    """The shape and dtype of each parameter and buffer, by name."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors}
 
 
 def load_first_weights(module: nn.Module, files: Mapping[str, str]) -> None:

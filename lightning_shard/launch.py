@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from lightning_shard.backend import default_backend
 from lightning_shard.forking import (
     begin_forked_rank,
     belongs_to_a_group,
@@ -37,7 +35,9 @@ from lightning_shard.forking import (
     join_store,
     store_of_ranks,
 )
+from lightning_shard.process_info import NOTEBOOK
 from lightning_shard.rank_output import Stream, Writers, streams, write_to
+from lightning_shard.start import start_process_group
 
 FAIL_S = 1.0  # for the others to fail, too: a rank that dumps its core ends after those it leaves
 END_S = 5.0  # for a rank to end once it is told to
@@ -139,14 +139,9 @@ def _run(
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(task.processes), "GROUP_RANK": "0",
         "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(task.processes),
-        "TORCHELASTIC_RUN_ID": "launch", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": NOTEBOOK, "TORCHELASTIC_RESTART_COUNT": "0",
     }  # fmt: skip
-    device, place = torch.device(task.device_type), {}
-    if device.type != "cpu":
-        place["device_id"] = device = torch.device(device.type, rank)
-        torch.get_device_module(device).set_device(device)
-    timeout = timedelta(seconds=task.timeout_s)
-    dist.init_process_group(default_backend(device), timeout=timeout, **place)
+    start_process_group(task.device_type, timeout_s=task.timeout_s)
     dist.barrier()  # so that none ends before all have met
     value = function(*args)
     try:

@@ -2,12 +2,16 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.checkpoint_strategy import CheckpointStrategy
@@ -15,7 +19,9 @@ from lightning_shard.manual import ManualBackward
 from lightning_shard.mixins import sharded_modules
 from lightning_shard.options import ShardingOptions
 from lightning_shard.plain_gradients import no_sync
+from lightning_shard.resumable import make_resumable
 from lightning_shard.sanity_check import IsolatedSanityCheck
+from lightning_shard.streams import end_alone, end_together
 
 # predict_step runs with whole parameters, see on_predict_start
 STEPS = ("training_step", "validation_step", "test_step")
@@ -60,6 +66,22 @@ class LoopStrategy(IsolatedSanityCheck, CheckpointStrategy):
         assert self.lightning_module is not None
         for module in sharded_modules(self.lightning_module):
             module.reshard()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed workers by data replica: the ranks of a domain must augment a sample alike."""
+        if isinstance(dataloader, DataLoader):
+            if dataloader.worker_init_fn is None:
+                replica = self.distributed_sampler_kwargs["rank"]
+                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            if trainer.state.fn == TrainerFn.PREDICTING:
+                end_alone(dataloader)
+            else:
+                make_resumable(dataloader, trainer)
+                end_together(dataloader, self.root_device)
+        return dataloader
 
     @override
     @contextmanager

@@ -4,23 +4,15 @@ import math
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -30,19 +22,24 @@ from lightning_shard.backend import default_backend
 from lightning_shard.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.explain import explain
 from lightning_shard.failure import FailureWatch
+from lightning_shard.launcher_strategy import LauncherStrategy
 from lightning_shard.materialize import is_deferred
 from lightning_shard.mesh import make_mesh, mesh_names
-from lightning_shard.notebook import NotebookLauncher
 from lightning_shard.ops import UnsupportedOperationError
 from lightning_shard.precision import use_device
 from lightning_shard.ranks import divide, reduce
 from lightning_shard.tensor import DomainTensor
 
-# lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
-_RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
+# with which ranks that differ would call other collectives, or train other weights
+TRAINER_OPTIONS = (
+    "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val",
+    "gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch",
+    "num_sanity_val_steps", "num_nodes",
+)  # fmt: skip
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(LauncherStrategy):
     """One process per device, arranged as data replicas x domain ranks."""
 
     offloads = False  # whether shards are in CPU memory
@@ -67,9 +64,8 @@ class MeshStrategy(ParallelStrategy):
             )
         self.data_parallel_size = data_parallel_size
         self.shard_size: int | Literal["node"] | None = shard_size
-        self.num_nodes = 1
         self.device_mesh: DeviceMesh | None = None
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         self._backend = process_group_backend
         self._deferred = False
         self._failure: FailureWatch | None = None
@@ -81,18 +77,8 @@ class MeshStrategy(ParallelStrategy):
         return True
 
     @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    @property
     def domain_size(self) -> int:
         return math.prod(self.domain_sizes)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
 
     @property
     @override
@@ -100,8 +86,23 @@ class MeshStrategy(ParallelStrategy):
         """The ranks of a domain read the same samples, data replicas different ones."""
         return {
             "num_replicas": self.world_size // self.domain_size,
-            "rank": self.global_rank // self.domain_size,
+            "rank": self._coordinate(is_domain=False),
         }
+
+    @property
+    def domain_rank(self) -> int:
+        """Of this process among those that share its samples."""
+        return self._coordinate(is_domain=True)
+
+    def _coordinate(self, *, is_domain: bool) -> int:
+        if self.device_mesh is None:
+            return divmod(self.global_rank, self.domain_size)[is_domain]
+        names = mesh_names(len(self.domain_sizes))[1:] if is_domain else ("data",)
+        index = 0
+        for name in names:
+            axis = self.device_mesh[name]
+            index = index * axis.size() + axis.get_local_rank()
+        return index
 
     @property
     @override
@@ -121,29 +122,6 @@ class MeshStrategy(ParallelStrategy):
                 clip_grad_value_(plugin.main_params(optimizer), clip_val)
 
             plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, by_value
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for decorator in _RANK_ZERO:
-            decorator.rank = self.global_rank
-
-    @override
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        processes = self.num_processes * self.num_nodes
-        if environment.creates_processes_externally or processes == 1:
-            return
-        if _IS_INTERACTIVE and self.num_nodes == 1 and type(environment) is LightningEnvironment:
-            self._launcher = NotebookLauncher(self)
-        else:
-            self._launcher = _SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
 
     @override
     def setup_environment(self) -> None:
@@ -165,8 +143,7 @@ class MeshStrategy(ParallelStrategy):
             backend = self._backend or default_backend(device)
             if self.offloads and device.type != "cpu" and ":" not in backend:
                 backend = f"cpu:gloo,{device.type}:{backend}"  # shards are gathered on the CPU, too
-            place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **place)
+            self.start(device, backend)
             carried = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
             if self.offloads and "cpu" not in carried:  # the group was there before
                 raise RuntimeError(
@@ -178,8 +155,21 @@ class MeshStrategy(ParallelStrategy):
             self.device_mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
         if self._failure is None and self.world_size > 1:
             self._failure, self._alone = FailureWatch(self.global_rank), None
+        self.compare("options", self.options_alike())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.device_mesh
+
+    def options_alike(self) -> dict[str, str]:
+        """What all ranks must have alike, by name."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        given = {
+            "domain_parallel_size": self.domain_sizes,
+            "data_parallel_size": self.data_parallel_size,
+            "precision": type(self.precision_plugin).__name__,
+            **{f"the Trainer's {name}": getattr(trainer, name, None) for name in TRAINER_OPTIONS},
+        }
+        return {**self.config, **{name: str(value) for name, value in given.items()}}
 
     def _data_size(self) -> int:
         world = self.world_size

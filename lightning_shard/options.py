@@ -63,6 +63,15 @@ class ShardingOptions:
         """Whether FSDP2 is needed on a single process, too."""
         return self.cpu_offload or self.mp_policy != MixedPrecisionPolicy()
 
+    def described(self) -> dict[str, str]:
+        """The options by name, in words that are equal in all processes."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {
+            f"mp_policy.{f.name}": getattr(self.mp_policy, f.name) for f in fields(self.mp_policy)
+        }
+        del values["mp_policy"]
+        return {name: getattr(v, "__qualname__", str(v)) for name, v in values.items()}
+
 
 def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy:
     """The policy that a mapping describes, as a config file does: `{reduce_dtype: bfloat16}`.

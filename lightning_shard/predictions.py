@@ -120,7 +120,7 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         if isinstance(value, DomainTensor):
             rows, where = _whole_chunks(value.subdomain)
-        elif trainer.global_rank % getattr(trainer.strategy, "domain_size", 1) == 0:
+        elif getattr(trainer.strategy, "domain_rank", 0) == 0:
             rows, where = value, []
         else:  # equal on all ranks of a domain: its first writes it
             return

@@ -2,14 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -17,12 +15,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.batch import ShardDims, check_same_batch, shard_batch, split_dims
 from lightning_shard.counting import count_domains_once
-from lightning_shard.first_weights import copy_shards, load_first_weights, to_device
+from lightning_shard.first_weights import copy_shards, described, load_first_weights, to_device
 from lightning_shard.loop_strategy import STEPS, LoopStrategy, copies
 from lightning_shard.materialize import is_deferred
 from lightning_shard.ops.random import use_exact_random
@@ -31,8 +28,6 @@ from lightning_shard.parallelize import parallelize
 from lightning_shard.plain_gradients import step_one_by_one_if_mixed
 from lightning_shard.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.random_state import random_state, set_random_state
-from lightning_shard.resumable import make_resumable
-from lightning_shard.streams import end_alone, end_together
 
 
 class HybridShardStrategy(LoopStrategy):
@@ -175,6 +170,7 @@ class HybridShardStrategy(LoopStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         assert self.device_mesh is not None
+        self.compare("module", described(self.lightning_module))
         copied = list(copies(trainer, self.lightning_module))
         how: Any = {"dims": split_dims(self.shard_dims), "options": self.sharding_options}
         self._moved |= parallelize(
@@ -203,6 +199,17 @@ class HybridShardStrategy(LoopStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def options_alike(self) -> dict[str, str]:
+        return {
+            **super().options_alike(),
+            "shard_dims": str(self.shard_dims),
+            "exact_random": str(self.exact_random),
+            "checkpoint_format": self.checkpoint_format,
+            "async_checkpoint": str(self.async_checkpoint),
+            **self.sharding_options.described(),
+        }
 
     def _share_random_state(self) -> None:
         """The ranks of a domain draw the same random numbers for what they all compute."""
@@ -251,22 +258,6 @@ class HybridShardStrategy(LoopStrategy):
             check_same_batch(batch, self.domain_mesh)
         batch = super().batch_to_device(batch, device, dataloader_idx)
         return shard_batch(batch, self.domain_mesh, self.shard_dims)
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by data replica: the ranks of a domain must augment a sample alike."""
-        if isinstance(dataloader, DataLoader):
-            if dataloader.worker_init_fn is None:
-                replica = self.distributed_sampler_kwargs["rank"]
-                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
-            if trainer.state.fn == TrainerFn.PREDICTING:
-                end_alone(dataloader)
-            else:
-                make_resumable(dataloader, trainer)
-                end_together(dataloader, self.root_device)
-        return dataloader
 
     @override
     def teardown(self) -> None:

@@ -133,3 +133,27 @@ def test_missing_data_file_ends_all(tmp_path):
     assert code != 0
     assert output.count("error: ") == 1, output
     assert "nowhere" in output
+
+
+@pytest.mark.slow
+def test_different_configs_end_all(tmp_path):
+    config = CONFIG.replace("    - class_path: tests.test_bad_input.FailOnSecondRank\n", "")
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "second.yaml").write_text(config.replace("num_train: 64", "num_train: 32"))
+    port = 20000 + os.getpid() % 10000
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lightning_shard", "fit", "--config", file],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {
+                "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+        )
+        for rank, file in enumerate(["config.yaml", "second.yaml"])
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    sentence = "data.init_args.num_train is 64 on rank 0 and 32 on rank 1"
+    assert [output.count(sentence) for output in outputs] == [1, 0], outputs

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 import warnings
@@ -49,6 +50,7 @@ from lightning_shard.cli.sources import (
 )
 from lightning_shard.progress import SamplesPerSecond
 from lightning_shard.sharded_directory import REST
+from lightning_shard.strategy import HybridShardStrategy
 from lightning_shard.weight_files import read_torch_file
 
 REFUSALS = (ValueError, OSError, NotImplementedError, MisconfigurationException)
@@ -200,6 +202,13 @@ class ShardCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Let a refusal stop the processes that the trainer launches."""
         self.state.trainer = self.trainer
+        if isinstance(self.trainer.strategy, HybridShardStrategy):
+            options = vars(self.config[self.config["subcommand"]].as_flat())
+            self.trainer.strategy.config = {
+                key: re.sub(" at 0x[0-9a-f]+", "", str(value))  # of objects in this process
+                for key, value in options.items()
+                if key != "config"
+            }
 
     def _run_subcommand(self, subcommand: str) -> None:
         if not self.only_build:

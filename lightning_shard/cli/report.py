@@ -1,7 +1,8 @@
 """Printing one error from one rank.
 
-Rank 0 speaks at once. The other ranks of a mistyped command say nothing, since rank 0 saw the same
-words; for a refusal while building they wait first, because it may have happened on them alone.
+Rank 0 speaks at once. The other ranks of a mistyped command, and of ranks that differ from each
+other, say nothing, since rank 0 says the same; for a refusal while building they wait first,
+because it may have happened on them alone.
 """
 
 import os
@@ -11,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_shard.agreement import DisagreementError
 from lightning_shard.cli.sources import ENV_PREFIX, UsageError
 
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -30,13 +32,13 @@ def exit_with(err: Exception, code: int) -> NoReturn:
         code: The exit status.
     """
     if not is_first_rank():
-        if isinstance(err, UsageError):
+        if isinstance(err, UsageError | DisagreementError):
             sys.exit(code)
         time.sleep(PATIENCE_S)
     lines = [f"error: {err}" if str(err) else f"error: {type(err).__name__}"]
     if isinstance(err, UsageError):
         lines += [f"       {err.hint}"] if err.hint else []
-    else:
+    elif not isinstance(err, DisagreementError):
         lines += _causes(err)
         lines.append(f"       {_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback")
     prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
