@@ -11,6 +11,8 @@ from lightning_modules.mistakes import Mistakes as Mistakes
 from lightning_modules.mnist import MNISTModule as MNISTModule
 from lightning_modules.mnist import MNISTNet as MNISTNet
 from lightning_modules.mnist_data import MNISTDataModule as MNISTDataModule
+from lightning_modules.relative_adamw import RelativeAdamW as RelativeAdamW
+from lightning_modules.relative_adamw import WarmupLinear as WarmupLinear
 from lightning_modules.simple_cnn import SimpleCNN as SimpleCNN
 from lightning_modules.simple_cnn import SimpleCNNModule as SimpleCNNModule
 from lightning_modules.simple_cnn import SyntheticImagesDataModule as SyntheticImagesDataModule

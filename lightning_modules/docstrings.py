@@ -43,6 +43,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NESTING = (*_DEFINITIONS, ast.If, ast.Try, ast.With)
 _RULE = re.compile(r"\s*[-=~^*]+\s*")  # the line under a heading
+_MARKUP = [
+    (re.compile(r":[\w:]+:`[~.!]?([^`<]*)[^`]*`"), r"\1"),  # Sphinx's roles: :func:`name`
+    (re.compile(r"(?<!\S)\*{1,2}([^*\s]+)\*{1,2}"), r"\1"),  # emphasis
+    (re.compile(r"`|>>>"), ""),
+]
 
 
 class Docstring(NamedTuple):
@@ -209,14 +214,11 @@ def _definitions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, Definiti
 def _pair(text: str, node: Definition, owner: str) -> Pair | None:
     """The summary line with the signature and the rest; None where there is little to summarize."""
     first, _, rest = text.partition("\n\n")
-    summary = " ".join(first.split())
-    body = " ".join(
-        " ".join(line for line in rest.splitlines() if not _RULE.fullmatch(line)).split()
-    )
+    summary, body = _plain(first), _plain(rest)
     name = _spelled(node.name)
     words = re.findall("[a-z0-9]+", summary.lower())
     trivial = set(words) <= set(name.lower().split())
-    if len(words) not in SUMMARY_WORDS or not summary[0].isalpha() or trivial:
+    if len(words) not in SUMMARY_WORDS or not summary[:1].isalpha() or trivial:
         return None
     if len(body.split()) < BODY_WORDS:
         return None
@@ -224,6 +226,14 @@ def _pair(text: str, node: Definition, owner: str) -> Pair | None:
     if not isinstance(node, ast.ClassDef):
         signature += f" ({', '.join(map(_spelled, _arguments(node)))})"
     return Pair(f"{signature}: {body}"[:SOURCE_CHARACTERS], summary)
+
+
+def _plain(text: str) -> str:
+    """One line without markup."""
+    lines = " ".join(line for line in text.splitlines() if not _RULE.fullmatch(line))
+    for pattern, kept in _MARKUP:
+        lines = pattern.sub(kept, lines)
+    return " ".join(lines.split())
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

@@ -12,7 +12,7 @@ Transformer" (https://arxiv.org/abs/1910.10683).
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -59,8 +59,10 @@ class T5Summarizer(LightningModule):
         generation: Options of transformers' `generate`; greedy search by default.
         optimizer: Makes the optimizer of the parameters; AdamW with lr 2e-3 by default. Not stored
             in checkpoints.
-        lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; by default the
-            learning rate is multiplied by 0.7. Not stored in checkpoints.
+        lr_scheduler: Makes the scheduler of the optimizer; by default the learning rate is
+            multiplied by 0.7. Not stored in checkpoints.
+        lr_interval: Whether the scheduler makes a step after each epoch or after each step, as one
+            that warms up does.
     """
 
     def __init__(
@@ -70,16 +72,18 @@ class T5Summarizer(LightningModule):
         generation: dict[str, Any] | None = None,
         optimizer: OptimizerCallable = adamw,
         lr_scheduler: LRSchedulerCallable = step_lr,
+        lr_interval: Literal["epoch", "step"] = "epoch",
     ) -> None:
         super().__init__()
         if isinstance(model_name_or_path, T5Config):  # a checkpoint is to hold plain values
             model_name_or_path = model_name_or_path.to_diff_dict()
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "lr_interval"])
         self.model_name_or_path = model_name_or_path
         self.num_generated_batches = num_generated_batches
         self.generation = generation or {}
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
+        self.lr_interval = lr_interval
         self.network: T5ForConditionalGeneration | None = None
         self.tokenizer: PreTrainedTokenizerFast | None = None
         self.metrics = nn.ModuleDict(
@@ -155,7 +159,8 @@ class T5Summarizer(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
-        return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
+        schedule = {"scheduler": self.make_lr_scheduler(optimizer), "interval": self.lr_interval}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

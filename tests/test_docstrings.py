@@ -109,6 +109,14 @@ def test_a_docstring_becomes_a_text_and_a_summary(tmp_path):
     }
 
 
+def test_markup_is_left_out(tmp_path):
+    text = 'def f(x):\n    """Give *x* to :func:`~a.g`.\n\n    It is ``x*y*z`` that *g* needs."""'
+    (path,) = some_package(tmp_path, text=text).files()
+    ((_, source, summary),) = docstrings_of(path)
+    assert summary == "Give x to a.g."
+    assert source == "f (x): It is x*y*z that g needs."
+
+
 def test_repetitions_are_dropped(tmp_path):
     packages = [some_package(tmp_path), some_package(tmp_path, "copy")]
     found = docstrings.read(packages, tmp_path / "x.json.gz")

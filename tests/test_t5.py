@@ -11,7 +11,13 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 from transformers import T5Config, T5ForConditionalGeneration
 
-from lightning_modules import EpochReport, SummaryTable, T5Summarizer
+from lightning_modules import (
+    EpochReport,
+    RelativeAdamW,
+    SummaryTable,
+    T5Summarizer,
+    WarmupLinear,
+)
 from tests.texts import TINY, Sentences, summarizer, texts
 
 pytestmark = [
@@ -56,8 +62,34 @@ def test_optimizer_and_scheduler_default_to_those_of_the_tutorial():
     made = summarizer().configure_optimizers()
     assert isinstance(made["optimizer"], AdamW)
     assert made["optimizer"].defaults["lr"] == 2e-3
-    assert isinstance(made["lr_scheduler"], StepLR)
-    assert (made["lr_scheduler"].step_size, made["lr_scheduler"].gamma) == (1, 0.7)
+    schedule = made["lr_scheduler"]
+    assert isinstance(schedule["scheduler"], StepLR)
+    assert (schedule["scheduler"].step_size, schedule["scheduler"].gamma) == (1, 0.7)
+    assert schedule["interval"] == "epoch"
+
+
+def test_relative_steps():
+    module = summarizer()
+    rates = {
+        id(group["params"][0]): group["lr"]
+        for group in RelativeAdamW(module.parameters()).param_groups
+    }
+    for parameter in module.parameters():
+        size = parameter.detach().square().mean().sqrt().item()
+        assert rates[id(parameter)] == pytest.approx(0.05 * size)
+    (still,) = RelativeAdamW([torch.nn.Parameter(torch.zeros(3))], lr=0.1).param_groups
+    assert still["lr"] == pytest.approx(1e-4)
+
+
+def test_warmup():
+    optimizer = RelativeAdamW([torch.nn.Parameter(torch.full((2,), c)) for c in (1.0, 2.0)], lr=0.1)
+    schedule, rates = WarmupLinear(optimizer, warmup_steps=2, total_steps=6), []
+    for _ in range(8):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    expected = torch.tensor([0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    torch.testing.assert_close(torch.tensor(rates), expected[:, None] * torch.tensor([0.1, 0.2]))
 
 
 def test_fit_test_predict_and_what_is_kept(tmp_path, data, capsys):

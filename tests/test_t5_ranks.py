@@ -1,5 +1,6 @@
 """T5 on two ranks, which share the texts or the tokens of each text, equals one process."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.functional.text import rouge_score
 from transformers.models.t5.modeling_t5 import T5Block
 
-from lightning_modules import SummarizationDataModule, T5Summarizer
+from lightning_modules import RelativeAdamW, SummarizationDataModule, T5Summarizer
+from lightning_modules.t5 import adamw
 from lightning_shard.checkpoint import full_module_state
 from tests.parity import assert_same
 from tests.texts import summarizer, texts
@@ -20,11 +22,12 @@ from tests.training import Losses, shared_path, trainer
 BATCH = 4  # samples of one step, over all data replicas
 SPLIT = {"shard_dims": {"input_ids": 1}}
 RUNS = {
-    "full": ((1,), {"sharding": "full", "wrap": ["T5Block"]}),
-    "gradients": ((1,), {"sharding": "gradients", "wrap": ["T5Block"]}),
-    "checkpointing": ((1,), {"activation_checkpointing": ["T5Block"]}),
-    "split": ((2,), {**SPLIT, "wrap": ["T5Block"]}),
-    "split checkpointing": ((2,), {**SPLIT, "activation_checkpointing": ["T5Block"]}),
+    "full": ((1,), {"sharding": "full", "wrap": ["T5Block"]}, adamw),
+    "gradients": ((1,), {"sharding": "gradients", "wrap": ["T5Block"]}, adamw),
+    "checkpointing": ((1,), {"activation_checkpointing": ["T5Block"]}, adamw),
+    "relative": ((1,), {"wrap": ["T5Block"]}, partial(RelativeAdamW, lr=0.01)),
+    "split": ((2,), {**SPLIT, "wrap": ["T5Block"]}, adamw),
+    "split checkpointing": ((2,), {**SPLIT, "activation_checkpointing": ["T5Block"]}, adamw),
 }
 
 
@@ -53,10 +56,10 @@ def data_of(domain: tuple[int, ...]) -> SummarizationDataModule:
 
 
 def alone(
-    data: SummarizationDataModule, dtype: torch.dtype = torch.float64
+    data: SummarizationDataModule, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[T5Summarizer, list[float]]:
     """One epoch by hand, on transformers' own loss."""
-    module = summarizer(dtype)
+    module = summarizer(dtype, **options)
     assert module.network is not None
     optimizer = module.configure_optimizers()["optimizer"]
     pairs, losses = data.pairs["train"], []
@@ -92,13 +95,13 @@ def evaluated_alone(
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_training_and_generation_equal_one_process(name):
-    domain, options = RUNS[name]
-    data, module = data_of(domain), summarizer(num_generated_batches=100)
+    domain, options, optimizer = RUNS[name]
+    data, module = data_of(domain), summarizer(num_generated_batches=100, optimizer=optimizer)
     losses, generated = Losses(), Texts()
     runner = trainer(domain, strategy=options, callbacks=[losses, generated])
     with quiet():
         runner.fit(module, datamodule=data)
-    expected, expected_losses = alone(data)
+    expected, expected_losses = alone(data, optimizer=optimizer)
     assert len(losses.values) == 4
     assert_same(mean_over_ranks(losses.values), torch.tensor(expected_losses, dtype=torch.float64))
     state = full_module_state(module)
