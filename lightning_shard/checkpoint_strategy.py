@@ -15,6 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_shard import sharded_directory
@@ -217,6 +218,9 @@ class CheckpointStrategy(MeshStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         load_module_state(self.lightning_module, checkpoint["state_dict"], strict)
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric):  # which takes over the tensors of the file, on the CPU
+                metric.to(self.root_device)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard.checkpoint import full_module_state
-from tests.training import Fields, Losses, generator, trainer
+from tests.training import Fields, Losses, accelerator, generator, trainer
 
 BATCH = 8
 STEPS = 4
@@ -120,7 +120,7 @@ def train_sharded(
     callbacks = [losses, *options.pop("callbacks", [])]
     runner = trainer(domain, strategy=strategy, callbacks=callbacks, **options)
     runner.fit(module, loader(BATCH // (world // math.prod(domain)), dtype))
-    mean = torch.tensor(losses.values, dtype=torch.float64)
+    mean = torch.tensor(losses.values, dtype=torch.float64, device=accelerator())
     dist.all_reduce(mean)
     return (mean / world).tolist(), full_module_state(module)
 

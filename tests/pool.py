@@ -122,7 +122,6 @@ def begin(rank: int, ranks: int, port: int) -> None:
         "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "TORCHELASTIC_RUN_ID": "pool",
     }  # fmt: skip
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of a test in the main process: it would seed samplers
     warnings.simplefilter("default")  # a forked rank begins with pytest's filters
     torch.set_num_threads(1)
 
@@ -131,6 +130,7 @@ def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) ->
     """Run the bodies that come, for ever."""
     while True:
         body, kwargs = next_task()
+        os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test: it would seed samplers
         torch.manual_seed(0)
         try:
             body(**kwargs)

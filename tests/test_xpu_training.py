@@ -9,6 +9,7 @@ from tests.test_exactness import check
 
 meshes = pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
 FLOAT64, FLOAT32 = torch.float64, torch.float32
+SLOW = pytest.mark.slow
 
 
 class EverythingIsThere(Callback):
@@ -47,7 +48,7 @@ def check_features(domain, **options):
 
 
 @pytest.mark.spmd(1, "xpu")
-@pytest.mark.parametrize("name", ["mnist", "dense_fno"])
+@pytest.mark.parametrize("name", ["mnist", pytest.param("dense_fno", marks=SLOW)])
 def test_one_device(name):
     check(name, (1,), FLOAT32)
 
@@ -59,8 +60,16 @@ def test_one_device_with_metrics():
 
 @pytest.mark.spmd(2, "xpu")
 @meshes
-@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", ["tfno", "dense_fno", "simple_cnn", "mnist"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("dense_fno", FLOAT64), pytest.param("dense_fno", FLOAT32, marks=SLOW),
+        pytest.param("mnist", FLOAT64, marks=SLOW), pytest.param("mnist", FLOAT32, marks=SLOW),
+        pytest.param("tfno", FLOAT64, marks=SLOW), pytest.param("tfno", FLOAT32, marks=SLOW),
+        pytest.param("simple_cnn", FLOAT64, marks=SLOW),
+        pytest.param("simple_cnn", FLOAT32, marks=SLOW),
+    ],
+)  # fmt: skip
 def test_two_devices(name, dtype, domain):
     check(name, domain, dtype)
 
@@ -71,10 +80,10 @@ def test_two_devices(name, dtype, domain):
     "options",
     [
         {},
-        {"strategy": {"sharding": "gradients"}},
-        {"strategy": {"sharding": "none"}},
+        pytest.param({"strategy": {"sharding": "gradients"}}, marks=SLOW),
+        pytest.param({"strategy": {"sharding": "none"}}, marks=SLOW),
         {"strategy": {"activation_checkpointing": ["Conv2d"]}},
-        {"strategy": {"prefetch": 2, "wrap": ["Conv2d"]}},
+        pytest.param({"strategy": {"prefetch": 2, "wrap": ["Conv2d"]}}, marks=SLOW),
     ],
     ids=str,
 )
@@ -83,7 +92,6 @@ def test_two_devices_with_metrics(domain, options):
 
 
 @pytest.mark.spmd(2, "xpu")
-@meshes
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip": 0.05}], ids=str)
-def test_accumulation_and_clipping(domain, options):
-    check("dense_fno", domain, FLOAT64, **options)
+@pytest.mark.parametrize("domain", [pytest.param((1,), marks=SLOW), (2,)], ids=["2x1", "1x2"])
+def test_accumulation_and_clipping(domain):
+    check("dense_fno", domain, FLOAT64, accumulate=2, clip=0.05)
