@@ -110,8 +110,7 @@ def compared(alone: Rehearsal, ranks: Sequence[Rehearsal], domain: tuple[int, ..
     if found.refused:
         return found
     dtypes = [v.dtype for v in alone.gradients.values() if v.is_floating_point()]
-    found.tolerance = min((TOLERANCE.get(dtype, 5e-2) for dtype in dtypes), default=1e-4)
-    found.tolerance = max(found.tolerance, *(TOLERANCE.get(d, 5e-2) for d in dtypes), 0.0)
+    found.tolerance = max((TOLERANCE.get(dtype, 5e-2) for dtype in dtypes), default=1e-4)
     found.loss_difference = abs((first.loss or 0.0) - found.loss) / max(abs(found.loss), 1e-30)
     total = _norm(torch.stack([torch.tensor(_norm(v)) for v in alone.gradients.values()]))
     differences = {}
