@@ -4,7 +4,7 @@ Shapes: B samples per data-parallel rank, S tokens of the longest text in the ba
 longest summary.
 """
 
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,39 @@ from lightning_modules.docstrings import Docstrings
 from lightning_modules.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
 
 TOKENIZER_VERSION = 1  # raised whenever training it changes
+
+
+def collate(
+    pairs: list[Pair],
+    tokenizer: PreTrainedTokenizerFast,
+    max_source_tokens: int,
+    max_summary_tokens: int,
+    num_first_words: int,
+) -> dict[str, Any]:
+    """Make a batch of pairs, padded to the longest.
+
+    Args:
+        pairs: B pairs.
+        tokenizer: Of texts and summaries.
+        max_source_tokens: Where texts are cut.
+        max_summary_tokens: Where summaries are cut.
+        num_first_words: Words of the trivial summary.
+
+    Returns:
+        The batch, as `SummarizationDataModule` describes it.
+    """
+    sources, summaries = [p.source for p in pairs], [p.summary for p in pairs]
+    options: dict[str, Any] = {"truncation": True, "padding": True, "return_tensors": "pt"}
+    read = tokenizer(sources, max_length=max_source_tokens, **options)
+    written = tokenizer(summaries, max_length=max_summary_tokens, **options)
+    return {
+        "input_ids": read["input_ids"],
+        "attention_mask": read["attention_mask"],
+        "labels": written["input_ids"].masked_fill(written["attention_mask"] == 0, -100),
+        "source": sources,
+        "summary": summaries,
+        "first_words": [" ".join(source.split()[:num_first_words]) for source in sources],
+    }
 
 
 class SummarizationDataModule(LightningDataModule):
@@ -90,7 +123,13 @@ class SummarizationDataModule(LightningDataModule):
             self.pairs = self._read()
             self.tokenizer = self._load_tokenizer(self.pairs["train"])
             lengths = [len(pair.summary.split()) for pair in self.pairs["train"]]
-            self._summary_words = round(sum(lengths) / len(lengths))
+            self.collate = partial(
+                collate,
+                tokenizer=self.tokenizer,
+                max_source_tokens=self.max_source_tokens,
+                max_summary_tokens=self.max_summary_tokens,
+                num_first_words=round(sum(lengths) / len(lengths)),
+            )
 
     @override
     def train_dataloader(self) -> DataLoader[Pair]:
@@ -107,23 +146,6 @@ class SummarizationDataModule(LightningDataModule):
     @override
     def predict_dataloader(self) -> DataLoader[Pair]:
         return self._loader("test", self.eval_batch_size)
-
-    def collate(self, pairs: list[Pair]) -> dict[str, Any]:
-        """Make a batch of pairs; they are padded to the longest."""
-        assert self.tokenizer is not None, "setup runs first"
-        sources, summaries = [p.source for p in pairs], [p.summary for p in pairs]
-        options: dict[str, Any] = {"truncation": True, "padding": True, "return_tensors": "pt"}
-        read = self.tokenizer(sources, max_length=self.max_source_tokens, **options)
-        written = self.tokenizer(summaries, max_length=self.max_summary_tokens, **options)
-        copied = [" ".join(islice(s.split(), self._summary_words)) for s in sources]
-        return {
-            "input_ids": read["input_ids"],
-            "attention_mask": read["attention_mask"],
-            "labels": written["input_ids"].masked_fill(written["attention_mask"] == 0, -100),
-            "source": sources,
-            "summary": summaries,
-            "first_words": copied,
-        }
 
     def _loader(self, split: Split, batch_size: int, *, shuffle: bool = False) -> DataLoader[Pair]:
         return DataLoader(

@@ -1,12 +1,13 @@
 """T5Summarizer in one process: losses, metrics, generation, checkpoints, errors."""
 
 import csv
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 from transformers import T5Config, T5ForConditionalGeneration
@@ -150,9 +151,9 @@ def test_a_checkpoint_summarizes_without_its_data(tmp_path, data):
     runner.fit(module, datamodule=data)
     runner.save_checkpoint(tmp_path / "x.ckpt")
     loaded = T5Summarizer.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True).eval()
-    read = loaded.tokenizer(["the shape of a tensor"], return_tensors="pt")
-    inputs = read["input_ids"], read["attention_mask"]
-    assert loaded.summarize(*inputs) == module.eval().summarize(*inputs)
+    texts = ["the shape of a tensor", "the owner"]
+    read = loaded.tokenizer(texts, padding=True, return_tensors="pt")
+    assert loaded.summarize(**read) == module.eval().summarize(**read)
 
 
 def test_the_tokenizer_of_a_checkpoint_must_be_the_datas(tmp_path, data):
@@ -211,6 +212,45 @@ def test_a_table_needs_what_was_generated(tmp_path, data):
     module = summarizer(torch.float32, num_generated_batches=0)
     with pytest.raises(ValueError, match=r"needs evaluation steps .* got \[\]\. Return it"):
         trainer(tmp_path, callbacks=[SummaryTable()]).fit(module, datamodule=data)
+
+
+class Tables(Logger):
+    """A logger that takes texts as TensorBoard does, or tables as Weights & Biases does."""
+
+    name, version = "tables", 0
+
+    def __init__(self, way):
+        self.received = Mock()
+        if way == "add_text":
+            self.experiment = Mock(spec=["add_text"], add_text=self.received)
+        else:
+            self.log_table = self.received
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, *_, **__):
+        pass
+
+
+@pytest.mark.parametrize("way", ["add_text", "log_table"])
+def test_loggers_get_the_table(tmp_path, data, way):
+    logger = Tables(way)
+    trainer(tmp_path, callbacks=[SummaryTable(num_rows=2)], logger=logger).fit(
+        summarizer(torch.float32), datamodule=data
+    )
+    ((args, options),) = logger.received.call_args_list
+    pair = data.pairs["val"][1]
+    if way == "add_text":
+        name, text, step = args
+        head, rule, _, row = text.splitlines()
+        assert (head, rule) == ("| source | reference | generated |", "| --- | --- | --- |")
+        assert row.startswith(f"| {pair.source} | {pair.summary} | ")
+    else:
+        (name,), step = args, options["step"]
+        assert options["columns"] == ["source", "reference", "generated"]
+        assert options["data"][1][:2] == list(pair)
+    assert (name, step) == ("summaries", 4)
 
 
 def test_rouge_by_hand(tmp_path):

@@ -175,3 +175,24 @@ def test_prediction_of_uneven_sets(domain):
     for text, pair in zip([text for batch in found for text in batch], pairs, strict=True):
         batch = data.collate([pair])
         assert [text] == alone.summarize(batch["input_ids"], batch["attention_mask"])
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "gradients"])
+def test_ranks_that_generate_summaries_of_different_lengths(sharding):
+    """Each token is a collective with sharded parameters: the shorter rank must go on with it."""
+    data, module = data_of((1,)), summarizer(num_generated_batches=100)
+    lengths = (2, 9)
+    module.generation = {"max_new_tokens": lengths[dist.get_rank()], "min_new_tokens": 1}
+    generated = Texts()
+    options = {"wrap": ["T5Block"], "sharding": sharding}
+    with quiet():
+        trainer((1,), strategy=options, callbacks=[generated]).validate(module, datamodule=data)
+    alone = summarizer().eval()
+    alone.tokenizer = data.tokenizer
+    found = generated.everywhere()
+    for i, pair in enumerate(data.pairs["val"]):
+        alone.generation = {"max_new_tokens": lengths[i % 2], "min_new_tokens": 1}
+        batch = data.collate([pair])
+        (text,) = alone.summarize(batch["input_ids"], batch["attention_mask"])
+        assert found[pair.source] == text

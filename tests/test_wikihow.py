@@ -1,5 +1,6 @@
 """WikiHow's csv files: what is read of them, when reading ends, and what is said of bad ones."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ def test_batches_are_cut_and_counted(tmp_path):
     assert {split: len(pairs) for split, pairs in data.pairs.items()} == {
         "train": 12, "val": 3, "test": 3,
     }  # fmt: skip
-    batch = next(iter(data.train_dataloader()))
+    loader = data.train_dataloader()
+    pickle.dumps(loader.collate_fn)  # for worker processes
+    batch = next(iter(loader))
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (6, 40)
     assert batch["labels"].shape == (6, 9)
     assert (batch["input_ids"][:, -1] == 1).all()  # the end, also of what was cut
