@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_shard.batch import ShardDims
 from lightning_shard.rehearsal import Data, Rehearsal, rehearse
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of gradients; 0.05 of narrower dtypes
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the loss and of gradients
+NARROW = 5e-2  # of those in narrower dtypes
 NEGLIGIBLE = 1e-3  # a parameter's share of the gradient below which it is compared with that share
 
 
@@ -27,6 +29,8 @@ class Check:
         loss_difference: Of the loss on several, relative.
         gradient_differences: For each parameter and buffer, relative, the largest first.
         tolerance: Up to which differences are those of rounding.
+        rounding: The largest difference in the module's own precision, where that left a doubt and
+            the comparison is one in float64; else 0.
     """
 
     domain: tuple[int, ...]
@@ -36,12 +40,17 @@ class Check:
     loss_difference: float = 0.0
     gradient_differences: dict[str, float] = field(default_factory=dict)
     tolerance: float = 0.0
+    rounding: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference."""
+        return max([self.loss_difference, *self.gradient_differences.values()])
 
     @property
     def is_exact(self) -> bool:
         """Whether the step ran, and gave loss and gradients of one process."""
-        worst = max([self.loss_difference, *self.gradient_differences.values()])
-        return not self.refused and worst <= self.tolerance
+        return not self.refused and self.worst <= self.tolerance
 
     @property
     def is_supported(self) -> bool:
@@ -56,14 +65,19 @@ class Check:
             lines += [f"  {name}" for name in self.gathered]
         if self.refused:
             return "\n".join([*lines, f"On {ranks} the step stopped: {self.refused}"])
-        worst, difference = next(iter(self.gradient_differences.items()))
+        name, difference = next(iter(self.gradient_differences.items()))
         verdict = "equals" if self.is_exact else "DIFFERS FROM"
         lines += [
             f"One training step on {ranks} {verdict} that of one process:",
             f"  loss       {self.loss:.6g}, relative difference {self.loss_difference:.1e}",
             f"  gradients  of {len(self.gradient_differences)} parameters and buffers, relative "
-            f"difference at most {difference:.1e} ({worst})",
+            f"difference at most {difference:.1e} ({name})",
         ]
+        if self.rounding:
+            lines += [
+                f"  These are of float64, since {self.rounding:.1e} in the module's own precision "
+                "left a doubt."
+            ]
         if not self.is_exact:
             lines += [
                 f"  More than {self.tolerance:.0e} is not rounding. Random numbers other than "
@@ -99,6 +113,24 @@ def check(
     """
     sizes = domain_parallel_size
     domain = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    found = _compare(module, data, domain, shard_dims, trainer)
+    if found.refused or found.is_exact or "precision" in trainer:
+        return found
+    try:  # sums that nearly cancel differ by more than any tolerance for float32
+        double = _compare(module, data, domain, shard_dims, {**trainer, "precision": "64-true"})
+    except ProcessRaisedException:  # not every module computes in float64
+        return found
+    double.rounding = found.worst
+    return double
+
+
+def _compare(
+    module: LightningModule,
+    data: Data,
+    domain: tuple[int, ...],
+    shard_dims: ShardDims,
+    trainer: dict[str, Any],
+) -> Check:
     (alone,) = rehearse(module, data, (), shard_dims, **trainer)
     return compared(alone, rehearse(module, data, domain, shard_dims, **trainer), domain)
 
@@ -109,8 +141,8 @@ def compared(alone: Rehearsal, ranks: Sequence[Rehearsal], domain: tuple[int, ..
     found = Check(domain, first.refused, first.gathered, alone.loss or 0.0)
     if found.refused:
         return found
-    dtypes = [v.dtype for v in alone.gradients.values() if v.is_floating_point()]
-    found.tolerance = max((TOLERANCE.get(dtype, 5e-2) for dtype in dtypes), default=1e-4)
+    dtypes = {v.dtype for v in alone.gradients.values() if v.is_floating_point()}
+    found.tolerance = max(TOLERANCE.get(dtype, NARROW) for dtype in dtypes | {torch.float64})
     found.loss_difference = abs((first.loss or 0.0) - found.loss) / max(abs(found.loss), 1e-30)
     total = _norm(torch.stack([torch.tensor(_norm(v)) for v in alone.gradients.values()]))
     differences = {}

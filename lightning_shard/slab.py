@@ -89,12 +89,18 @@ def slab_of(
 
     Raises:
         ValueError: `shard_dims` names a dim that the field does not have, or that of the samples.
+        RuntimeError: The trainer has not started its processes yet.
     """
     shape = tuple(shape)
     whole = Slab(shape, tuple(slice(0, n) for n in shape), is_split=False)
     strategy: Any = getattr(trainer, "strategy", None)
     if getattr(strategy, "domain_size", 1) == 1:
         return whole
+    if strategy.device_mesh is None:
+        raise RuntimeError(
+            f"which part of {entry!r} a rank reads is known once the trainer has started its "
+            "processes; make the dataset in setup() of the data module, not before fit."
+        )
     mesh = strategy.domain_mesh
     dims = dims_of(strategy.shard_dims, entry, 1 + len(shape), dtype, mesh.ndim)
     if dims is None:

@@ -74,6 +74,20 @@ def test_an_operation_that_is_refused():
     assert "the step stopped: cannot run" in str(found)
 
 
+def test_rounding_is_told_from_mistakes():
+    """A gradient that is the small difference of large sums."""
+
+    class Cancels(Net):
+        def training_step(self, batch, batch_idx):
+            y = self.first(batch["x"])
+            return 1e-4 * y.mean() + (10 * (y - y.mean(dim=(2, 3), keepdim=True))).mean()
+
+    found = lightning_shard.check(Cancels(), data((1, 64, 64)))
+    assert found.is_exact, str(found)
+    assert found.rounding > 1e-4
+    assert "These are of float64, since " in str(found)
+
+
 def test_what_differs_is_said():
     class Local(Net):
         def training_step(self, batch, batch_idx):

@@ -20,7 +20,7 @@ from zarr.storage import LocalStore
 import lightning_shard
 from lightning_modules import FieldDataset
 from lightning_modules.fields import write_fields
-from lightning_shard import DomainTensor, slab_of
+from lightning_shard import DomainTensor, HybridShardStrategy, slab_of
 from lightning_shard.batch import check_same_batch, shard_batch
 from lightning_shard.checkpoint import full_module_state
 from tests import training
@@ -212,7 +212,9 @@ def test_ranks_that_read_different_samples_are_noticed():
 def split_by(shard_dims):
     """A trainer whose strategy has a domain of two ranks."""
     return SimpleNamespace(
-        strategy=SimpleNamespace(domain_size=2, domain_mesh=mesh_of(2), shard_dims=shard_dims)
+        strategy=SimpleNamespace(
+            domain_size=2, domain_mesh=mesh_of(2), device_mesh=mesh_of(2), shard_dims=shard_dims
+        )
     )
 
 
@@ -253,6 +255,14 @@ def test_slabs_that_do_not_fit_their_batch():
     other = slab_of(split_by(None), "x", (1, 4, 8))
     with pytest.raises(ValueError, match=r"must have one shape; got \(1, 4, 6\) and \(1, 4, 8\)"):
         default_collate([slab.part(rows, 0), other.part(torch.zeros(1, 2, 8), 1)])
+
+
+def test_slabs_before_there_are_ranks():
+    runner = SimpleNamespace(strategy=HybridShardStrategy(domain_parallel_size=2))
+    with pytest.raises(
+        RuntimeError, match=r"part of 'x' a rank reads is known once .* in setup\(\)"
+    ):
+        slab_of(runner, "x", (1, 4, 6))
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
