@@ -167,6 +167,24 @@ def test_digits_are_learnt():
     assert float(tested[-1]) >= 0.97
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*tensorboardX. has been removed:UserWarning")
+def test_summaries_are_better_than_copies():
+    """Offline; seven minutes of one core."""
+    try:
+        cli.main(["fit", *files("t5_docstrings cpu")])
+    finally:
+        leave_group()
+    (path,) = Path("outputs").glob("**/metrics.csv")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    losses = [float(row["val/loss"]) for row in rows if row["val/loss"]]
+    assert losses[-1] < losses[0] - 0.7
+    (tested,) = (row for row in rows if row["test/rougeL"])
+    assert float(tested["test/rougeL"]) > float(tested["test/rougeL_first_words"]) + 0.04
+
+
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
