@@ -3,6 +3,7 @@
 A file is compressed JSON: its checksum tells whether it is still what was written.
 """
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -60,7 +61,8 @@ def write_whole(path: Path, content: bytes) -> None:
             "in a folder that may be written to: make room, or name another folder."
         ) from err
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may be its folder that could not be made
+            partial.unlink()
 
 
 def digest(parts: Iterable[str]) -> str:

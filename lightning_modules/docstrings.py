@@ -136,7 +136,7 @@ def installed(names: Iterable[str] | None) -> list[Package]:
     library = _standard_library()
     found = {library.name: library}
     for distribution in metadata.distributions():
-        if distribution.metadata["Name"]:  # else it is what an installer left behind
+        if distribution.metadata.get_all("Name"):  # else it is what an installer left behind
             package = _package(distribution)
             found.setdefault(package.name, package)
     wanted = set(found) if names is None else {library.name, *map(_normal, names)}
@@ -164,16 +164,18 @@ def _standard_library() -> Package:
 
 def _package(distribution: metadata.Distribution) -> Package:
     about = distribution.metadata
+    stated = [*about.get_all("License-Expression", []), *about.get_all("License", [])]
     classes = [c for c in about.get_all("Classifier", []) if c.startswith("License ::")]
-    named = [about["License-Expression"], about["License"], *classes, "not stated"]
-    licence = next(filter(None, named)).strip().splitlines()[0].rsplit(" :: ", 1)[-1]
+    short = [line for line in stated if "\n" not in line.strip()]  # others are the whole text
+    lines = "\n".join([*short, *classes, *stated, "not stated"]).strip().splitlines()
+    licence = lines[0].rsplit(" :: ", 1)[-1]
 
     def files() -> list[Path]:
         folder = Path(str(distribution.locate_file("")))
         listed = distribution.files or []
         return _to_read(folder, (Path(str(distribution.locate_file(f))) for f in listed))
 
-    return Package(_normal(about["Name"]), distribution.version, licence[:80], files)
+    return Package(_normal(about["Name"]), distribution.version, licence, files)
 
 
 def _to_read(folder: Path, files: Iterable[Path]) -> list[Path]:

@@ -102,7 +102,7 @@ class T5Summarizer(LightningModule):
                 "T5Summarizer needs the tokenizer of its data module, which has none: pass "
                 "`datamodule=SummarizationDataModule(...)`, or another one with a `tokenizer`."
             )
-        self.tokenizer = tokenizer or self.tokenizer
+        self._take(tokenizer)
 
     @override
     def configure_model(self) -> None:
@@ -169,16 +169,8 @@ class T5Summarizer(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trained = checkpoint.get("tokenizer")
-        if trained is None:
-            return
-        if self.tokenizer is None:
-            self.tokenizer = tokenizer_of(trained)
-        elif self.tokenizer.backend_tokenizer.to_str() != trained:
-            raise ValueError(
-                "The checkpoint was trained with another tokenizer than the data module's; use the "
-                "corpus and the vocab_size of that training."
-            )
+        if "tokenizer" in checkpoint:
+            self._take(tokenizer_of(checkpoint["tokenizer"]))
 
     def summarize(
         self, input_ids: Tensor, attention_mask: Tensor, *, in_step: bool = False
@@ -203,6 +195,16 @@ class T5Summarizer(LightningModule):
             **self.generation,
         )
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    def _take(self, tokenizer: PreTrainedTokenizerFast | None) -> None:
+        """Keep the tokenizer of the data or of a checkpoint, which must be the same."""
+        if self.tokenizer is None:
+            self.tokenizer = tokenizer
+        elif tokenizer is not None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                "The model was trained with another tokenizer than the data module's; use the "
+                "corpus and the vocab_size of that training."
+            )
 
     def _sum_of_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Cross-entropy summed over the tokens of the summaries, and their number."""

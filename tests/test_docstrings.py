@@ -220,6 +220,12 @@ def test_a_full_disk_leaves_nothing(tmp_path, environment, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made(tmp_path, environment):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(OSError, match=r"docstrings_.* could not be written .*: make room, or name"):
+        list(corpus(tmp_path).pairs())
+
+
 def test_a_tokenizer_gives_words_back_in_lower_case():
     texts = ["Return the shape of a Tensor, or 12.", "the shape of the tensor"] * 5
     trained = train_tokenizer(texts, 100)

@@ -157,15 +157,21 @@ def test_a_checkpoint_summarizes_without_its_data(tmp_path, data):
 
 
 def test_the_tokenizer_of_a_checkpoint_must_be_the_datas(tmp_path, data):
-    module = summarizer(torch.float32)
+    module, path = summarizer(torch.float32), tmp_path / "x.ckpt"
     runner = trainer(tmp_path)
     runner.fit(module, datamodule=data)
-    runner.save_checkpoint(tmp_path / "x.ckpt")
+    runner.save_checkpoint(path)
+    same = texts(tmp_path / "tokenizers")
+    (metrics,) = trainer(tmp_path).test(
+        summarizer(torch.float32), datamodule=same, ckpt_path=path, verbose=False
+    )
+    assert metrics == runner.test(module, datamodule=data, verbose=False)[0]
     other = texts(tmp_path / "tokenizers", vocab_size=50)
-    with pytest.raises(ValueError, match="trained with another tokenizer than the data module's"):
-        trainer(tmp_path).test(
-            summarizer(torch.float32), datamodule=other, ckpt_path=tmp_path / "x.ckpt"
-        )
+    wanted = "trained with another tokenizer than the data module's"
+    with pytest.raises(ValueError, match=wanted):
+        trainer(tmp_path).test(summarizer(torch.float32), datamodule=other, ckpt_path=path)
+    with pytest.raises(ValueError, match=wanted):
+        trainer(tmp_path).test(T5Summarizer.load_from_checkpoint(path), datamodule=other)
 
 
 def test_a_config_of_transformers_and_its_options_are_the_same_model():
