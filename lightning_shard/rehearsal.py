@@ -92,8 +92,9 @@ def rehearse(
     Returns:
         What each rank saw; whole gradients are with the first.
     """
-    torch.manual_seed(0)
-    own, batch = _first_batch(data)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        own, batch = _first_batch(data)
     task = (module, own, batch, tuple(domain), shard_dims, trainer)
     return launch(_step, *task, processes=math.prod(domain))
 

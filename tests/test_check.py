@@ -36,7 +36,9 @@ def data(shape=(1, 12, 10), samples=4):
 def test_a_module_that_runs(capfd):
     module = Net(nn.Dropout(0.3))
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    found = lightning_shard.check(module, data())
+    batches, state = data(), torch.get_rng_state()
+    found = lightning_shard.check(module, batches)
+    assert torch.get_rng_state().equal(state)
     assert found.is_exact
     assert found.is_supported
     assert found.gradient_differences.keys() == before.keys()
