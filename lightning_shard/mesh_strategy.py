@@ -28,6 +28,7 @@ from lightning_shard.mesh import make_mesh, mesh_names
 from lightning_shard.ops import UnsupportedOperationError
 from lightning_shard.precision import use_device
 from lightning_shard.ranks import divide, reduce
+from lightning_shard.requeue import save_before_requeue
 from lightning_shard.tensor import DomainTensor
 
 # with which ranks that differ would call other collectives, or train other weights
@@ -157,6 +158,8 @@ class MeshStrategy(LauncherStrategy):
             self._failure, self._alone = FailureWatch(self.global_rank), None
         self.compare("options", self.options_alike())
         assert self.lightning_module is not None
+        if self.world_size > 1:
+            save_before_requeue(self.lightning_module.trainer, self.cluster_environment)
         self.lightning_module._device_mesh = self.device_mesh
 
     def options_alike(self) -> dict[str, str]:
