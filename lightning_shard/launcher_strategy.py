@@ -49,12 +49,12 @@ class LauncherStrategy(ParallelStrategy):
 
     # Lightning assigns its choice, and reads back what it then works with
     @property
-    def cluster_environment(self) -> ClusterEnvironment | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def cluster_environment(self) -> ClusterEnvironment | None:
         """The launcher's, also of launchers that Lightning does not know."""
         return self._environment
 
     @cluster_environment.setter
-    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._environment = environment_of_launcher(environment)
 
     def set_world_ranks(self) -> None:
