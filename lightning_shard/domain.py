@@ -1,5 +1,7 @@
 """A rank's part of a split tensor, and the process groups that reach the other parts."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,6 +12,26 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import Grid, Layout
+
+
+@contextmanager
+def making_groups() -> Generator[None, None, None]:
+    """While open, torch makes the groups of a mesh one by one, where it could not split the first.
+
+    torch 2.15 splits the default group, if that is bound to a device, for each new mesh; xccl
+    cannot be split (https://github.com/pytorch/pytorch/issues/186548). Bound it must be: FSDP2
+    would wait for ever in its first gather.
+    """
+    group = dist.group.WORLD
+    bound = None if group is None else group.bound_device_id
+    if group is None or bound is None or group._get_backend(bound).supports_splitting:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = bound
 
 
 class Domain:
@@ -25,7 +47,8 @@ class Domain:
             (a,): mesh.get_group(a) for a in range(mesh.ndim)
         }
         if mesh.ndim > 1:
-            self._groups[tuple(range(mesh.ndim))] = mesh._flatten().get_group()
+            with making_groups():
+                self._groups[tuple(range(mesh.ndim))] = mesh._flatten().get_group()
 
     def group(self, axes: tuple[int, ...]) -> ProcessGroup:
         if axes not in self._groups:

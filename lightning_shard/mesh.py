@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_shard.domain import making_groups
 from lightning_shard.nodes import nearest_first, nodes_of_ranks, why_crossing
 
 Sharding = Literal["full", "gradients", "none", "hybrid"]
@@ -107,12 +108,13 @@ def _made(
     reason = why_crossing(ranks.reshape(-1, domain), nodes)
     if reason is not None and dist.get_rank() == 0:
         warnings.warn(reason, stacklevel=4)
-    if torch.equal(ranks.flatten(), torch.arange(len(nodes))):
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    else:
-        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
-    if names[:2] == ("replicate", "shard"):
-        mesh["replicate", "shard"]._flatten("data")
+    with making_groups():
+        if torch.equal(ranks.flatten(), torch.arange(len(nodes))):
+            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        else:
+            mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        if names[:2] == ("replicate", "shard"):
+            mesh["replicate", "shard"]._flatten("data")
     return mesh
 
 
@@ -138,15 +140,19 @@ def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names]
 
 
-@lru_cache(maxsize=64)
 def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks of the mesh on one axis, in the order that their process group has."""
-    if mesh.ndim == 1:
-        return mesh
+    return mesh if mesh.ndim == 1 else _flat_mesh(mesh, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _flat_mesh(mesh: DeviceMesh, _: dist.ProcessGroup | None) -> DeviceMesh:
+    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
     ranks = mesh.mesh.flatten()
-    if (ranks.diff() > 0).all():
-        return mesh._flatten("all_ranks")
-    return DeviceMesh(mesh.device_type, ranks.sort().values, mesh_dim_names=("all_ranks",))
+    with making_groups():
+        if (ranks.diff() > 0).all():
+            return mesh._flatten("all_ranks")
+        return DeviceMesh(mesh.device_type, ranks.sort().values, mesh_dim_names=("all_ranks",))
 
 
 def parameter_mesh(mesh: DeviceMesh, sharding: Sharding) -> DeviceMesh:
@@ -158,7 +164,7 @@ def parameter_mesh(mesh: DeviceMesh, sharding: Sharding) -> DeviceMesh:
 def _parameter_mesh(
     mesh: DeviceMesh, sharding: Sharding, _: dist.ProcessGroup | None
 ) -> DeviceMesh:
-    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
+    """As `_flat_mesh`."""
     names = mesh.mesh_dim_names or ()
     if sharding == "none":
         copies = mesh.size()
@@ -167,4 +173,5 @@ def _parameter_mesh(
     else:
         return flat_mesh(mesh)
     ranks = mesh.mesh.reshape(copies, -1).sort(dim=1).values
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", "parts"))
+    with making_groups():
+        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", "parts"))

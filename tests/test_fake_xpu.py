@@ -154,6 +154,12 @@ def test_xccl_knows_tensors_of_the_xpu_only():
 
 
 @pytest.mark.spmd(2, "xpu")
+def test_xccl_cannot_be_split():
+    with pytest.raises(RuntimeError, match="does not support splitting"):
+        dist.split_group(split_ranks=[[0], [1]])
+
+
+@pytest.mark.spmd(2, "xpu")
 def test_a_group_of_gloo_may_be_beside_it():
     group = dist.new_group(backend="cpu:gloo,xpu:xccl")
     for device in ("cpu", "xpu"):

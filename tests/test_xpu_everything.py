@@ -30,6 +30,13 @@ def test_sharding_with_a_domain_accumulation_and_clipping(row):
 
 @pytest.mark.slow
 @pytest.mark.spmd(4, "xpu")
+@pytest.mark.parametrize("row", ["full", "none", "hybrid"])
+def test_sharding_on_a_domain_of_two_dims(row):
+    assert_equal_runs(train_sharded((2, 2), ROWS[row]), train_alone())
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(4, "xpu")
 @pytest.mark.parametrize("domain", [(1,), (4,)], ids=["4x1", "1x4"])
 def test_an_overflow_on_one_device_skips_the_step_on_all(domain):
     test_fsdp_precision.test_an_overflow_on_one_rank_skips_the_step_on_all(domain)

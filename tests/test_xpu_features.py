@@ -19,6 +19,7 @@ from lightning_shard import DeviceTimer, HybridShardStrategy, predictions_in_ord
 from lightning_shard.checkpoint import full_module_state
 from lightning_shard.cli import main as cli
 from lightning_shard.random_state import random_state
+from lightning_shard.ranks import copy_from_first
 from tests import tiny, training
 from tests.fake_xpu import torch_xpu
 from tests.featured import BATCH, QUIET, Featured, assert_same_state, fit_sharded, loader, sample
@@ -269,6 +270,9 @@ def test_values_of_the_cpu_are_reduced_over_the_device():
     fit_sharded(module, (1,), max_steps=1)
     assert [x.tolist() for x in module.found] == [1.5, 3, 3, [0, 1]]
     assert [x.device.type for x in module.found] == ["cpu", "cpu", "cpu", "xpu"]
+    kept = torch.full((2,), 5.0 + rank, dtype=torch.complex64)
+    copy_from_first(kept)
+    assert kept.tolist() == [5, 5]
 
 
 @pytest.mark.spmd(2, "xpu")

@@ -126,3 +126,5 @@ def _replace_xccl() -> None:
     module: Any = distributed_c10d
     module.ProcessGroupXCCL = XCCL
     module._XCCL_AVAILABLE = True
+    gloo: Any = dist.ProcessGroupGloo  # as ProcessGroupXCCL: pytorch issue 186548
+    gloo.supports_splitting = property(lambda self: False)
