@@ -37,6 +37,8 @@ from lightning_shard.wrap import blocks, named, tied_outside
 
 Moved = dict[nn.Parameter, nn.Parameter]
 
+_SHARDED_OVER = "_sharded_over"  # attribute of a module: its mesh
+
 
 def parallelize(
     module: nn.Module,
@@ -69,8 +71,14 @@ def parallelize(
 
     Raises:
         ValueError: An option names what the module does not have.
+        RuntimeError: The module is sharded over another mesh.
     """
     if isinstance(module, FSDPModule):
+        if (over := module.__dict__.get(_SHARDED_OVER, mesh)) != mesh:
+            raise RuntimeError(
+                f"the module is sharded over {over} since an earlier call, and cannot be used on "
+                f"{mesh}; load its weights into a new module."
+            )
         return {}
     ignored = _ignored(module, options.ignored_parameters)
     chosen = blocks(module, options.wrap, options.min_num_params)
@@ -104,6 +112,7 @@ def parallelize(
         setattr(module, method, _returning_no_view(getattr(module, method)))
         register_fsdp_forward_method(module, method)
     module.register_load_state_dict_pre_hook(_split_loaded)
+    module.__dict__[_SHARDED_OVER] = mesh
     after = dict(module.named_parameters(remove_duplicate=False))
     return {before[name]: after[name] for name in before}
 

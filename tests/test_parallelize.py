@@ -101,6 +101,15 @@ def test_mesh_of_another_size_is_refused():
 
 
 @pytest.mark.spmd(2)
+def test_module_on_another_mesh_is_refused():
+    net, mesh = Net(), make_mesh("cpu", 2, (1,))
+    lightning_shard.parallelize(net, mesh)
+    assert lightning_shard.parallelize(net, mesh) == {}
+    with pytest.raises(RuntimeError, match=r"sharded over .* load its weights into a new module"):
+        lightning_shard.parallelize(net, make_mesh("cpu", 1, (2,)))
+
+
+@pytest.mark.spmd(2)
 def test_submesh_is_enough():
     """A domain mesh that is a part of the world."""
     world = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "domain"))
