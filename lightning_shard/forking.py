@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_shard.process_info import NOTEBOOK
+
 _OF_PARENT: dict[Any, Any] = {}  # kept, because their destructors wait for threads
 
 
@@ -48,10 +50,13 @@ def store_of_ranks() -> Iterator[int]:
         del store  # not with a traceback, later, in a fork that would wait for the store's thread
 
 
-def join_store(port: int) -> None:
-    """In a rank: process groups meet in the store that the parent holds, as torchrun's do."""
+def become_rank(rank: int, processes: int, port: int) -> None:
+    """Set the variables of torchrun, whose process groups too meet in a store of the parent."""
     os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(processes), "GROUP_RANK": "0",
+        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": NOTEBOOK, "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
 

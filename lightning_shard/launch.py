@@ -5,7 +5,6 @@ run in it; where an accelerator has been initialised it is a new interpreter. Th
 launches holds the store in which the ranks meet, as torchrun does, so no free port is guessed.
 """
 
-import os
 import pickle
 import signal
 import sys
@@ -28,14 +27,13 @@ from torch.multiprocessing.spawn import (
 )
 
 from lightning_shard.forking import (
+    become_rank,
     begin_forked_rank,
     belongs_to_a_group,
     forking,
     initialised_accelerator,
-    join_store,
     store_of_ranks,
 )
-from lightning_shard.process_info import NOTEBOOK
 from lightning_shard.rank_output import Stream, Writers, streams, write_to
 from lightning_shard.start import start_process_group
 
@@ -135,12 +133,7 @@ def _run(
     else:
         _set_num_threads_if_needed(task.processes)
     write_to(writers[rank])
-    join_store(task.port)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(task.processes), "GROUP_RANK": "0",
-        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(task.processes),
-        "TORCHELASTIC_RUN_ID": NOTEBOOK, "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
+    become_rank(rank, task.processes, task.port)
     start_process_group(task.device_type, timeout_s=task.timeout_s)
     dist.barrier()  # so that none ends before all have met
     value = function(*args)

@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint import full, module_state
 from lightning_shard.forking import (
+    become_rank,
     begin_forked_rank,
     forking,
     initialised_accelerator,
-    join_store,
     store_of_ranks,
 )
 from lightning_shard.materialize import is_deferred
@@ -65,10 +65,10 @@ class NotebookLauncher(_MultiProcessingLauncher):
                 os.environ["MASTER_PORT"] = outside
 
     @override
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         begin_forked_rank()
-        join_store(int(os.environ["MASTER_PORT"]))
-        super()._wrapping_function(*args, **kwargs)
+        become_rank(process_idx, self._strategy.num_processes, int(os.environ["MASTER_PORT"]))
+        super()._wrapping_function(process_idx, *args, **kwargs)
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:

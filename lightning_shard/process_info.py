@@ -127,17 +127,22 @@ def _of_slurm(env: Mapping[str, str]) -> ProcessInfo:
 
 
 def _of_lightning(env: Mapping[str, str]) -> ProcessInfo:
-    """Lightning says the node and the local rank; the number of nodes follows once they met."""
-    world, local_rank, node = (_number(env, n) for n in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"))
-    rank, local = local_rank, world
+    """Lightning says node and local rank, and when a stage ends no longer the number of processes.
+
+    The rank on another node than the first is known once the processes have met.
+    """
+    local_rank, node = _number(env, "LOCAL_RANK"), _number(env, "NODE_RANK")
     if dist.is_initialized():
-        rank = dist.get_rank()
+        rank, world = dist.get_rank(), dist.get_world_size()
         local = (rank - local_rank) // node if node else world
     elif node:
         raise ValueError(
             f"NODE_RANK is {node} and RANK is not set, so the rank of this process is known once "
             "its process group runs; ask after the Trainer has begun, or start it by torchrun."
         )
+    else:
+        rank, world = local_rank, _number(env, "WORLD_SIZE", local_rank + 1)
+        local = world
     address = env.get("MASTER_ADDR", "127.0.0.1")
     return ProcessInfo("lightning", rank, local_rank, world, local, node, address, _port())
 
@@ -167,7 +172,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     return int(value)
 
 
-NOTEBOOK = "lightning_shard.launch"  # TORCHELASTIC_RUN_ID of ranks that `launch` starts
+NOTEBOOK = "lightning_shard.launch"  # TORCHELASTIC_RUN_ID of ranks that a notebook starts
 
 # The variables that only this launcher sets: a launcher that runs inside another comes first.
 _LAUNCHERS: dict[str, Callable[[Mapping[str, str]], ProcessInfo]] = {
@@ -182,6 +187,6 @@ _LAUNCHERS: dict[str, Callable[[Mapping[str, str]], ProcessInfo]] = {
     "PMI_RANK MPI_LOCALRANKID": _of_mpi(
         "hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     ),
-    "LOCAL_RANK NODE_RANK WORLD_SIZE": _of_lightning,
+    "LOCAL_RANK NODE_RANK": _of_lightning,
     "SLURM_PROCID SLURM_STEP_NUM_TASKS": _of_slurm,
 }
