@@ -142,7 +142,14 @@ def run_quickly(name: str, *overlays: str) -> None:
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("name", [pytest.param("mnist_cnn", marks=pytest.mark.slow), "tfno_darcy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("mnist_cnn", marks=pytest.mark.slow),
+        pytest.param("t5_docstrings", marks=pytest.mark.slow),
+        "tfno_darcy",
+    ],
+)
 def test_one_step_runs_on_two_by_two_ranks(name):
     setup = mock.patch.object(
         HybridShardStrategy, "setup", autospec=True, side_effect=HybridShardStrategy.setup
