@@ -1,5 +1,6 @@
 """A notebook's cells start processes: by `launch`, and by a Trainer with several devices."""
 
+import time
 from pathlib import Path
 
 import nbformat
@@ -73,6 +74,15 @@ def fail():
 
 lightning_shard.launch(fail)
 """
+FAIL_IN_TRAINER = """
+def training_step(module, batch, index):
+    if dist.get_rank() == 1:
+        raise ArithmeticError("a mistake in a step on rank one")
+    return Module.training_step(module, batch, index)
+
+failing = type("Failing", (Module,), {"training_step": training_step})()
+trainer(2, strategy=HybridShardStrategy(domain_parallel_size=2)).fit(failing, data)
+"""
 REFUSED = """
 torch.cuda.is_initialized = lambda: True
 trainer(2, strategy=HybridShardStrategy()).fit(Module(), data)
@@ -105,5 +115,9 @@ def test_cells(kernel):
     assert "[2, 2]" in output_of(kernel, FIT)
     with pytest.raises(CellExecutionError, match="ArithmeticError: a mistake on rank one"):
         output_of(kernel, FAIL)
+    start = time.monotonic()
+    with pytest.raises(CellExecutionError, match="a mistake in a step on rank one"):
+        output_of(kernel, FAIL_IN_TRAINER)
+    assert time.monotonic() - start < 25
     with pytest.raises(CellExecutionError, match=r"impossible because CUDA .* restart the kernel"):
         output_of(kernel, REFUSED)
