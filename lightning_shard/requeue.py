@@ -17,11 +17,18 @@ from typing_extensions import override
 class SaveBeforeRequeue(Callback):
     """Notes the signal, and does what Lightning does once all ranks have ended the step."""
 
-    def __init__(self) -> None:
-        self._asked = False
+    def __init__(self, wanted: signal.Signals) -> None:
+        self._signal, self._asked = wanted, False
 
-    def note(self, *_: Any) -> None:
-        """Handle the signal."""
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the signal before Lightning does, which leaves one that has a handler alone."""
+        handler = signal.getsignal(self._signal)
+        of_older = isinstance(getattr(handler, "__self__", None), SaveBeforeRequeue)
+        if of_older or handler is signal.SIG_DFL:
+            signal.signal(self._signal, self._note)
+
+    def _note(self, *_: Any) -> None:
         self._asked = True
 
     @override
@@ -32,18 +39,13 @@ class SaveBeforeRequeue(Callback):
         dist.all_reduce(asked, dist.ReduceOp.MAX)  # ranks hear of it at different times
         if asked:
             self._asked = False
-            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # pyright: ignore[reportArgumentType]
+            trainer._signal_connector._slurm_sigusr_handler_fn(self._signal, None)  # pyright: ignore[reportArgumentType]
 
 
 def save_before_requeue(trainer: Trainer, environment: Any) -> None:
-    """Take the signal before Lightning does, which leaves one that has a handler alone."""
+    """In a job of SLURM that Lightning may queue again, let all ranks save together."""
     callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
+    if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
         return
-    if any(isinstance(callback, SaveBeforeRequeue) for callback in callbacks):
-        return
-    wanted = environment.requeue_signal
-    if wanted is not None and signal.getsignal(wanted) is signal.SIG_DFL:
-        callback = SaveBeforeRequeue()
-        callbacks.append(callback)
-        signal.signal(wanted, callback.note)
+    if environment.auto_requeue and not any(isinstance(c, SaveBeforeRequeue) for c in callbacks):
+        callbacks.append(SaveBeforeRequeue(environment.requeue_signal))

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_shard import HybridShardStrategy, process_info, start_process_group
 from lightning_shard.agreement import agree
+from lightning_shard.start import join
 from tests.training import loader, make, trainer
 
 
@@ -87,6 +88,9 @@ def alone(rank, world, port, queue, changes):
     try:
         version = changes.get("versions", {}).get(rank, torch.__version__)
         with mock.patch.object(torch, "__version__", version):
+            if device := changes.get("device"):
+                address = f"127.0.0.1:{port}"
+                join(rank, world, address, device=device, backend="nccl", timeout_s=60.0)
             info = start_process_group("cpu", **options)
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -140,6 +144,15 @@ def test_rank_that_is_not_started():
     found, _ = started([1], 2, options={"timeout_s": 2.0})
     assert "RuntimeError: rank 1 did not reach rank 0 at 127.0.0.1:" in found[1]
     assert seconds < 40
+
+
+def test_two_processes_on_one_device():
+    """As before NCCL's start, with the device's identity given: it needs no GPU."""
+    with mock.patch("lightning_shard.start._identity", return_value="H200 of host"):
+        found, seconds = started([0, 1], 2, device=torch.device("cuda", 0))
+    sentence = "DisagreementError: ranks 0 and 1 use the same device, H200 of host; start one"
+    assert all(text.startswith(sentence) for text in found.values()), found
+    assert seconds < 30
 
 
 def test_no_device():
