@@ -196,14 +196,11 @@ def test_the_strategy_asks_for_it(two_gpus):
         started = RuntimeError("the group would be made here")
         with (
             mock.patch("lightning_shard.mesh_strategy.default_backend", return_value="xccl"),
-            mock.patch(
-                "lightning_shard.mesh_strategy._init_dist_connection", side_effect=started
-            ) as init,
+            mock.patch.object(HybridShardStrategy, "start", side_effect=started) as start,
             pytest.raises(RuntimeError, match="would be made here"),
         ):
             trainer.strategy.setup_environment()
-        assert init.call_args.args[1] == wanted
-        assert init.call_args.kwargs["device_id"] == XPU
+        assert start.call_args.args == (XPU, wanted)
 
 
 def test_an_intel_gpu_that_is_not_used_is_told(two_gpus):
@@ -212,7 +209,7 @@ def test_an_intel_gpu_that_is_not_used_is_told(two_gpus):
     assert trainer.strategy.root_device == torch.device("cpu")
     trainer.strategy.connect(BoringModel())
     with (
-        mock.patch("lightning_shard.mesh_strategy._init_dist_connection", side_effect=KeyError),
+        mock.patch.object(HybridShardStrategy, "start", side_effect=KeyError),
         pytest.warns(PossibleUserWarning, match="An Intel GPU is available but not used"),
         pytest.raises(KeyError),
     ):

@@ -197,6 +197,7 @@ def test_offload(domain):
         )
         run(runner, module, BATCH * domain[0] // 2, alone=False)
         assert dist.get_backend_config() == "cpu:gloo,xpu:xccl"
+        assert dist.group.WORLD.bound_device_id == torch.device("xpu", dist.get_rank())
         local = module.network[0].weight.to_local()
         assert local.device.type == "cpu"
         assert local.is_pinned()
