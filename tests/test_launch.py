@@ -1,9 +1,11 @@
 """Functions launched on several processes from this one."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -91,6 +93,15 @@ def test_rank_that_does_not_wait_for_the_others():
 
     with pytest.raises(ProcessExitedException, match="rank 0 ended with exit code 0"):
         launch(body)
+
+
+def test_interrupt_ends_all(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(time.sleep, 1000)
+    assert not multiprocessing.active_children()
 
 
 def test_output_is_shown_by_lines_with_their_rank(capsys):
