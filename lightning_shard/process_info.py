@@ -75,7 +75,7 @@ def _of_torchrun(env: Mapping[str, str]) -> ProcessInfo:
     launcher = "environment" if elastic is None else "torchrun"
     launcher = "notebook" if elastic == NOTEBOOK else launcher
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if world > 1 and not env.get(name):
+        if world > 1 and not env.get(name) and not dist.is_initialized():
             raise ValueError(
                 f"RANK is {rank} and WORLD_SIZE {world}, but {name} is not set; set it to the "
                 f"{'host' if name == 'MASTER_ADDR' else 'port'} of rank 0 on every rank, or start "

@@ -2,8 +2,10 @@
 
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from lightning_shard import ProcessInfo, process_info, start_process_group
 from lightning_shard.process_info import PORTS
@@ -98,3 +100,10 @@ def test_variables_that_do_not_suffice(environment, variables, message):
     environment(JOB | variables)
     with pytest.raises(ValueError, match=message):
         start_process_group("cpu")
+
+
+@pytest.mark.spmd(2)
+def test_address_is_not_needed_once_the_processes_have_met():
+    with mock.patch.dict(os.environ):
+        del os.environ["MASTER_ADDR"]
+        assert process_info().rank == dist.get_rank()
