@@ -107,7 +107,7 @@ class XPUAccelerator(Accelerator):
     @staticmethod
     @override
     def auto_device_count() -> int:
-        """All that are visible; one in an interactive session, which cannot start processes."""
+        """All that are visible; one in an interactive session, as Lightning takes of CUDA's."""
         available = torch.xpu.device_count()
         return min(available, 1) if hasattr(sys, "ps1") else available
 

@@ -25,15 +25,14 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
             parts that each rank has read for itself (slab.py).
         mesh: The domain mesh, of one or several axes.
         shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims,
-        one
-            for each mesh axis. An int, or one for each mesh axis: these dims of every
+            one for each mesh axis. An int, or one for each mesh axis: these dims of every
             floating-point tensor of 3 dims or more. A mapping: for each key of the batch (the
             position, for a tuple) its dims, or None to leave the entry whole, as are entries that
             are not named.
 
     Raises:
         ValueError: A dim is named that an entry does not have, or a key that the batch does not
-        have.
+            have.
     """
     if isinstance(shard_dims, Mapping):
         entries = _entries(batch)

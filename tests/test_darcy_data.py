@@ -7,8 +7,9 @@ import h5py
 import pytest
 import torch
 
-from lightning_modules import DarcyDataModule
+from lightning_modules import DarcyDataModule, TFNODarcy
 from lightning_modules.darcy_files import DarcyRecipe
+from tests import training
 
 SIZES = {"train_resolution": 8, "num_train": 6, "num_val": 2, "num_test": 3, "batch_size": 2}
 
@@ -227,3 +228,20 @@ def test_says_which_hdf5_datasets_are_missing(tmp_path):
 def test_warns_of_odd_sizes():
     with pytest.warns(UserWarning, match=r"Even resolutions .* got \[9\]"):
         DarcyDataModule(train_resolution=9, test_resolutions=[8])
+
+
+@pytest.mark.spmd(2)
+def test_darcy_from_disk_trains_and_tests_as_from_memory():
+    folder, metrics = training.shared_path("darcy"), {}
+    sizes = {"train_resolution": 16, "num_train": 8, "num_val": 2, "num_test": 4, "batch_size": 2}
+    for storage in ("memory", "zarr", "hdf5"):
+        torch.manual_seed(0)
+        data = DarcyDataModule(root=str(folder), storage=storage, **sizes)
+        module = TFNODarcy(n_modes=(4, 4), hidden_channels=4, n_layers=2)
+        runner = training.trainer((2,), max_epochs=2)
+        runner.fit(module, datamodule=data)
+        (first, second) = runner.test(module, datamodule=data, verbose=False)
+        metrics[storage] = first | second
+    assert {"test/l2_16", "test/h1_32_baseline"} <= metrics["memory"].keys()
+    for storage in ("zarr", "hdf5"):
+        assert metrics[storage] == pytest.approx(metrics["memory"], rel=1e-5)

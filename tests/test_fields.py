@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 from zarr.storage import LocalStore
 
 import lightning_shard
-from lightning_modules import DarcyDataModule, FieldDataset, TFNODarcy
+from lightning_modules import FieldDataset
 from lightning_modules.fields import write_fields
 from lightning_shard import DomainTensor, HybridShardStrategy, slab_of
 from lightning_shard.batch import check_same_batch, shard_batch
@@ -292,20 +292,3 @@ def test_blocks_that_are_gone_are_no_zeros(tmp_path):
     assert dataset[0]["x"].sum() == 64
     with pytest.raises(ValueError, match=r"sample 1 of /x in .* is damaged .it is not all"):
         dataset[1]
-
-
-@pytest.mark.spmd(2)
-def test_darcy_from_disk_trains_and_tests_as_from_memory():
-    folder, metrics = training.shared_path("darcy"), {}
-    sizes = {"train_resolution": 16, "num_train": 8, "num_val": 2, "num_test": 4, "batch_size": 2}
-    for storage in ("memory", "zarr", "hdf5"):
-        torch.manual_seed(0)
-        data = DarcyDataModule(root=str(folder), storage=storage, **sizes)
-        module = TFNODarcy(n_modes=(4, 4), hidden_channels=4, n_layers=2)
-        runner = training.trainer((2,), max_epochs=2)
-        runner.fit(module, datamodule=data)
-        (first, second) = runner.test(module, datamodule=data, verbose=False)
-        metrics[storage] = first | second
-    assert {"test/l2_16", "test/h1_32_baseline"} <= metrics["memory"].keys()
-    for storage in ("zarr", "hdf5"):
-        assert metrics[storage] == pytest.approx(metrics["memory"], rel=1e-5)
