@@ -8,6 +8,7 @@ overlap with its part.
 import io
 import pickle
 from collections.abc import Mapping
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,19 @@ _ALLOWED = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _ALLOWED or is_dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 writes it: by `getattr`."""
+    if isinstance(kind, EnumType) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"{kind}.{name} is not part of a checkpoint's metadata")
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:

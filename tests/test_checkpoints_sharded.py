@@ -5,13 +5,16 @@ import os
 import pickle
 import re
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import (
@@ -174,6 +177,41 @@ def test_metadata_run_no_code(tmp_path):
         read_dcp(tmp_path)
     (tmp_path / ".metadata").write_bytes(b"")
     with pytest.raises(ValueError, match="is not whole"):
+        read_dcp(tmp_path)
+
+
+class OldPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+class Attribute:
+    def __init__(self, owner, name):
+        self.reduced = getattr, (owner, name)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_of_old_pythons_are_read(tmp_path):
+    saved = {"weight": torch.arange(6.0).reshape(2, 3)}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    with (tmp_path / ".metadata").open("wb") as file:
+        OldPickler(file).dump(metadata)
+    read = read_dcp(tmp_path)["weight"]
+    torch.testing.assert_close(read.read((slice(0, 2), slice(0, 3))), saved["weight"])
+
+
+@pytest.mark.parametrize(
+    "attribute", [Attribute(Metadata, "__init__"), Attribute(_MEM_FORMAT_ENCODING, "__new__")]
+)
+def test_metadata_take_nothing_but_members_by_name(attribute, tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(attribute))
+    with pytest.raises(ValueError, match=r"__ is not part of a checkpoint's metadata"):
         read_dcp(tmp_path)
 
 
