@@ -117,13 +117,17 @@ def join(
 
 
 def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+    if world_size == 1:  # nobody to meet, and no port that another program could have taken
+        return dist.HashStore()
     url = f"tcp://{address}?rank={rank}&world_size={world_size}"
     try:
         return next(iter(rendezvous(url, timeout=timeout)))[0]
     except (RuntimeError, ValueError) as err:
         if "EADDRINUSE" in str(err):
-            text = f"port {address} is taken on this machine; set MASTER_PORT to another, equal on"
-            raise RuntimeError(f"{text} all ranks.") from err
+            raise RuntimeError(
+                f"port {address} is taken on this machine; set MASTER_PORT to another, equal on "
+                "all ranks."
+            ) from err
         if rank == 0:
             raise TimeoutError(
                 f"not all {world_size} processes arrived at {address} within "

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.test_bad_input import CONFIG
 
 RUN = CONFIG.replace("max_epochs: 1", "max_epochs: 500").replace(
@@ -19,6 +21,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "lightning_shard", "fit", "--config", "config.yaml", *words]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_and_resume(tmp_path):
     (tmp_path / "config.yaml").write_text(RUN)
     environment = os.environ | {

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import threading
 import time
 from unittest import mock
@@ -75,6 +76,14 @@ def test_numbers_of_processes_that_differ():
         2: "the number of processes is 2 on rank 0 and 3 on rank 2; start all processes with the "
         "same number."
     }
+
+
+def test_port_that_is_taken():
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        options = {"device": torch.device("cpu"), "backend": "gloo", "timeout_s": 5.0}
+        with pytest.raises(RuntimeError, match=rf"port 127.0.0.1:{port} is taken on this machine"):
+            join(0, 2, f"127.0.0.1:{port}", **options)
 
 
 def alone(rank, world, port, queue, changes):
