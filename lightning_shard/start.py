@@ -118,7 +118,8 @@ def join(
 
 def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
     if world_size == 1:  # nobody to meet, and no port that another program could have taken
-        return dist.HashStore()
+        # torch documents dist.HashStore
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     url = f"tcp://{address}?rank={rank}&world_size={world_size}"
     try:
         return next(iter(rendezvous(url, timeout=timeout)))[0]
