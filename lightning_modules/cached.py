@@ -1,6 +1,6 @@
 """Values that are made once and kept in files, which are whole or not there.
 
-A file is compressed JSON: its checksum tells whether it is still what was written.
+Compressed JSON and torch's files have checksums, which tell whether they are what was written.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import uuid
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -63,6 +64,15 @@ def write_whole(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):  # it may be its folder that could not be made
             partial.unlink()
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a file of `torch.save`, a zip archive, fits its checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError):
+        return False
 
 
 def digest(parts: Iterable[str]) -> str:

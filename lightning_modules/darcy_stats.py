@@ -4,15 +4,17 @@ Of a file that is too large for memory this takes one pass, and is kept in the c
 """
 
 import hashlib
+import io
 import json
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_modules.cached import is_intact, write_whole
 from lightning_modules.fields import read_blocks
 
 CHUNK = 32  # samples in memory at once
@@ -49,17 +51,19 @@ def stats_of(x: Tensor, y: Tensor) -> DarcyStats:
 
 
 def ensure_stats(path: Path, group: str, count: int, root: Path) -> None:
-    """Go once through the first `count` samples of a file, unless that was done before."""
+    """Go once through the first `count` samples of a file, unless that was done before.
+
+    Raises:
+        OSError: What was found cannot be written to `root`; nothing of it is left then.
+    """
     kept = _kept(path, group, count, root)
     if kept.exists():
-        return
-    root.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(f".{uuid.uuid4().hex[:8]}.partial")
-    try:
-        torch.save(asdict(_stats_of_file(path, group, count)), partial)
-        partial.replace(kept)
-    finally:
-        partial.unlink(missing_ok=True)
+        if is_intact(kept):
+            return
+        rank_zero_warn(f"{kept} is damaged; going through {path} again.")
+    content = io.BytesIO()
+    torch.save(asdict(_stats_of_file(path, group, count)), content)
+    write_whole(kept, content.getvalue())
 
 
 def read_stats(path: Path, group: str, count: int, root: Path) -> DarcyStats:

@@ -156,6 +156,15 @@ def test_fields_on_disk_are_those_in_memory(tmp_path, storage):
         torch.testing.assert_close(getattr(disk.stats, name), value)
 
 
+def test_damaged_statistics_are_made_again(tmp_path):
+    before = ready(root=str(tmp_path), storage="hdf5").stats
+    (kept,) = tmp_path.glob("stats_*.pt")
+    kept.write_bytes(kept.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"stats_\w+\.pt is damaged"):
+        again = ready(root=str(tmp_path), storage="hdf5").stats
+    torch.testing.assert_close(vars(again), vars(before))
+
+
 @pytest.mark.parametrize("storage", ["hdf5", "zarr"])
 def test_damaged_cache_of_fields_is_rebuilt(tmp_path, storage):
     expected = whole(ready(root=str(tmp_path), storage=storage)._train)["y"]
