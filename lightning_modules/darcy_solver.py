@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.fft import dctn, dstn
+from threadpoolctl import threadpool_limits
 
 Array = NDArray[np.float64]
 SineTransform = Literal["auto", "fft", "matrix"]
@@ -84,6 +85,9 @@ def binary_coefficient(
     return np.where(gaussian_random_field(num_samples, resolution, rng) >= 0.0, high, low)
 
 
+# Of small matrices: threads win nothing, and where other programs use the cores they wait for each
+# other for many times as long as the products take.
+@threadpool_limits.wrap(limits=1, user_api="blas")
 def solve_darcy(
     a: ArrayLike,
     f: ArrayLike = 1.0,
