@@ -34,6 +34,7 @@ from lightning_shard.checkpoint import full_module_state
 from lightning_shard.escape import allow_gather
 from lightning_shard.launch import launch
 from lightning_shard.ops import UnsupportedOperationError
+from lightning_shard.stored import bytes_of
 from lightning_shard.strategy import HybridShardStrategy
 from lightning_shard.tensor import DomainTensor
 from lightning_shard.traffic import counted
@@ -226,9 +227,7 @@ class _Watch(Callback):
         """Note the loss and the size of the optimizer's states."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.seen.loss = math.nan if loss is None else float(loss)
-        states = [state for o in trainer.optimizers for state in o.state.values()]
-        leaves = [x for x in tree_leaves(states) if isinstance(x, Tensor)]
-        self.seen.optimizer = sum(x.nbytes for x in leaves)
+        self.seen.optimizer = bytes_of([dict(o.state) for o in trainer.optimizers])
 
 
 def _memory(x: Tensor) -> int:
