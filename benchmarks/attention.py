@@ -3,7 +3,7 @@
 Forward and backward of F.scaled_dot_product_attention in float32: self-attention, batch 1, queries,
 keys and values split along the sequence. Each figure is that of the rank that needs most; time is
 processor time, memory the peak above the operands. A star marks the algorithm that the rule in
-lightning_shard/ops/attention.py chooses.
+lightning_shard/ops/attention/rule.py chooses.
 
 Run `python benchmarks/attention.py`: a few minutes on 2 cores.
 """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lightning_shard
 from benchmarks.common import Cost, describe, measured, start, table
-from lightning_shard.ops import attention
+from lightning_shard.ops.attention import rule as attention
 
 ALGORITHMS = ("gather", "all_to_all", "ring")
 RANKS = (2, 4)

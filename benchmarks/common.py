@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_shard.traffic import counted
+from lightning_shard.processes.byte_counter import counted
 
 REPEATS = 3
 MIB = 2**20

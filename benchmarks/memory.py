@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import lightning_shard
 from benchmarks.common import describe, start, table
-from lightning_shard.mesh import make_mesh
-from lightning_shard.wrap import blocks
+from lightning_shard.fsdp.blocks import blocks
+from lightning_shard.processes.mesh import make_mesh
 
 MIB = 2**20
 MESHES = {"4x1": (4, 1), "2x2": (2, 2), "1x4": (1, 4)}

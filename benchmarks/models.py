@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.common import describe, start, table
 from benchmarks.model_zoo import LIBRARIES, Case, cases
 from benchmarks.model_zoo.comparison import differences
-from lightning_shard.ops.registry import UnsupportedOperationError
+from lightning_shard.domain.errors import UnsupportedOperationError
 
 PACKAGES = {"neuralop": "neuraloperator", "smp": "segmentation-models-pytorch"}
 FLOAT32 = 1e-5

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import describe, table
-from lightning_shard.ops.dft import Transform, analyse, synthesise
+from lightning_shard.ops.spectral.dft import Transform, analyse, synthesise
 
 POINTS = 2**23
 

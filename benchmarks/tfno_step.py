@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lightning_shard
 from benchmarks.common import MIB, Cost, describe, measured, start, table
-from lightning_shard.mesh import make_mesh
+from lightning_shard.processes.mesh import make_mesh
 
 
 def cost_of_step(resolution: int, hidden: int, modes: int) -> Cost:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.comm import transpose
-from lightning_shard.layout import partition
+from lightning_shard.domain.comm import transpose
+from lightning_shard.domain.layout import partition
 
 
 def sizes(extent: int, ranks: int) -> list[int]:

@@ -1,4 +1,6 @@
-"""The size from which on a part of a network is worth a gather of its own: the default of wrap.py.
+"""The size from which on a part of a network is worth a gather of its own.
+
+It is the default in fsdp/blocks.py.
 
     python -m benchmarks.wrapping
 
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 
 import lightning_shard
 from benchmarks.common import describe, measured, start, table
-from lightning_shard import wrap
-from lightning_shard.mesh import make_mesh
+from lightning_shard.fsdp import blocks as wrap
+from lightning_shard.processes.mesh import make_mesh
 
 THRESHOLDS = [1, 10_000, 30_000, 100_000, 300_000, 1_000_000, 10**9]
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

@@ -1,25 +1,74 @@
-"""Lightning modules and data modules that train unchanged under `lightning_shard`."""
+"""Lightning modules and data modules that train unchanged under `lightning_shard`.
 
-from lightning_modules.corpus import Corpus as Corpus
-from lightning_modules.darcy_data import DarcyDataModule as DarcyDataModule
-from lightning_modules.docstrings import Docstrings as Docstrings
-from lightning_modules.epoch_report import EpochReport as EpochReport
-from lightning_modules.error_plots import ErrorPlots as ErrorPlots
-from lightning_modules.fields import FieldDataset as FieldDataset
-from lightning_modules.gallery import PredictionGallery as PredictionGallery
-from lightning_modules.mistakes import Mistakes as Mistakes
-from lightning_modules.mnist import MNISTModule as MNISTModule
-from lightning_modules.mnist import MNISTNet as MNISTNet
-from lightning_modules.mnist_data import MNISTDataModule as MNISTDataModule
-from lightning_modules.relative_adamw import RelativeAdamW as RelativeAdamW
-from lightning_modules.relative_adamw import WarmupLinear as WarmupLinear
-from lightning_modules.simple_cnn import SimpleCNN as SimpleCNN
-from lightning_modules.simple_cnn import SimpleCNNModule as SimpleCNNModule
-from lightning_modules.simple_cnn import SyntheticImagesDataModule as SyntheticImagesDataModule
-from lightning_modules.summarization_data import (
-    SummarizationDataModule as SummarizationDataModule,
-)
-from lightning_modules.summary_table import SummaryTable as SummaryTable
-from lightning_modules.t5 import T5Summarizer as T5Summarizer
-from lightning_modules.tfno_darcy import TFNODarcy as TFNODarcy
-from lightning_modules.wikihow import WikiHow as WikiHow
+Each name is imported when it is first used, so that one workload does not need the packages of
+another.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_modules.shared.optional import not_installed
+
+if TYPE_CHECKING:
+    from lightning_modules.cnn.simple_cnn import SimpleCNN as SimpleCNN
+    from lightning_modules.cnn.simple_cnn import SimpleCNNModule as SimpleCNNModule
+    from lightning_modules.cnn.simple_cnn import (
+        SyntheticImagesDataModule as SyntheticImagesDataModule,
+    )
+    from lightning_modules.darcy.data import DarcyDataModule as DarcyDataModule
+    from lightning_modules.darcy.error_plots import ErrorPlots as ErrorPlots
+    from lightning_modules.darcy.gallery import PredictionGallery as PredictionGallery
+    from lightning_modules.darcy.tfno import TFNODarcy as TFNODarcy
+    from lightning_modules.mnist.data import MNISTDataModule as MNISTDataModule
+    from lightning_modules.mnist.mistakes import Mistakes as Mistakes
+    from lightning_modules.mnist.model import MNISTModule as MNISTModule
+    from lightning_modules.mnist.model import MNISTNet as MNISTNet
+    from lightning_modules.shared.fields import FieldDataset as FieldDataset
+    from lightning_modules.t5.corpus import Corpus as Corpus
+    from lightning_modules.t5.data import SummarizationDataModule as SummarizationDataModule
+    from lightning_modules.t5.docstrings import Docstrings as Docstrings
+    from lightning_modules.t5.model import T5Summarizer as T5Summarizer
+    from lightning_modules.t5.relative_adamw import RelativeAdamW as RelativeAdamW
+    from lightning_modules.t5.relative_adamw import WarmupLinear as WarmupLinear
+    from lightning_modules.t5.summary_table import SummaryTable as SummaryTable
+    from lightning_modules.t5.wikihow import WikiHow as WikiHow
+
+_MODULES = {
+    "SimpleCNN": "cnn.simple_cnn",
+    "SimpleCNNModule": "cnn.simple_cnn",
+    "SyntheticImagesDataModule": "cnn.simple_cnn",
+    "DarcyDataModule": "darcy.data",
+    "ErrorPlots": "darcy.error_plots",
+    "PredictionGallery": "darcy.gallery",
+    "TFNODarcy": "darcy.tfno",
+    "MNISTDataModule": "mnist.data",
+    "Mistakes": "mnist.mistakes",
+    "MNISTModule": "mnist.model",
+    "MNISTNet": "mnist.model",
+    "FieldDataset": "shared.fields",
+    "Corpus": "t5.corpus",
+    "SummarizationDataModule": "t5.data",
+    "Docstrings": "t5.docstrings",
+    "T5Summarizer": "t5.model",
+    "RelativeAdamW": "t5.relative_adamw",
+    "WarmupLinear": "t5.relative_adamw",
+    "SummaryTable": "t5.summary_table",
+    "WikiHow": "t5.wikihow",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    except ModuleNotFoundError as err:
+        raise not_installed(err, f"{__name__}.{name}") from err
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

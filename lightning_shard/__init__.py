@@ -1,37 +1,134 @@
-"""FSDP2 and spatial domain decomposition for PyTorch Lightning, by changing one argument."""
+"""FSDP2 and spatial domain decomposition for PyTorch Lightning, by changing one argument.
 
-from lightning_shard import functional as functional
-from lightning_shard.accelerator import XPUAccelerator as XPUAccelerator
-from lightning_shard.check import check as check
-from lightning_shard.clip import clip_grad_norm_ as clip_grad_norm_
-from lightning_shard.clip import clip_grad_value_ as clip_grad_value_
-from lightning_shard.device_timer import DeviceTimer as DeviceTimer
-from lightning_shard.domain import Subdomain as Subdomain
-from lightning_shard.escape import allow_gather as allow_gather
-from lightning_shard.escape import local_map as local_map
-from lightning_shard.escape import whole_parameters as whole_parameters
-from lightning_shard.function import allow_function as allow_function
-from lightning_shard.launch import launch as launch
-from lightning_shard.load_weights import load_weights as load_weights
-from lightning_shard.mesh import init_mesh as init_mesh
-from lightning_shard.ops import UnsupportedOperationError as UnsupportedOperationError
-from lightning_shard.ops.random import use_exact_random as use_exact_random
-from lightning_shard.ops.registry import register_rule as register_rule
-from lightning_shard.ops.spectral_plan import spectral_method as spectral_method
-from lightning_shard.options import ShardingOptions as ShardingOptions
-from lightning_shard.parallelize import parallelize as parallelize
-from lightning_shard.placement import from_local as from_local
-from lightning_shard.placement import gather as gather
-from lightning_shard.placement import shard as shard
-from lightning_shard.plain_gradients import no_sync as no_sync
-from lightning_shard.plan import plan as plan
-from lightning_shard.predictions import PredictionWriter as PredictionWriter
-from lightning_shard.predictions import predictions_in_order as predictions_in_order
-from lightning_shard.process_info import ProcessInfo as ProcessInfo
-from lightning_shard.process_info import process_info as process_info
-from lightning_shard.progress import SamplesPerSecond as SamplesPerSecond
-from lightning_shard.slab import Slab as Slab
-from lightning_shard.slab import slab_of as slab_of
-from lightning_shard.start import start_process_group as start_process_group
-from lightning_shard.strategy import HybridShardStrategy as HybridShardStrategy
-from lightning_shard.tensor import DomainTensor as DomainTensor
+These are the public names. Each is imported when it is first used, so that a script which only
+splits a tensor loads neither Lightning nor zarr.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
+    from lightning_shard.checkpoint.weights import load_weights as load_weights
+    from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
+    from lightning_shard.domain.layout import Layout as Layout
+    from lightning_shard.domain.subdomain import Subdomain as Subdomain
+    from lightning_shard.fsdp.clip import clip_grad_norm_ as clip_grad_norm_
+    from lightning_shard.fsdp.clip import clip_grad_value_ as clip_grad_value_
+    from lightning_shard.fsdp.options import ShardingOptions as ShardingOptions
+    from lightning_shard.fsdp.parallelize import parallelize as parallelize
+    from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
+    from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
+    from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
+    from lightning_shard.ops.registry import register_rule as register_rule
+    from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
+    from lightning_shard.processes.agreement import DisagreementError as DisagreementError
+    from lightning_shard.processes.group import start_process_group as start_process_group
+    from lightning_shard.processes.launch import launch as launch
+    from lightning_shard.processes.mesh import init_mesh as init_mesh
+    from lightning_shard.processes.process_info import process_info as process_info
+    from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
+    from lightning_shard.rehearsal.check import check as check
+    from lightning_shard.rehearsal.forecast import plan as plan
+    from lightning_shard.tensor import functional as functional
+    from lightning_shard.tensor.autograd_function import allow_function as allow_function
+    from lightning_shard.tensor.escape import allow_gather as allow_gather
+    from lightning_shard.tensor.escape import local_map as local_map
+    from lightning_shard.tensor.placement import from_local as from_local
+    from lightning_shard.tensor.placement import gather as gather
+    from lightning_shard.tensor.placement import shard as shard
+    from lightning_shard.tensor.tensor import DomainTensor as DomainTensor
+    from lightning_shard.trainer.callbacks.device_timer import DeviceTimer as DeviceTimer
+    from lightning_shard.trainer.callbacks.epoch_report import EpochReport as EpochReport
+    from lightning_shard.trainer.callbacks.predictions import PredictionWriter as PredictionWriter
+    from lightning_shard.trainer.callbacks.predictions import (
+        predictions_in_order as predictions_in_order,
+    )
+    from lightning_shard.trainer.callbacks.samples_per_second import (
+        SamplesPerSecond as SamplesPerSecond,
+    )
+    from lightning_shard.trainer.callbacks.stop_on_nonfinite import (
+        StopOnNonFinite as StopOnNonFinite,
+    )
+    from lightning_shard.trainer.slab import Slab as Slab
+    from lightning_shard.trainer.slab import slab_of as slab_of
+    from lightning_shard.trainer.strategy import HybridShardStrategy as HybridShardStrategy
+    from lightning_shard.trainer.xpu.accelerator import XPUAccelerator as XPUAccelerator
+
+# the module of each public name, by theme
+_MODULES = {
+    # Lightning's Trainer
+    "HybridShardStrategy": "trainer.strategy",
+    "ShardingOptions": "fsdp.options",
+    "XPUAccelerator": "trainer.xpu.accelerator",
+    "PredictionWriter": "trainer.callbacks.predictions",
+    "predictions_in_order": "trainer.callbacks.predictions",
+    "EpochReport": "trainer.callbacks.epoch_report",
+    "StopOnNonFinite": "trainer.callbacks.stop_on_nonfinite",
+    "SamplesPerSecond": "trainer.callbacks.samples_per_second",
+    "DeviceTimer": "trainer.callbacks.device_timer",
+    "Slab": "trainer.slab",
+    "slab_of": "trainer.slab",
+    # split tensors
+    "DomainTensor": "tensor.tensor",
+    "shard": "tensor.placement",
+    "from_local": "tensor.placement",
+    "gather": "tensor.placement",
+    "functional": "tensor",
+    "local_map": "tensor.escape",
+    "allow_gather": "tensor.escape",
+    "allow_function": "tensor.autograd_function",
+    # rules for operations
+    "register_rule": "ops.registry",
+    "Subdomain": "domain.subdomain",
+    "Layout": "domain.layout",
+    "UnsupportedOperationError": "domain.errors",
+    "spectral_method": "ops.spectral.cost",
+    "use_exact_random": "ops.elementwise.random",
+    # parameters, gradients and weights
+    "parallelize": "fsdp.parallelize",
+    "whole_parameters": "fsdp.whole_parameters",
+    "no_sync": "fsdp.plain_gradients",
+    "clip_grad_norm_": "fsdp.clip",
+    "clip_grad_value_": "fsdp.clip",
+    "load_weights": "checkpoint.weights",
+    "save_weights": "checkpoint.weights",
+    "UnsafeFileError": "checkpoint.errors",
+    # processes and meshes
+    "launch": "processes.launch",
+    "start_process_group": "processes.group",
+    "init_mesh": "processes.mesh",
+    "process_info": "processes.process_info",
+    "ProcessInfo": "processes.variables",
+    "DisagreementError": "processes.agreement",
+    # a step, rehearsed on this machine
+    "check": "rehearsal.check",
+    "plan": "rehearsal.forecast",
+}
+
+# opt_einsum (under neuraloperator) takes its backend from the package of its operands' class
+_FOR_OPT_EINSUM = {"einsum", "tensordot", "transpose"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name in _FOR_OPT_EINSUM and "opt_einsum" in sys.modules:
+        return getattr(importlib.import_module("opt_einsum.backends.torch"), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    value = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)
+
+
+# where Lightning is in use its registries must know "xpu" and "hybrid_shard"
+if "lightning.pytorch" in sys.modules:
+    importlib.import_module(f"{__name__}.trainer.xpu.accelerator")
+    importlib.import_module(f"{__name__}.trainer.strategy")

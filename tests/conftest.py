@@ -1,12 +1,22 @@
 """`@pytest.mark.spmd(n)`: the test body runs on each rank of a pool of n gloo processes."""
 
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests import pool
+from tests import pool, reference
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if reference.FOLDER not in os.environ:  # else those of the session that started this one
+        os.environ[reference.FOLDER] = folder = tempfile.mkdtemp(prefix="references-")
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+        config.add_cleanup(lambda: os.environ.pop(reference.FOLDER))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -18,6 +28,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     kwargs: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in names}
     pool.pool_of(*marker.args).run(pyfuncitem.obj, kwargs)
     return True
+
+
+@pytest.fixture
+def run_each(subtests: pytest.Subtests) -> Callable[..., None]:
+    """Runs a body for each of several arguments, as subtests, on ranks that are woken once."""
+
+    def run(ranks: int, body: Callable[..., None], cases: dict[str, dict[str, Any]]) -> None:
+        waiting = list(cases)
+        while waiting:
+            ours = pool.pool_of(ranks)  # a new one after a failure
+            for name in waiting:
+                ours.send((body, cases[name]))
+            while waiting and pool.is_open(ours):
+                with subtests.test(waiting.pop(0)):
+                    ours.wait()
+
+    return run
 
 
 @pytest.fixture

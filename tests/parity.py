@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lightning_shard
 from lightning_shard import DomainTensor
-from lightning_shard.domain import Subdomain
+from lightning_shard.domain.subdomain import Subdomain
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 

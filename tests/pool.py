@@ -9,6 +9,7 @@ import queue
 import socket
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,7 @@ class Pool:
         if context.get_start_method() == "forkserver":
             context.set_forkserver_preload(PRELOADED)  # imported once, not once on each rank
         port = free_port()
+        self.answers: list[deque[str | None]] = [deque() for _ in range(ranks)]
         self.outbox = context.Queue()
         self.inboxes = [context.Queue() for _ in range(ranks)]
         self.processes = [
@@ -61,21 +63,25 @@ class Pool:
 
     def run(self, body: Callable[..., None], kwargs: dict[str, Any]) -> None:
         self.send((body, kwargs))
-        silent, errors = set(range(self.ranks)), {}
-        while silent:
+        self.wait()
+
+    def wait(self) -> None:
+        """Until all ranks have ended the first of the bodies that were sent."""
+        errors: dict[int, str] = {}
+        while silent := {rank for rank in range(self.ranks) if not self.answers[rank]}:
             answer = self.receive(GRACE_S if errors else SILENCE_S)
             if answer is None:
                 break
-            rank, error = answer
-            silent.remove(rank)
-            if error:
-                errors[rank] = error
+            self.answers[answer[0]].append(answer[1])
+            errors = {rank: a[0] for rank, a in enumerate(self.answers) if a and a[0]}
         if errors or silent:
             self.close()  # a rank may be stuck in a collective: start afresh
             report = [f"[rank {rank}] {errors[rank]}" for rank in sorted(errors)]
             if silent:
                 report.append(f"no answer from ranks {sorted(silent)}")
             pytest.fail("\n".join(report), pytrace=False)
+        for answers in self.answers:
+            answers.popleft()
 
     def close(self) -> None:
         for key in [key for key, pool in _POOLS.items() if pool is self]:
@@ -96,6 +102,10 @@ def pool_of(ranks: int, device: str = "cpu") -> Pool:
         else:
             _POOLS[key] = Pool(ranks)
     return _POOLS[key]
+
+
+def is_open(pool: Pool) -> bool:
+    return pool in _POOLS.values()
 
 
 def close_all() -> None:
@@ -124,6 +134,18 @@ def begin(rank: int, ranks: int, port: int) -> None:
     }  # fmt: skip
     warnings.simplefilter("default")  # a forked rank begins with pytest's filters
     torch.set_num_threads(1)
+    # of a child of the fork server it is "forkserver", and each of its DataLoaders would begin a
+    # fork server of its own, which imports torch
+    mp.set_start_method("fork", force=True)
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            # torch 2.15 queues each seed, with a formatted stack trace, until the device is there:
+            # 4 ms of each torch.manual_seed
+            device.manual_seed_all = _ignore
+
+
+def _ignore(seed: int) -> None:
+    pass
 
 
 def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) -> None:

@@ -2,8 +2,9 @@
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_modules import MNISTModule, SimpleCNNModule, TFNODarcy
-from lightning_shard import HybridShardStrategy
-from lightning_shard.checkpoint import full_module_state
+from lightning_shard import HybridShardStrategy, ShardingOptions
+from lightning_shard.checkpoint.state import full_module_state
 from tests.double_fno import to_double
+from tests.reference import computed_once
 
-STEPS = 10
+STEPS = 6
 
 
 class Fields(Dataset):
@@ -98,7 +100,9 @@ def large_tfno() -> LightningModule:
 def weights_count_as_large(name: str) -> AbstractContextManager[Any]:
     """While open, factorized weights are split by terms if the model of this name is so called."""
     large = name.startswith("large")
-    return mock.patch("lightning_shard.mode_shards.travels_less", return_value=large)
+    return mock.patch(
+        "lightning_shard.fsdp.neuralop.split_weights.travels_less", return_value=large
+    )
 
 
 def simple_cnn() -> LightningModule:
@@ -165,6 +169,7 @@ class Losses(Callback):
         self.values.append(float(outputs["loss"]))
 
 
+@computed_once
 def train_alone(
     name: str,
     dtype: torch.dtype,
@@ -190,6 +195,16 @@ def train_alone(
     return losses, module.state_dict()
 
 
+def strategy_of(domain: tuple[int, ...], options: Mapping[str, Any]) -> HybridShardStrategy:
+    """A strategy with `options`: those of `ShardingOptions` by their own names, and others."""
+    names = {field.name for field in fields(ShardingOptions)}
+    nested = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    if nested:
+        others["sharding"] = ShardingOptions(others.pop("sharding", "full"), **nested)
+    return HybridShardStrategy(domain_parallel_size=domain, **others)
+
+
 def trainer(
     domain: tuple[int, ...],
     *,
@@ -205,7 +220,7 @@ def trainer(
     }  # fmt: skip
     return Trainer(
         devices=world,
-        strategy=HybridShardStrategy(domain_parallel_size=domain, **(strategy or {})),
+        strategy=strategy_of(domain, strategy or {}),
         plugins=[TorchElasticEnvironment(), *plugins],
         **(settings | options),
     )

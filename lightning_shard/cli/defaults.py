@@ -13,7 +13,8 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.cli.names import class_hints, find_class, parameters
-from lightning_shard.cli.sources import Tree, UsageError
+from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.yaml_places import UsageError, is_mapping
 
 
 def find_intel_gpu(trainer: Any) -> None:
@@ -26,7 +27,7 @@ def find_intel_gpu(trainer: Any) -> None:
         trainer.accelerator = "cuda" if torch.cuda.is_available() else "xpu"
 
 
-def own_defaults(config: Any, given: Tree, parser: Any) -> None:
+def own_defaults(config: Any, given: Sources, parser: Any) -> None:
     """Reset, in place, what a class chosen by the user inherited from another one.
 
     Args:
@@ -39,26 +40,25 @@ def own_defaults(config: Any, given: Tree, parser: Any) -> None:
     """
     computed = _link_targets(config, parser)
     for key in computed:
-        if node := given.get(key):
+        if place := given.place(key):
             raise UsageError(
-                f"{key} {node.where} would be ignored: it is computed from another "
-                "option; remove it"
+                f"{key} {place} would be ignored: it is computed from another option; remove it"
             )
     defaults = parser.get_defaults()
     for key in ("model", "data", "trainer.strategy"):
-        node, spec = given.get(key), config.get(key)
-        if node and _is_spec(spec):
-            _reset(spec, node, defaults.get(key), key, computed)
+        spec = config.get(key)
+        if key in given and _is_spec(spec):
+            _reset(spec, given, defaults.get(key), key, computed)
 
 
 def _reset(
-    spec: Any, node: Tree, former: Any, key: str, computed: list[str], skip: int = 0
+    spec: Any, given: Sources, former: Any, key: str, computed: list[str], skip: int = 0
 ) -> None:
     cls, _ = find_class(spec["class_path"], [])
     values = spec.get("init_args")
     if cls is None or not values:
         return
-    parser = ArgumentParser(exit_on_error=False)
+    parser: Any = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(
         cls, skip={skip} if skip else None, fail_untyped=False, sub_configs=True
     )
@@ -69,12 +69,11 @@ def _reset(
         place = f"{key}.init_args.{name}"
         if name not in values or name not in start or place in computed:
             continue
-        child = node.get(name)
-        if child is None:
+        if place not in given:
             values[name] = start[name]
         elif _is_spec(values[name]):
             inner = max((n for _, n in class_hints(hint)), default=0)
-            _reset(values[name], child, start[name], place, computed, inner)
+            _reset(values[name], given, start[name], place, computed, inner)
 
 
 def _link_targets(config: Any, parser: Any) -> list[str]:
@@ -85,11 +84,11 @@ def _link_targets(config: Any, parser: Any) -> list[str]:
 
 
 def _missing(everything: Any, kept: Any, prefix: str) -> list[str]:
-    if not isinstance(everything, dict):
+    if not is_mapping(everything):
         return []
-    found = []
+    found: list[str] = []
     for name, value in everything.items():
-        if not isinstance(kept, dict) or name not in kept:
+        if not is_mapping(kept) or name not in kept:
             found.append(prefix + name)
         else:
             found += _missing(value, kept[name], f"{prefix}{name}.")

@@ -1,12 +1,12 @@
 """Why the parser refused: one sentence with the key, its place and the nearest valid name.
 
-The parser's own text is nested and names no file. So after a refusal the given options are walked
-from the top, class by class, and the first that cannot be right is reported; the text is only the
-last resort.
+The parser's own text is nested and names no file. So after a refusal the sources are read in their
+order, each option against the class that is in force there, and the first that cannot be right is
+reported. Where nothing is found the parser's text is shown.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -17,115 +17,158 @@ from lightning_shard.cli.names import (
     describe,
     find_class,
     is_number,
-    nearest,
     parameters,
     required,
 )
-from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Tree, UsageError
+from lightning_shard.cli.nearest import nearest
+from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Source, Sources, short
+from lightning_shard.cli.yaml_places import UsageError, is_list, is_mapping
 
 PARSER_ONLY = ("config", "print_config", "help", "print_shtab")
-GROUPS = {"model": LightningModule, "data": LightningDataModule}
+GROUPS: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 
 
-def diagnose(tree: Tree, known: set[str], message: str, subcommand: str) -> UsageError:
+def diagnose(
+    sources: Sources, known: set[str], classes: Mapping[str, str], message: str, subcommand: str
+) -> UsageError:
     """Turn a refusal of the parser into one sentence.
 
     Args:
-        tree: What the user gave.
+        sources: What the user gave.
         known: The top-level options of the subcommand.
+        classes: The class_path that an option has where nobody gives one.
         message: The parser's own text.
         subcommand: For the hint that shows how to see all options.
 
     Returns:
         The error to show.
     """
-    help_hint = f"all options: python -m lightning_shard {subcommand} --help"
-    problem = next(_problems(tree, known), None)
-    if problem:
-        return UsageError(problem, help_hint if problem.startswith("unknown option") else "")
-    return _last_resort(tree, message)
+    problem = next(_Walk(sources, known, classes).problems(), None)
+    if problem is None:
+        return _last_resort(sources, message)
+    hint = f"all options: python -m lightning_shard {subcommand} --help"
+    return UsageError(problem, hint if problem.startswith("unknown option") else "")
 
 
-def _problems(tree: Tree, known: set[str]) -> Iterator[str]:
-    for key, node in tree.children.items():
-        if key.endswith(".help") or key in PARSER_ONLY:
-            continue
-        if key not in known:
-            yield f"unknown option '{key}' {node.where}{nearest(key, known)}"
-        elif key == "trainer":
-            yield from _arguments(node.children, Trainer, "trainer", 0, -1)
+class _Walk:
+    """Goes through the sources, and knows which class each option holds at that point."""
+
+    def __init__(self, sources: Sources, known: set[str], classes: Mapping[str, str]) -> None:
+        self.sources, self.known = sources, known
+        self.source = Source({}, COMMAND_LINE)
+        self.classes: dict[str, tuple[type, int]] = {}  # by option, with arguments to skip
+        self.named: dict[str, str] = {}  # where the user named the class of an option
+        self.lengths: dict[str, int] = {}  # of lists
+        self.seen: set[str] = set()
+        for key, path in classes.items():
+            if found := find_class(path, [])[0]:
+                self.classes[key] = (found, 0)
+
+    def problems(self) -> Iterator[str]:
+        """The sentences, those of earlier sources first."""
+        for source in self.sources.given:
+            self.source = source
+            for key, value in source.options.items():
+                yield from self._option(key, value)
+        for key, base in GROUPS.items():
+            if key in self.classes:
+                continue
+            if place := self.sources.place(key):
+                yield f"the option '{key}.class_path' is missing {place}"
+            else:
+                yield (
+                    f"the option '{key}' is missing: it names the {base.__name__}; "
+                    f"give --{key} ClassName, or a config file with '{key}: class_path:'"
+                )
+        for key, place in self.named.items():
+            cls, skip = self.classes[short(key)]
+            for name in required(cls, skip):
+                option = f"{key}.init_args.{name}"
+                if short(option) not in self.seen:
+                    yield f"the option '{option}' is missing: {cls.__name__} needs it ({place})"
+
+    def _option(self, key: str, value: object) -> Iterator[str]:
+        if key in PARSER_ONLY or (is_mapping(value) and "help" in value):
+            return
+        if key not in self.known:
+            yield f"unknown option '{key}' {self.source.place(key)}{nearest(key, self.known)}"
+        elif key == "trainer" and is_mapping(value):
+            yield from self._arguments(value, Trainer, "trainer", 0)
         elif key in GROUPS:
-            yield from _class_spec(node, [(GROUPS[key], 0)], key)
-    for key, base in GROUPS.items():
-        if key not in tree.children:
-            yield (
-                f"the option '{key}' is missing: it names the {base.__name__}; "
-                f"give --{key} ClassName, or a config file with '{key}: class_path:'"
-            )
+            yield from self._class(value, [(GROUPS[key], 0)], key)
+
+    def _arguments(
+        self, given: Mapping[str, object], cls: type, prefix: str, skip: int
+    ) -> Iterator[str]:
+        accepted = parameters(cls, skip)
+        for name, value in given.items():
+            bare = name.removesuffix("+")
+            key = f"{prefix}.{bare}"
+            self.seen.add(short(key))
+            if bare in accepted:
+                yield from self._value(value, key, accepted[bare], name != bare)
+                yield from self._type(value, (cls, bare, skip), key, accepted[bare])
+            elif bare != "help":
+                place = self.source.place(key)
+                yield f"unknown option '{key}' {place}{nearest(bare, accepted)}"
+
+    def _value(self, value: object, key: str, hint: Any, append: bool) -> Iterator[str]:
+        """The classes that a value names, and their arguments."""
+        bases = class_hints(hint)
+        if not bases:
+            return
+        if is_list(value) or append:
+            items = value if is_list(value) else [value]
+            start = self.lengths.get(key, 0) if append else 0
+            self.lengths[key] = start + len(items)
+            for index, item in enumerate(items, start):
+                yield from self._class(item, bases, f"{key}.{index}")
+        elif is_mapping(value):
+            if key in self.lengths and not value.keys() & {*SPEC}:  # of the last item of a list
+                key = f"{key}.{self.lengths[key] - 1}"
+            yield from self._class(value, bases, key)
+
+    def _type(
+        self, value: object, argument: tuple[type, str, int], key: str, hint: Any
+    ) -> Iterator[str]:
+        cls, name, skip = argument
+        bases = class_hints(hint)
+        if is_mapping(value) and bases and "class_path" not in value:
+            return  # a part of a class's options, checked above
+        if isinstance(value, str) and bases and find_class(value, [b for b, _ in bases])[0]:
+            yield from self._class(value, bases, key)
+            return
+        if accepts(cls, name, value, skip):
+            return
+        if bases and isinstance(value, str) and not is_number(hint):
+            yield from self._class(value, bases, key)
+        text = f"{key} must be {describe(hint)}; got '{value}' {self.source.place(key)}"
+        literals = re.findall(r"[\w-]+", describe(hint)) if "one of" in describe(hint) else []
+        yield text + nearest(str(value), literals, "use one of") if literals else text
+
+    def _class(self, value: object, bases: list[tuple[type, int]], key: str) -> Iterator[str]:
+        spec: dict[str, Any] = value if is_mapping(value) else {"class_path": value}
+        path = spec.get("class_path")
+        if isinstance(path, str):
+            label = f"{key}.class_path" if spec is value else key
+            place = self.source.place(label)
+            cls, why = find_class(path, [base for base, _ in bases])
+            if cls is None:
+                yield f"unknown class '{path}' for {label} {place}{why}"
+                return
+            skip = next((n for base, n in bases if issubclass(cls, base)), 0)
+            self.classes[short(key)], self.named[key] = (cls, skip), place
+        if short(key) in self.classes:
+            cls, skip = self.classes[short(key)]
+            self.seen |= {f"{short(key)}.{name}" for name in spec.get("dict_kwargs") or {}}
+            inner = {name: v for name, v in spec.items() if name not in SPEC}
+            inner = {**(spec.get("init_args") or {}), **inner}
+            yield from self._arguments(inner, cls, f"{key}.init_args", skip)
 
 
-def _arguments(
-    given: dict[str, Tree], cls: type, prefix: str, skip: int, since: int
-) -> Iterator[str]:
-    accepted = parameters(cls, skip)
-    for name, node in given.items():
-        key = f"{prefix}.{name}"
-        if name not in accepted:
-            if node.order >= since:  # older ones belonged to another class and were discarded
-                yield f"unknown option '{key}' {node.where}{nearest(name, accepted)}"
-            continue
-        for version in (node, *node.replaced):
-            if version.order >= since:
-                yield from _value(version, cls, name, key, skip, accepted[name])
-
-
-def _value(node: Tree, cls: type, name: str, key: str, skip: int, hint: Any) -> Iterator[str]:
-    bases = class_hints(hint)
-    items = node.children.items() if node.is_list else [("", node)]
-    for index, item in items:
-        place = f"{key}.{index}" if index else key
-        looks_like_class = set(item.children) & set(SPEC) or (
-            node.is_list and isinstance(item.value, str)
-        )
-        if bases and looks_like_class:
-            yield from _class_spec(item, bases, place)
-    value = node.plain()
-    if accepts(cls, name, value, skip):
-        return
-    if bases and isinstance(value, str) and not is_number(hint):
-        yield from _class_spec(node, bases, key)
-    text = f"{key} must be {describe(hint)}; got '{value}' {node.where}"
-    literals = re.findall(r"[\w-]+", describe(hint)) if "one of" in describe(hint) else []
-    yield text + nearest(str(value), literals, "use one of") if literals else text
-
-
-def _class_spec(node: Tree, bases: list[tuple[type, int]], key: str) -> Iterator[str]:
-    spec = node.children.get("class_path") or node
-    path = spec.value
-    if not isinstance(path, str):
-        if key in GROUPS:
-            yield f"the option '{key}.class_path' is missing {node.where}"
-        return
-    cls, why = find_class(path, [base for base, _ in bases])
-    if cls is None:
-        label = f"{key}.class_path" if node.children else key
-        yield f"unknown class '{path}' for {label} {spec.where}{why}"
-        return
-    skip = next((n for base, n in bases if issubclass(cls, base)), 0)
-    inner = node.children.get("init_args", Tree()).children
-    inner = inner | {name: child for name, child in node.children.items() if name not in SPEC}
-    yield from _arguments(inner, cls, f"{key}.init_args", skip, spec.order)
-    extra = node.children.get("dict_kwargs", Tree()).children
-    for name in required(cls, skip):
-        if name not in inner and name not in extra:
-            option = f"{key}.init_args.{name}"
-            yield f"the option '{option}' is missing: {cls.__name__} needs it ({spec.where})"
-
-
-def _last_resort(tree: Tree, message: str) -> UsageError:
+def _last_resort(sources: Sources, message: str) -> UsageError:
     found = re.search(r"""(?:[kK]ey|[oO]ption) ["']([\w.+-]+)["']""", message)
-    node = tree.get(found.group(1)) if found else None
-    place = f" ({found.group(1)} {node.where})" if found and node else ""
+    place = sources.place(found.group(1)) if found else ""
     if unrecognized := re.match(r"unrecognized arguments: (\S+)", message):
         return UsageError(f"unknown option '{unrecognized.group(1)}' {COMMAND_LINE}")
-    return UsageError(message.strip() + place)
+    return UsageError(message.strip() + (f" ({found.group(1)} {place})" if found and place else ""))

@@ -5,25 +5,19 @@ The end of OUT chooses what is written: `.safetensors` and `.pt`, `.pth` or `.bi
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_shard.atomic import partial_of, put_in_place
-from lightning_shard.cli.sources import UsageError
-from lightning_shard.open_checkpoint import (
-    Opened,
-    open_checkpoint,
-    weights,
-    with_integer_keys,
-)
-from lightning_shard.stored import StoredState, StoredTensor, bytes_of
+from lightning_shard.checkpoint.atomic import written_file
+from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
+from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
+from lightning_shard.cli.opened import Opened, open_checkpoint, weights, with_integer_keys
+from lightning_shard.cli.yaml_places import UsageError, is_mapping
 
 Read = Callable[[Any], Any]
 
@@ -52,21 +46,19 @@ def export(args: Sequence[str]) -> None:
         raise UsageError(str(err).rstrip(".")) from err
     if opened.problem:
         raise UsageError(f"'{options.checkpoint}' is incomplete: {opened.problem}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_of(options.out)
     try:
-        write(opened, partial)
-        put_in_place(partial, options.out)
+        with written_file(options.out) as file:
+            write(opened, file)
     except OSError as err:
-        raise UsageError(f"'{options.out}' cannot be written: {err}") from err
-    finally:
-        partial.unlink(missing_ok=True)
+        raise UsageError(err.strerror or str(err)) from err
+    except ValueError as err:  # a part of the checkpoint that is read now
+        raise UsageError(str(err).rstrip(".")) from err
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
 
 
-def _reader(total: int) -> tuple[tqdm, Read]:
+def _reader(total: int) -> "tuple[tqdm[Any], Read]":
     """A progress bar of bytes, and a function that reads nested tensors and moves it on."""
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="reading")
+    bar: tqdm[Any] = tqdm(total=total, unit="B", unit_scale=True, desc="reading")
 
     def read(value: Any) -> Any:
         if isinstance(value, Tensor | StoredTensor):
@@ -75,43 +67,39 @@ def _reader(total: int) -> tuple[tqdm, Read]:
             return whole
         if isinstance(value, StoredState):
             value = value.stored
-        if isinstance(value, dict):
+        if is_mapping(value):
             return {key: read(v) for key, v in value.items()}
         return type(value)(map(read, value)) if type(value) in (list, tuple) else value
 
     return bar, read
 
 
-def _write_weights(opened: Opened, path: Path) -> None:
+def _write_weights(opened: Opened, file: IO[bytes]) -> None:
     bar, read = _reader(bytes_of(weights(opened)))
     with bar:
-        torch.save(read(weights(opened)), path)
+        torch.save(read(weights(opened)), file)
 
 
-def _write_safetensors(opened: Opened, path: Path) -> None:
+def _write_safetensors(opened: Opened, file: IO[bytes]) -> None:
     tensors = {k: v for k, v in weights(opened).items() if isinstance(v, Tensor | StoredTensor)}
-    pairs = [name for name, value in tensors.items() if value.dtype == torch.complex128]
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     bar, read = _reader(bytes_of(tensors))
     with bar:
-        whole = {
-            name: torch.view_as_real(read(v)) if name in pairs else read(v)
-            for name, v in tensors.items()
-        }
-        # tied weights share memory, which the format does not know; it has no complex128 either
-        whole = {name: v.clone(memory_format=torch.contiguous_format) for name, v in whole.items()}
-        save_file(whole, path, {"format": "pt", "complex": json.dumps(pairs)})
+        values = (read(tensors[name]) for name in in_order(tensors, dtypes))
+        write_safetensors(file, shapes, dtypes, values)
 
 
-def _write_checkpoint(opened: Opened, path: Path) -> None:
+def _write_checkpoint(opened: Opened, file: IO[bytes]) -> None:
     content = dict(opened.content)
     if "optimizer_states" in content:
         content["optimizer_states"] = [with_integer_keys(s) for s in content["optimizer_states"]]
     bar, read = _reader(bytes_of(content))
     with bar:
-        torch.save(read(content), path)
+        torch.save(read(content), file)
 
 
-WRITERS: dict[str, Callable[[Opened, Path], None]] = {
+WRITERS: dict[str, Callable[[Opened, IO[bytes]], None]] = {
     ".safetensors": _write_safetensors,
     **dict.fromkeys((".pt", ".pth", ".bin"), _write_weights),
     ".ckpt": _write_checkpoint,

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.cli.sources import UsageError
-from lightning_shard.open_checkpoint import Opened, open_checkpoint, weights
-from lightning_shard.stored import StoredTensor, bytes_of
+from lightning_shard.checkpoint.errors import DamagedError
+from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
+from lightning_shard.cli.opened import Opened, open_checkpoint, weights
+from lightning_shard.cli.yaml_places import UsageError
 
 OWN = "lightning_shard"
 
@@ -27,6 +28,9 @@ def inspect(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     try:
         opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
+    except DamagedError as err:
+        print(_line("complete", f"no: {err}".rstrip(".")))
+        sys.exit(1)
     except (ValueError, FileNotFoundError) as err:
         raise UsageError(str(err).rstrip(".")) from err
     print("\n".join(described(opened)))

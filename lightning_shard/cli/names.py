@@ -1,18 +1,17 @@
-"""Names and types in words: the nearest name, the classes that fit, what a type hint accepts."""
+"""Classes and types in words: the classes that fit, and what a type hint accepts."""
 
-import difflib
 import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-SHORT_LIST = 12
-WORDS = {
+from lightning_shard.cli.nearest import nearest
+
+WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -21,24 +20,6 @@ WORDS = {
     dict: "a mapping",
     list: "a list",
 }
-
-
-def nearest(
-    name: str,
-    choices: Iterable[str],
-    label: str = "accepted here:",
-    quote_parent: Path | None = None,
-) -> str:
-    """The end of a sentence: the nearest valid name, or the choices when they are few."""
-    names = sorted(set(choices))
-    lower = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.lower(), lower, 1, 0.6)
-    if close:
-        found = lower[close[0]]
-        return f"; did you mean '{quote_parent / found if quote_parent else found}'?"
-    if names and len(names) <= SHORT_LIST:
-        return f"; {label} {', '.join(names)}"
-    return ""
 
 
 def describe(hint: Any) -> str:
@@ -72,7 +53,7 @@ def flatten(hint: Any) -> Iterator[Any]:
 
 def class_hints(hint: Any) -> list[tuple[type, int]]:
     """The classes that a hint accepts, with the number of arguments that its caller fills in."""
-    found = []
+    found: list[tuple[type, int]] = []
     for part in flatten(hint):
         origin, inner = get_origin(part), get_args(part)
         if isinstance(part, type) and part not in WORDS and origin is None:
@@ -99,7 +80,10 @@ def find_class(path: str, bases: list[type]) -> tuple[type | None, str]:
         return None, f": importing '{module_name}' failed: {err}"
     except Exception as err:
         return None, f": importing '{module_name}' failed: {type(err).__name__}: {err}"
-    found = getattr(module, name, None)
+    try:
+        found = getattr(module, name, None)
+    except ModuleNotFoundError as err:
+        return None, f": {err}".rstrip(".")
     if found is None:
         here = [n for n, v in vars(module).items() if isinstance(v, type) and _fits(v, bases)]
         exported = [n for n in dir(module) if not n.startswith("_") and n in known]
@@ -113,7 +97,7 @@ def find_class(path: str, bases: list[type]) -> tuple[type | None, str]:
 @cache
 def parameters(cls: type, skip: int = 0) -> dict[str, Any]:
     """Names and type hints that the parser accepts for a class, inherited ones included."""
-    parser = ArgumentParser(exit_on_error=False)
+    parser: Any = ArgumentParser(exit_on_error=False)
     added = parser.add_class_arguments(cls, skip={skip} if skip else None, fail_untyped=False)
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -136,7 +120,7 @@ def required(cls: type, skip: int = 0) -> list[str]:
 def accepts(cls: type, name: str, value: object, skip: int = 0) -> bool:
     """Whether the parser takes this value for one argument of a class."""
     others: set[str | int] = {other for other in parameters(cls, skip) if other != name}
-    parser = ArgumentParser(exit_on_error=False)
+    parser: Any = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(
         cls, skip=others | ({skip} if skip else set()), fail_untyped=False, sub_configs=True
     )

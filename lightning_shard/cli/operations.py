@@ -27,7 +27,7 @@ class Family:
     """The functions of one module of rules: what the module says of itself, names by limit."""
 
     title: str
-    names: dict[str, set[str]] = field(default_factory=dict)
+    names: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
 
 
 def families() -> list[Family]:
@@ -63,7 +63,7 @@ def as_markdown(found: Sequence[Family]) -> str:
 
 def as_text(found: Sequence[Family]) -> str:
     """The same for a terminal."""
-    lines = []
+    lines: list[str] = []
     for family in found:
         lines.append(family.title)
         for limits, names in sorted(family.names.items()):
@@ -76,7 +76,7 @@ def as_text(found: Sequence[Family]) -> str:
 
 def matching(found: Sequence[Family], word: str) -> list[Family]:
     """The families cut down to names that contain `word`."""
-    chosen = []
+    chosen: list[Family] = []
     for family in found:
         names = {k: {n for n in v if word.lower() in n.lower()} for k, v in family.names.items()}
         kept = {k: v for k, v in names.items() if v}

@@ -1,136 +1,121 @@
-"""What the user gave: every option with the file and line, variable or command line it is from.
+"""What the user gave: each option with the file and line, the variable or the word it comes from.
 
-`Tree` merges the sources in the order in which the parser does, later ones winning, and remembers
-for each node where it was written. Reading happens before parsing, so a missing file, a YAML
-mistake or a misplaced subcommand is reported here and nothing else has to be understood.
+Sources are read before the parser runs, so that a missing file, a mistake in YAML or a misplaced
+subcommand is reported here, and so that a later error can name the place. The parser merges them;
+nothing here does.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
-from lightning_shard.cli.names import nearest
+from lightning_shard.cli.nearest import nearest
+from lightning_shard.cli.yaml_places import (
+    Places,
+    UsageError,
+    is_list,
+    is_mapping,
+    read_yaml,
+    scalar_or_tree,
+)
 
 ENV_PREFIX = "LIGHTNING_SHARD"
+OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG")
 SPEC = ("class_path", "init_args", "dict_kwargs")
 COMMAND_LINE = "on the command line"
 
 
-class UsageError(Exception):
-    """A mistake in what the user typed: one sentence, and perhaps a hint for a second line."""
+@dataclass(frozen=True)
+class Source:
+    """Options that were written in one place.
 
-    def __init__(self, sentence: str, hint: str = "") -> None:
-        super().__init__(sentence)
-        self.hint = hint
-
-
-@dataclass
-class Tree:
-    """A node of the merged configuration; `where` reads on after a key: "at a.yaml:3".
-
-    Args:
-        where: Where the node was written last.
-        order: Number of the source it came from; larger is later.
-        value: The scalar, for a leaf.
-        children: Sub-nodes by key, or by index for a list.
-        is_list: Whether the children are list items.
-        replaced: Earlier nodes that this one replaced; the parser checks them too.
+    Attributes:
+        options: The options, nested as in a file.
+        where: The place in words: "at a.yaml:3", "on the command line".
+        places: The place of each key of a file.
     """
 
-    where: str = COMMAND_LINE
-    order: int = -1
-    value: object = None
-    children: dict[str, "Tree"] = field(default_factory=dict)
-    is_list: bool = False
-    replaced: list["Tree"] = field(default_factory=list)
+    options: dict[str, object]
+    where: str
+    places: Places = field(default_factory=dict[str, str])
 
-    def get(self, key: str) -> "Tree | None":
-        """The node at a dotted key, if given; `init_args` may be left out, as in the parser."""
-        node = self
-        for part in key.split("."):
-            children = node.children
-            inner = children["init_args"].children if "init_args" in children else {}
-            if part == "init_args" and part not in children and children:
-                continue
-            found = children.get(part) or inner.get(part)
-            if found is None:
-                return None
-            node = found
-        return node
+    def place(self, key: str) -> str:
+        """Where a dotted key was written."""
+        return self.places.get(short(key), self.where)
 
-    def plain(self) -> object:
-        """The node as YAML would load it."""
-        if self.is_list:
-            return [child.plain() for child in self.children.values()]
-        if self.children:
-            return {key: child.plain() for key, child in self.children.items()}
-        return self.value
 
-    def merge(self, other: "Tree") -> None:
-        """Put a later source on top: mappings merge, everything else replaces."""
-        before = replace(self)
-        self.where, self.order = other.where, other.order
-        if other.is_list or self.is_list or not other.children:
-            short_class = isinstance(other.value, str) and "class_path" in self.children
-            if (
-                short_class
-            ):  # `--model Name` over a class_path keeps the init_args, as the parser does
-                self.children["class_path"] = other
-                return
-            self.children, self.is_list, self.value = other.children, other.is_list, other.value
-            self.replaced = [*self.replaced, before]
-            return
-        for key, child in other.children.items():
-            if key in self.children:
-                self.children[key].merge(child)
-            else:
-                self.children[key] = child
+@dataclass(frozen=True)
+class Sources:
+    """All sources in the order in which the parser takes them; later ones win."""
 
-    def put(self, key: str, given: "Tree") -> None:
-        """Merge a node at a dotted key, as an option on the command line does."""
-        key = self._long_form(key)
-        head, _, rest = key.partition(".")
-        if self.is_list and not head.isdigit() and self.children:
-            next(reversed(self.children.values())).put(key, given)
-            return
-        if head.endswith("+") and not rest:
-            node = self.children.setdefault(head[:-1], Tree(given.where, given.order, is_list=True))
-            items = given.children.values() if given.is_list else [given]
-            for item in items:
-                node.children[str(len(node.children))] = item
-            return
-        node = self.children.setdefault(head, Tree(given.where, given.order))
-        if isinstance(node.value, str) and rest:  # `--model Name --model.width 3`
-            node.children = {"class_path": Tree(node.where, node.order, node.value)}
-            node.value = None
-        if rest:
-            node.put(rest, given)
+    given: tuple[Source, ...] = ()
+
+    def place(self, key: str) -> str:
+        """Where a dotted key was written last; empty if it was not."""
+        return next((s.place(key) for s in reversed(self.given) if self._in(s, key)), "")
+
+    def value(self, key: str, default: object = None) -> object:
+        """What was written last for a dotted key."""
+        found = [_at(s.options, short(key)) for s in reversed(self.given) if self._in(s, key)]
+        return found[0] if found else default
+
+    def __contains__(self, key: str) -> bool:
+        return bool(self.place(key))
+
+    def _in(self, source: Source, key: str) -> bool:
+        return _at(source.options, short(key)) is not MISSING
+
+
+MISSING = object()
+
+
+def short(key: str) -> str:
+    """A dotted key without `init_args`, which the parser lets the user leave out."""
+    return ".".join(part for part in key.split(".") if part not in SPEC[1:])
+
+
+def _at(options: object, key: str) -> object:
+    for part in key.split(".") if key else ():
+        while is_mapping(options) and part not in options and {*SPEC[1:]} & {*options}:
+            options = next(options[name] for name in SPEC[1:] if name in options)
+        if is_list(options) and part.isdigit() and int(part) < len(options):
+            options = options[int(part)]
+        elif is_mapping(options) and part in options:
+            options = options[part]
         else:
-            node.merge(given)
-
-    def _long_form(self, key: str) -> str:
-        """Options of a class belong under `init_args`, whichever of the two forms came first."""
-        if key.split(".")[0] in SPEC:
-            short = {name: self.children.pop(name) for name in [*self.children] if name not in SPEC}
-            if short:
-                self.children["init_args"] = Tree(self.where, self.order, children=short)
-            return key
-        return f"init_args.{key}" if self.children.keys() & set(SPEC) else key
+            return MISSING
+    return options
 
 
-def read_sources(args: Sequence[str], subcommand: str) -> Tree:
-    """Merge environment, config files and options that follow the subcommand."""
-    tree = Tree()
-    for order, (key, given) in enumerate(_sources(args, subcommand)):
-        _number(given, order)
-        if key:
-            tree.put(key, given)
+def read_sources(args: Sequence[str], subcommand: str) -> Sources:
+    """Read environment, config files and the options that follow the subcommand."""
+    return Sources((*_variables(subcommand), *_words(args)))
+
+
+def check_variables(subcommands: Sequence[str], keys: Iterable[str]) -> None:
+    """Refuse a variable of the environment that would change nothing.
+
+    Args:
+        subcommands: The names of all subcommands.
+        keys: The dotted options that a variable can give.
+
+    Raises:
+        UsageError: A variable begins as ours do, and names no option.
+    """
+    known = {key.upper().replace(".", "__") for key in keys} | {"CONFIG"}
+    for name in os.environ:
+        if not name.startswith(f"{ENV_PREFIX}_"):
+            continue
+        rest = name.removeprefix(f"{ENV_PREFIX}_")
+        command, separator, key = rest.partition("__")
+        if separator and command.lower() in subcommands:
+            rest, choices, start = key, known, f"{ENV_PREFIX}_{command}__"
         else:
-            tree.merge(given)
-    return tree
+            choices, start = {*OWN_VARIABLES}, f"{ENV_PREFIX}_"
+        if rest not in choices:
+            close = nearest(rest, choices, "its options are", quote=lambda n, s=start: s + n)
+            raise UsageError(f"the variable {name} names no option{close}")
 
 
 def split_subcommand(args: Sequence[str], names: Sequence[str]) -> tuple[str, list[str]] | None:
@@ -145,9 +130,8 @@ def split_subcommand(args: Sequence[str], names: Sequence[str]) -> tuple[str, li
     if args[0] in names:
         return args[0], list(args[1:])
     if not args[0].startswith("-"):
-        raise UsageError(
-            f"unknown subcommand '{args[0]}'{nearest(args[0], names, 'give one of')}", usage
-        )
+        close = nearest(args[0], names, "give one of")
+        raise UsageError(f"unknown subcommand '{args[0]}'{close}", usage)
     for index, arg in enumerate(args):
         if arg in names:
             swapped = " ".join([arg, *args[:index], *args[index + 1 :]])
@@ -160,38 +144,17 @@ def split_subcommand(args: Sequence[str], names: Sequence[str]) -> tuple[str, li
     )
 
 
-def read_yaml(path: str) -> Tree:
-    """Compose one file into a tree with line numbers."""
-    file = Path(path)
-    if not file.is_file():
-        siblings = (
-            sorted(p.name for p in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
-        )
-        close = nearest(file.name, siblings, f"{file.parent} has", quote_parent=file.parent)
-        raise UsageError(f"config file '{path}' does not exist{close}")
-    try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as err:
-        mark = err.problem_mark or err.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{line} is not valid YAML: {err.problem or err.context}") from err
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
-        raise UsageError(f"{path} is not valid YAML: {err}") from err
-    if root is None:
-        return Tree(f"at {path}")
-    if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path}:1 must be a mapping of options such as 'trainer:' and 'model:'")
-    return _tree(root, path, root.start_mark.line + 1)
-
-
-def _sources(args: Sequence[str], subcommand: str) -> Iterator[tuple[str, Tree]]:
+def _variables(subcommand: str) -> Iterator[Source]:
     prefix = f"{ENV_PREFIX}_{subcommand.upper()}__"
     for name, value in os.environ.items():
         if name == prefix + "CONFIG":
-            yield "", read_yaml(value)
+            yield _file(value)
         elif name.startswith(prefix):
             key = name.removeprefix(prefix).lower().replace("__", ".")
-            yield key, _scalar(value, f"in the variable {name}")
+            yield _option(key, value, f"in the variable {name}")
+
+
+def _words(args: Sequence[str]) -> Iterator[Source]:
     words = list(args)
     while words:
         word = words.pop(0)
@@ -201,52 +164,25 @@ def _sources(args: Sequence[str], subcommand: str) -> Iterator[tuple[str, Tree]]
         if not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
         if option in ("-c", "--config"):
-            yield "", read_yaml(value)
+            yield _file(value)
         elif option.startswith("--"):
-            yield option[2:], _scalar(value, COMMAND_LINE)
+            yield _option(option[2:], value, COMMAND_LINE)
 
 
-def _scalar(text: str, where: str) -> Tree:
+def _file(path: str) -> Source:
+    options, places = read_yaml(path)
+    return Source(options, f"at {path}", places)
+
+
+def _option(key: str, text: str, where: str) -> Source:
+    places: Places = {}
     if text.endswith((".yaml", ".yml")) and Path(text).is_file():
-        return read_yaml(text)
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        root = None
-    if root is None or isinstance(root, yaml.ScalarNode):
-        return Tree(where, value=_load(root) if root else text)
-    return _tree(root, "", 0, where)
-
-
-def _tree(node: yaml.Node, path: str, line: int, where: str = "") -> Tree:
-    place = where or f"at {path}:{line}"
-    if isinstance(node, yaml.MappingNode):
-        children = {
-            str(key.value): _tree(value, path, key.start_mark.line + 1, where)
-            for key, value in node.value
-        }
-        return Tree(place, children=children)
-    if isinstance(node, yaml.SequenceNode):
-        items = [_tree(item, path, item.start_mark.line + 1, where) for item in node.value]
-        return Tree(place, children={str(i): item for i, item in enumerate(items)}, is_list=True)
-    return Tree(place, value=_load(node))
-
-
-def _load(node: yaml.Node) -> object:
-    loader = yaml.SafeLoader("")
-    try:
-        value = loader.construct_object(node, deep=True)
-        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string; the parser does not
-            try:
-                return float(value) if value[:1] in "+-.0123456789" else value
-            except ValueError:
-                return value
-        return value
-    except yaml.YAMLError:
-        return str(node.value)
-
-
-def _number(tree: Tree, order: int) -> None:
-    tree.order = order
-    for child in tree.children.values():
-        _number(child, order)
+        value, inner = read_yaml(text)
+        places = {f"{short(key)}.{name}": place for name, place in inner.items()}
+    else:
+        value = scalar_or_tree(text, where)
+    nested: object = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    assert is_mapping(nested)
+    return Source(nested, where, places)

@@ -4,17 +4,26 @@ As in `out = torch.zeros(B, T, C, H, W); out[:, t] = x`: every rank keeps its pa
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_shard.domain import Subdomain
-from lightning_shard.ops.align import take_part
-from lightning_shard.ops.registry import UnsupportedOperationError, wrapped
+from lightning_shard.domain.align import take_part
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.torch_internals import is_view, storage_users
 
 
-def become_split(plain: Tensor, target: Subdomain, write: Callable[[Subdomain], Any]) -> Tensor:
+@dataclass(frozen=True)
+class Became:
+    """What a rule returns to turn the caller's plain tensor into the split tensor of a part."""
+
+    plain: Tensor
+    part: Any
+
+
+def become_split(plain: Tensor, target: Subdomain, write: Callable[[Subdomain], Any]) -> Became:
     """Split the caller's tensor in place, as `target.layout` says, and `write` into its part.
 
     Raises:
@@ -28,20 +37,12 @@ def become_split(plain: Tensor, target: Subdomain, write: Callable[[Subdomain], 
     refuse_shared(plain)
     part = target.like(take_part(plain, target.layout).clone())
     write(part)
-    try:
-        torch.utils.swap_tensors(plain, wrapped(part))
-    except RuntimeError as error:
-        raise UnsupportedOperationError(
-            "a plain tensor that autograd has saved cannot take split rows; make it like the split "
-            "tensor (torch.zeros_like)"
-        ) from error
-    return plain
+    return Became(plain, part)
 
 
 def refuse_shared(plain: Tensor) -> None:
     """Raise unless nothing but `plain` itself sees its memory."""
-    users = torch._C._storage_Use_Count(plain.untyped_storage()._cdata)
-    if plain._is_view() or users > 2:  # the tensor, and the storage object of this line
+    if is_view(plain) or storage_users(plain) > 2:  # the tensor, and the object that asks
         raise UnsupportedOperationError(
             "a plain tensor of which there are views cannot take split rows; make it like the "
             "split tensor (torch.zeros_like)"

@@ -1,53 +1,102 @@
 """The one table from torch function to rule.
 
-A rule takes the function it stands for and that function's arguments, in which every domain tensor
-is a `Subdomain`; it returns `Subdomain`s, or plain tensors where the result is the same on every
-rank.
+There are two kinds. A rule that `implements` a function is given its arguments with a `Subdomain`
+in the place of every split tensor. A rule that `composes` a function out of other torch functions
+is given the arguments as the user gave them. Both return `Subdomain`s or split tensors, or plain
+tensors where the result is the same on every rank.
 """
 
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
-from lightning_shard.domain import Subdomain
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.torch_internals import Operator, OperatorPacket
 
-Rule = Callable[..., Any]
-R = TypeVar("R", bound=Rule)
+Function = Callable[..., Any]
+R = TypeVar("R", bound=Function)
 
-_RULES: dict[Callable[..., Any], Rule] = {}
-_LAZY_RULES: dict[Callable[..., Any], Rule] = {}
-_OPERANDS: dict[Rule, tuple[tuple[int, str, bool], ...]] = {}
-_LIMITS: dict[Callable[..., Any], str] = {}
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """What stands for a torch function when it is called with split tensors.
+
+    Attributes:
+        run: Takes the torch function and the arguments of the call.
+        composes: Whether `run` takes the user's tensors, and not `Subdomain`s.
+        checked: Whether torch is asked first if it would refuse the call (tensor/wrong_calls.py).
+        limits: The uses that the rule refuses, in a few words.
+    """
+
+    run: Function
+    composes: bool = False
+    checked: bool = True
+    limits: str = ""
+
+
+_RULES: dict[Function, Rule] = {}
+_LAZY_RULES: dict[Function, Rule] = {}
 _NUMPY_NAMES = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
-_WRAPPER: list[Callable[[Any], Any]] = []
 
 
-class UnsupportedOperationError(NotImplementedError):
-    """An operation, or this use of it, has no rule for tensors split over a domain mesh."""
+def implements(*functions: Function, limits: str = "", checked: bool = True) -> Callable[[R], R]:
+    """Register the decorated rule for `functions`; it is given `Subdomain`s.
 
+    The annotations of the rule's parameters decide which operands it accepts. A parameter annotated
+    with `Subdomain` and not with `Tensor` takes split tensors only, one annotated with `Tensor` and
+    not with `Subdomain` takes plain tensors only; a call with the other kind is refused by the
+    parameter's name. `Any`, and a union of both, take either.
 
-def implements(*functions: Callable[..., Any], limits: str = "") -> Callable[[R], R]:
-    """Register the decorated rule for `functions`; `limits` names the uses that it refuses.
+    Args:
+        functions: What users call.
+        limits: The uses that the rule refuses, in a few words, for `python -m lightning_shard ops`.
+        checked: Whether torch is asked first if it would refuse the call. False is for rules that
+            run the function itself on every rank's part, whatever the part, and for functions with
+            effects of their own.
 
     Raises:
         ValueError: A function has a rule already.
     """
-    return functools.partial(_register, _RULES, functions, limits=limits)
+    return functools.partial(_register, _RULES, functions, checked=checked, limits=limits)
 
 
-def register_rule(*functions: Callable[..., Any], limits: str = "") -> Callable[[R], R]:
+def composes(*functions: Function, limits: str = "", checked: bool = True) -> Callable[[R], R]:
+    """Register the decorated formula for `functions`; it is given the user's own tensors.
+
+    The formula is written for whole tensors, out of functions that have rules. Its first argument
+    is the torch function, like that of any rule.
+
+    Args:
+        functions: What users call.
+        limits: The uses that the formula refuses, in a few words.
+        checked: Whether torch is asked first if it would refuse the call.
+
+    Raises:
+        ValueError: A function has a rule already.
+    """
+    return functools.partial(
+        _register, _RULES, functions, composes=True, checked=checked, limits=limits
+    )
+
+
+def register_rule(*functions: Function, limits: str = "") -> Callable[[R], R]:
     """Teach split tensors a torch function: the public way to add a rule.
 
     The rule takes the function and its arguments, in which each split tensor is a `Subdomain`:
     `local` is this rank's part, `layout` says which dims are split (`layout.split_dims`), and
     `x.like(local)` wraps a result that is split in the same way. All ranks must make the same
     decisions.
+
+    The annotations of the rule's parameters decide which operands it accepts: `Subdomain` takes
+    split tensors only, `Tensor` takes plain tensors only, and no annotation takes both.
 
     Args:
         functions: What users call, such as `torch.erfcx`; for a function of your own, one that
@@ -64,70 +113,83 @@ def register_rule(*functions: Callable[..., Any], limits: str = "") -> Callable[
         ...         raise UnsupportedOperationError("a scale that is a tensor")
         ...     return x.like(func(x.local, scale, zero_point, quant_min, quant_max))
     """
-    return implements(*functions, limits=limits)
+    return implements(*functions, limits=limits, checked=False)
 
 
-def implements_lazily(*functions: Callable[..., Any]) -> Callable[[R], R]:
+def implements_lazily(*functions: Function) -> Callable[[R], R]:
     """Register a rule that takes lazy spectra as they are; without one they are read first."""
     return functools.partial(_register, _LAZY_RULES, functions)
 
 
 def _register(
-    table: dict[Callable[..., Any], Rule], functions: Iterable[Any], rule: R, limits: str = ""
+    table: dict[Function, Rule], functions: tuple[Function, ...], rule: R, **facts: Any
 ) -> R:
     for function in dict.fromkeys(functions):
         if function in table:
             raise ValueError(
-                f"{name_of(function)} already has the rule {name_of(table[function])}; "
+                f"{name_of(function)} already has the rule {name_of(table[function].run)}; "
                 f"cannot register {name_of(rule)} for it too."
             )
-        table[function] = rule
-        if table is _RULES:
-            _OPERANDS[rule] = _typed_operands(rule)
-        if limits:
-            _LIMITS[function] = limits
+        table[function] = Rule(rule, **facts)
     return rule
 
 
-def _typed_operands(rule: Rule) -> tuple[tuple[int, str, bool], ...]:
-    """(position, name, whether split) of the arguments that the rule wants split, or plain."""
-    parameters = list(inspect.signature(rule).parameters.values())[1:]
-    typed = []
+def rule_for(function: Function, *, lazy: bool = False) -> Rule | None:
+    return (_LAZY_RULES if lazy else _RULES).get(function)
+
+
+def limits_of(function: Function) -> str:
+    """The uses that the function's rule refuses; empty where it serves all."""
+    return _RULES[function].limits if function in _RULES else ""
+
+
+def functions_with_rules() -> dict[Function, Function]:
+    """Every function of the table, with the code of its rule."""
+    return {function: rule.run for function, rule in _RULES.items()}
+
+
+def run_rule(rule: Rule, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a rule with arguments that fit its parameters and their annotations.
+
+    Raises:
+        UnsupportedOperationError: The rule does not know these arguments.
+    """
+    misfit, typed = _binding(rule, len(args), tuple(kwargs))
+    if misfit:
+        raise UnsupportedOperationError(f"its rule does not know this use of it: {misfit}")
+    for place, name, split in typed:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor if split else Subdomain):
+            raise UnsupportedOperationError(
+                f"its operand {place + 1} ({name}) {'must' if split else 'must not'} be split"
+            )
+    return rule.run(func, *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _binding(
+    rule: Rule, count: int, names: tuple[str, ...]
+) -> tuple[str, tuple[tuple[int, str, bool], ...]]:
+    """What is known of a call with so many arguments in order and these by name.
+
+    Returns:
+        Why the rule cannot be called so, or nothing; and (position, name, whether split) of the
+        arguments that it wants split, or plain.
+    """
+    signature = inspect.signature(rule.run)
+    try:
+        signature.bind(None, *[None] * count, **dict.fromkeys(names))
+    except TypeError as error:
+        return str(error), ()
+    parameters = [] if rule.composes else list(signature.parameters.values())[1:]
+    typed: list[tuple[int, str, bool]] = []
     for place, parameter in enumerate(parameters):
         kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and (
             (Subdomain in kinds) != (Tensor in kinds)
         ):
             typed.append((place, parameter.name, Subdomain in kinds))
-    return tuple(typed)
-
-
-def check_operands(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse split tensors where the rule's annotations say `Tensor`, and plain ones the other way.
-
-    Raises:
-        UnsupportedOperationError: An operand is of the other kind; the message names it.
-    """
-    for place, name, split in _OPERANDS[rule]:
-        value = args[place] if place < len(args) else kwargs.get(name)
-        if isinstance(value, Tensor if split else Subdomain):
-            raise UnsupportedOperationError(
-                f"its operand {place + 1} ({name}) {'must' if split else 'must not'} be split"
-            )
-
-
-def rule_for(function: Callable[..., Any], *, lazy: bool = False) -> Rule | None:
-    return (_LAZY_RULES if lazy else _RULES).get(function)
-
-
-def limits_of(function: Callable[..., Any]) -> str:
-    """The uses that the function's rule refuses; empty where it serves all."""
-    return _LIMITS.get(function, "")
-
-
-def functions_with_rules() -> dict[Callable[..., Any], Rule]:
-    """A copy of the table."""
-    return dict(_RULES)
+    return "", tuple(typed)
 
 
 def canonical_names(
@@ -137,33 +199,19 @@ def canonical_names(
 
     A tensor given as `input=` becomes the first positional argument.
     """
-    if not kwargs:
-        return args, kwargs
-    if "out" in kwargs and kwargs["out"] is None:
-        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     if not args and "input" in kwargs and "condition" not in kwargs:
         args = (kwargs.pop("input"),)
     return args, kwargs
 
 
-def set_wrapper(wrap: Callable[[Any], Any]) -> None:
-    """Tell the rules how a `Subdomain` is shown to users; called once, by the tensor's module."""
-    _WRAPPER[:] = [wrap]
-
-
-def wrapped(value: Any) -> Any:
-    """`value` as users see it: for the rules that call functions written for whole tensors."""
-    return _WRAPPER[0](value)
-
-
 def name_of(function: Any) -> str:
     """A readable name: `torch.conv2d`, `torch.nn.functional.pad`, `Tensor.add_`, `Tensor.shape`."""
-    if isinstance(function, OpOverloadPacket | OpOverload):
+    if isinstance(function, (OperatorPacket, Operator)):
         return f"torch.ops.{str(function).replace('::', '.')}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
     if "boolean_dispatch" in name:  # F.max_pool2d and its like, which have no name of their own
-        name = next((n for n, f in vars(F).items() if f is function), name)
+        name = next((n for o in (F, torch) for n, f in vars(o).items() if f is function), name)
     if name.startswith("getset_descriptor.") or name.endswith(".__get__"):
         attribute = getattr(function.__self__, "__name__", function.__self__)
         kind = {"__set__": " (assigned)", "__delete__": " (deleted)"}.get(name.rpartition(".")[2])

@@ -49,7 +49,8 @@ def library() -> Path:
 
 
 def _compile(path: Path, options: list[str]) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    names = (os.environ.get("CXX", ""), "c++", "g++")
+    compiler = next((found for name in names if (found := shutil.which(name))), None)
     if compiler is None:
         raise CannotBuildError("the fake XPU needs a C++ compiler; install g++, or set CXX")
     part = path.with_suffix(".part")

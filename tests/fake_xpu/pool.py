@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -26,6 +27,7 @@ class XPUPool(Pool):
         except CannotBuildError as err:
             pytest.skip(str(err))
         self.ranks = ranks
+        self.answers = [deque() for _ in range(ranks)]
         pipes = [Pipe() for _ in range(ranks)]
         self.lines: list[Connection[Any, Any]] = [ours for ours, _ in pipes]
         ends = [theirs.fileno() for _, theirs in pipes]

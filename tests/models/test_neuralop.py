@@ -8,7 +8,7 @@ import torch
 
 import lightning_shard
 from benchmarks.model_zoo import cases, prepared
-from lightning_shard.mesh import make_mesh
+from lightning_shard.processes.mesh import make_mesh
 from tests.models.check import check
 from tests.parity import assert_same
 

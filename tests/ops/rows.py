@@ -100,8 +100,6 @@ REFUSED = {
     "nonzero_method": Tensor.nonzero,
     "argwhere": torch.argwhere,
     "argwhere_method": Tensor.argwhere,
-    "unique": torch.unique,
-    "unique_method": Tensor.unique,
     "unique_consecutive": torch.unique_consecutive,
     "unique_consecutive_method": Tensor.unique_consecutive,
 }
@@ -155,6 +153,8 @@ ROWS: dict[str, Row] = {
          Tensor.__ifloordiv__, Tensor.__rfloordiv__, Tensor.__mod__, Tensor.__imod__],
         matrices(2.5),
     ),
+    "distinct": Row([lambda x: torch.unique(x.detach()), lambda x: x.detach().round().unique(),
+                   lambda x: torch.unique(x.detach().round(), return_counts=True)], matrices()),
     "setitem": Row([assigned], matrices()),
     "copy": Row([lambda x: torch.empty_like(x).copy_(x), lambda x: x.new_tensor([1.0, 2.0])],
                 matrices()),

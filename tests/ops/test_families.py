@@ -1,35 +1,68 @@
-"""The cases of the families without a stencil: every dim, two dims at once, double backward."""
+"""The tables of cases (families.py): every dim on three ranks, and two dims at once."""
 
 import pytest
 
-from tests.ops import test_linear, test_pointwise, test_reduce, test_softmax
-from tests.parity import assert_double_backward, assert_parity, mesh_of
+from tests.ops.families import FAMILIES, check, check_second_gradient, first_uses
 
-FAMILIES = [test_linear, test_pointwise, test_reduce, test_softmax]
-CASES = {f"{m.__name__[15:]}.{name}": case for m in FAMILIES for name, case in m.CASES.items()}
-SMOOTH = [f"{m.__name__[15:]}.{name}" for m in FAMILIES for name in m.SMOOTH]
+families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.mark.spmd(3)
-@pytest.mark.parametrize("dim", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_three_ranks(case, dim):
-    function, shapes = CASES[case]
-    assert_parity(function, shapes, {0: [dim]}, mesh_of(3))
+@families
+def test_three_ranks(family, run_each):
+    """Of extents that three does not divide."""
+    cases = {
+        f"{case}, dim {dim}": {"family": family, "case": case, "dims": [dim], "mesh": (3,)}
+        for case in FAMILIES[family].cases
+        for dim in FAMILIES[family].dims
+    }
+    # an index along the split dim, which is refused
+    run_each(3, check, {name: case for name, case in cases.items() if name != "one_hot, dim 1"})
 
 
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[3], [2, 3]], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_four_ranks(case, dims):
-    function, shapes = CASES[case]
-    assert_parity(function, shapes, {0: dims}, mesh_of(4) if len(dims) == 1 else mesh_of(2, 2))
+def over_two_dims(family, cases):
+    return {
+        case: {"family": family, "case": case, "dims": FAMILIES[family].dims[-2:], "mesh": (2, 2)}
+        for case in cases
+    }
 
 
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[3], [2, 3]], ids=str)
-@pytest.mark.parametrize("case", SMOOTH)
-def test_double_backward(case, dims):
-    function, shapes = CASES[case]
-    mesh = mesh_of(4) if len(dims) == 1 else mesh_of(2, 2)
-    assert_double_backward(function, shapes, {0: dims}, mesh)
+@families
+def test_two_by_two(family, run_each):
+    """Each function once; the other cases are slow."""
+    run_each(4, check, over_two_dims(family, first_uses(family)))
+
+
+@pytest.mark.slow
+@families
+def test_every_case_two_by_two(family, run_each):
+    run_each(4, check, over_two_dims(family, FAMILIES[family].cases))
+
+
+@pytest.mark.slow
+@families
+def test_four_ranks(family, run_each):
+    """More ranks than rows among them."""
+    cases = {
+        case: {"family": family, "case": case, "dims": FAMILIES[family].dims[-1:], "mesh": (4,)}
+        for case in FAMILIES[family].cases
+    }
+    run_each(4, check, cases)
+
+
+smooth = pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if f.smooth])
+
+
+@smooth
+def test_double_backward(family, run_each):
+    """Along one dim; test_operators.py has it of every function of torch's database."""
+    cases = {
+        case: {"family": family, "case": case, "dims": [2], "mesh": (3,)}
+        for case in FAMILIES[family].smooth
+    }
+    run_each(3, check_second_gradient, cases)
+
+
+@pytest.mark.slow
+@smooth
+def test_double_backward_two_by_two(family, run_each):
+    run_each(4, check_second_gradient, over_two_dims(family, FAMILIES[family].smooth))

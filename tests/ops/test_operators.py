@@ -18,8 +18,9 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils._pytree import tree_map_only
 
 import lightning_shard
-from lightning_shard import UnsupportedOperationError, tensor
+from lightning_shard import UnsupportedOperationError
 from lightning_shard.ops.registry import functions_with_rules, name_of, rule_for
+from lightning_shard.tensor import tensor
 from tests.ops import database
 from tests.parity import assert_same, mesh_of
 

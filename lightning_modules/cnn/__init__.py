@@ -1,0 +1,1 @@
+"""The network of PhysicsNeMo's domain-parallel tutorial."""

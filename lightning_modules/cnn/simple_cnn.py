@@ -1,0 +1,251 @@
+"""The one-convolution network of PhysicsNeMo's domain-parallel tutorial, and images to train it on.
+
+Ordinary Lightning code: it sees whole images and only torch functions, so a strategy may hand it
+tensors whose rows or columns are split over ranks. Global pooling makes the number of parameters
+independent of the resolution, and the class of an image is a wavelength in pixels, so the same task
+exists at every resolution. Shapes: B samples per data-parallel rank, C channels, H rows, W columns.
+
+Source: "Domain Decomposition, ShardTensor and FSDP Tutorial", NVIDIA PhysicsNeMo documentation.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+from lightning_modules.shared.train_loss import log_train_loss
+
+Batch = tuple[Tensor, Tensor]
+
+
+# A named function and not a lambda: jsonargparse turns a lambda into init_args, and those would
+# survive a change of class in YAML.
+def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Adam with a learning rate of 3e-2."""
+    return Adam(parameters, lr=3e-2)
+
+
+class SimpleCNN(nn.Module):
+    """A convolution, global average pooling and a linear layer.
+
+    Args:
+        in_channels: Channels of the images.
+        hidden_channels: Channels of the convolution.
+        num_classes: Number of classes.
+    """
+
+    def __init__(
+        self, in_channels: int = 3, hidden_channels: int = 16, num_classes: int = 10
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, hidden_channels, kernel_size=3, padding=1)
+        self.relu = nn.ReLU()
+        self.pool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(hidden_channels, num_classes)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the classes: (B, C, H, W) -> (B, num_classes)."""
+        x = self.pool(self.relu(self.conv(x)))
+        return self.fc(torch.flatten(x, 1))
+
+
+class SimpleCNNModule(LightningModule):
+    """Classify images with `SimpleCNN`, trained on the cross-entropy.
+
+    Evaluation logs `val/loss`, `val/accuracy`, `test/loss` and `test/accuracy`, where accuracy is
+    the fraction of samples classified correctly.
+
+    Args:
+        in_channels: Channels of the images.
+        hidden_channels: Channels of the convolution.
+        num_classes: Number of classes.
+        optimizer: Makes the optimizer of the parameters; Adam with lr 3e-2 by default. Not stored
+            in checkpoints.
+        lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; none by default.
+            Not stored in checkpoints.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        hidden_channels: int = 16,
+        num_classes: int = 10,
+        optimizer: OptimizerCallable = adam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+        self.network = SimpleCNN(in_channels, hidden_channels, num_classes)
+        self.make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = optimizer
+        self.make_lr_scheduler = lr_scheduler
+        # micro: torchmetrics' default is the mean over classes
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the classes: (B, C, H, W) -> (B, num_classes)."""
+        return self.network(x)
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        log_train_loss(self, loss, len(labels))
+        return loss
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._shared_step("val", batch, self.val_accuracy)
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._shared_step("test", batch, self.test_accuracy)
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(dim=1)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
+
+    def _shared_step(self, stage: str, batch: Batch, accuracy: MulticlassAccuracy) -> None:
+        images, labels = batch
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels)
+        accuracy.update(logits.argmax(dim=1), labels)
+        size = len(labels)
+        self.log(f"{stage}/loss", loss, on_epoch=True, sync_dist=True, batch_size=size)
+        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticImages(Dataset[Batch]):
+    """Noisy waves of random direction and phase, made when asked for; the class is the wavelength.
+
+    Wavelengths run geometrically from 3 to 24 pixels; sample `i` is of class `i % num_classes`.
+
+    Attributes:
+        indices: Samples of this set; the same index and seed give the same image.
+        resolution: Rows and columns of the images.
+        channels: Channels of the images; they share a direction and differ in phase.
+        num_classes: Number of wavelengths.
+        noise: Standard deviation of the noise; the waves have amplitude 1.
+        seed: Seed of all images.
+    """
+
+    indices: range
+    resolution: tuple[int, int]
+    channels: int
+    num_classes: int
+    noise: float
+    seed: int
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.indices)
+
+    @override
+    def __getitem__(self, position: int) -> Batch:
+        """Make an image (C, H, W) and its label ()."""
+        index = self.indices[position]
+        label = index % self.num_classes
+        wavelength = torch.logspace(math.log10(3), math.log10(24), self.num_classes)[label]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        angle = math.pi * torch.rand((), generator=generator)
+        phases = 2 * math.pi * torch.rand(self.channels, 1, 1, generator=generator)
+        height, width = self.resolution
+        rows = torch.arange(height)[:, None] * torch.sin(angle)
+        columns = torch.arange(width)[None, :] * torch.cos(angle)
+        waves = torch.cos(2 * math.pi / wavelength * (rows + columns) + phases)
+        image = waves + self.noise * torch.randn(waves.shape, generator=generator)
+        return image, torch.tensor(label)
+
+
+class SyntheticImagesDataModule(LightningDataModule):
+    """Training, validation and test sets of `SyntheticImages`, as batches `(images, labels)`.
+
+    Batches are images (B, C, H, W) float32 and labels (B,) int64. Nothing is stored: memory does
+    not grow with the number of samples.
+
+    Args:
+        resolution: Rows and columns of the images.
+        channels: Channels of the images.
+        num_classes: Number of classes.
+        noise: Standard deviation of the noise; the waves have amplitude 1.
+        num_train: Number of training samples.
+        num_val: Number of validation samples.
+        num_test: Number of test samples.
+        batch_size: Samples per data-parallel rank and step.
+        seed: Seed of all images.
+        num_workers: Processes that make images; 0 makes them in the training process.
+    """
+
+    def __init__(
+        self,
+        resolution: tuple[int, int] = (64, 128),
+        channels: int = 3,
+        num_classes: int = 10,
+        noise: float = 0.3,
+        num_train: int = 1024,
+        num_val: int = 128,
+        num_test: int = 256,
+        batch_size: int = 32,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        ends = (0, num_train, num_train + num_val, num_train + num_val + num_test)
+        self.splits = {
+            name: SyntheticImages(
+                indices=range(*ends[i : i + 2]),
+                resolution=resolution,
+                channels=channels,
+                num_classes=num_classes,
+                noise=noise,
+                seed=seed,
+            )
+            for i, name in enumerate(("train", "val", "test"))
+        }
+
+    @override
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return self._loader("train", shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._loader("val")
+
+    @override
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self._loader("test")
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        return self._loader("test")
+
+    def _loader(self, split: str, *, shuffle: bool = False) -> DataLoader[Batch]:
+        return DataLoader(
+            self.splits[split],
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )

@@ -1,0 +1,1 @@
+"""Darcy flow with a tensorized Fourier neural operator."""

@@ -1,0 +1,1 @@
+"""PyTorch's MNIST example."""

@@ -1,0 +1,1 @@
+"""Summarization with T5."""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, in which files, and whether they are whole."""

@@ -1,0 +1,261 @@
+"""Checkpoints as directories: each rank writes its part with torch.distributed.checkpoint.
+
+    name.ckpt/
+      manifest.json     mesh, versions, hyperparameters, and size and hash of each other file
+      meta.pt           what holds no sharded tensors, as in Lightning's file
+      .metadata, *.distcp   `state_dict`, `optimizer_0`, ... as Lightning's ModelParallelStrategy
+
+A directory is written as `name.ckpt.partial` and renamed when all ranks have written, so what has
+its final name is whole.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import futures
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_shard.checkpoint.atomic import (
+    disk_errors,
+    partial_of,
+    put_in_place,
+    remove,
+    remove_leftovers,
+)
+from lightning_shard.checkpoint.dcp_reader import METADATA, Files, read_dcp
+from lightning_shard.checkpoint.errors import DamagedError, UnsafeFileError
+from lightning_shard.checkpoint.foreign import WEIGHTS_KEYS
+from lightning_shard.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    REMEDY,
+    compared_with,
+    described,
+    problem_of,
+    read_manifest,
+)
+from lightning_shard.checkpoint.state import EXTRA, put_back
+from lightning_shard.checkpoint.stored import StoredState
+from lightning_shard.checkpoint.torch_file import read_torch_file
+from lightning_shard.processes.exchange import all_stop, gather_to_first, together
+
+REST = "meta.pt"
+Tree = dict[str, Any]
+
+
+def is_sharded(path: str | Path) -> bool:
+    """Whether `path` is a directory of torch.distributed.checkpoint."""
+    return (Path(path) / METADATA).is_file()
+
+
+def write(path: Path, tensors: Tree, rest: Tree, about: Tree) -> None:
+    """Write what `split_off` gave. All ranks call it, and all raise if one of them fails.
+
+    Args:
+        path: The final name; what has it is replaced when all ranks have written.
+        tensors: Each rank's shards.
+        rest: What else is written; only rank 0's is.
+        about: What the manifest says of the run.
+    """
+    partial = _begin(path)
+    with _cleaned_up(partial):
+        save(tensors, storage_writer=Writer(partial, path))
+        _finish(partial, path, rest, about)
+
+
+def write_later(
+    path: Path, tensors: Tree, rest: Tree, about: Tree, group: dist.ProcessGroup
+) -> Future[None]:
+    """Copy the shards to CPU memory, and write them in a thread while training goes on.
+
+    Args:
+        path: The final name; what has it is replaced when all ranks have written.
+        tensors: Each rank's shards, which may change when this has returned.
+        rest: What else rank 0 writes. It must not change before the result is there.
+        about: What the manifest says of the run. It must not change either.
+        group: A group of all ranks that carries CPU tensors and that nothing else uses.
+
+    Returns:
+        The writing; its `result` raises on all ranks if one of them failed.
+    """
+    partial = _begin(path)
+    writer = Writer(partial, path)
+    written: Any = async_save(tensors, storage_writer=writer, process_group=group)
+
+    def wait_and_finish() -> None:
+        with _cleaned_up(partial):
+            written.result()
+            _finish(partial, path, rest, about, group)
+
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+    done = executor.submit(wait_and_finish)
+    executor.shutdown(wait=False)
+    return done
+
+
+class Writer(FileSystemWriter):
+    """torch's writer, whose errors of the disk name the checkpoint and the cause."""
+
+    def __init__(self, partial: Path, path: Path) -> None:
+        super().__init__(partial)
+        self.final = path
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
+        """Write this rank's shards."""
+        with disk_errors(self.final):
+            return super().write_data(plan, planner)
+
+
+def _begin(path: Path) -> Path:
+    """An empty directory to write into, of the same name on all ranks."""
+    partial = [partial_of(path)]
+
+    def prepare() -> None:
+        if dist.get_rank() == 0:
+            with disk_errors(path):
+                partial[0].mkdir(parents=True)
+                remove_leftovers(path.parent)
+
+    together(prepare)
+    dist.broadcast_object_list(partial)
+    return partial[0]
+
+
+@contextlib.contextmanager
+def _cleaned_up(partial: Path) -> Generator[None]:
+    """Inside, an error of any rank is raised on all of them, after all have written."""
+    try:
+        yield
+    except (Exception, CheckpointException) as err:
+        if dist.get_rank() == 0:
+            remove(partial)
+        if isinstance(err, CheckpointException):  # no Exception, and a report of several pages
+            rank, (first, _) = min(err.failures.items())
+            raise RuntimeError(all_stop(rank, first)) from err
+        raise
+
+
+def _finish(
+    partial: Path, path: Path, rest: Tree, about: Tree, group: dist.ProcessGroup | None = None
+) -> None:
+    """Add the rest and the manifest, and give the directory its name."""
+    own: dict[str, Any] = {}
+    together(lambda: own.update(_own_files(partial)), group)
+    gathered = gather_to_first(own, group)
+
+    def complete() -> None:
+        if dist.get_rank() > 0:
+            return
+        with disk_errors(path):
+            torch.save(rest, partial / REST)
+            files = {name: entry for entries in gathered for name, entry in entries.items()}
+            files |= {name: described(partial / name) for name in (REST, METADATA)}
+            text = json.dumps({"format": FORMAT, **about, "files": files}, indent=1, default=str)
+            with (partial / MANIFEST).open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            put_in_place(partial, path)
+
+    together(complete, group)
+
+
+def _own_files(folder: Path) -> dict[str, Any]:
+    return {p.name: described(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
+
+
+def check(folder: Path) -> None:
+    """All ranks call it, and each reads its share of the files.
+
+    Raises:
+        DamagedError: The directory is not whole.
+    """
+    if problem := problem_of(folder, dist.get_rank(), dist.get_world_size()):
+        raise DamagedError(f"'{folder}' is incomplete: {problem}; {REMEDY}.")
+    if not is_sharded(folder):
+        raise DamagedError(f"'{folder}' is a directory without a checkpoint in it.")
+
+
+def read_directory(
+    folder: Path, weights_only: bool = True, *, checked: bool = False
+) -> dict[str, Any]:
+    """A Lightning checkpoint from a directory of ours or of Lightning's.
+
+    Weights are a `StoredState` and tensors of optimizers are `StoredTensor`s: they are read when
+    they are needed, and each rank reads its part.
+
+    Args:
+        folder: The directory.
+        weights_only: Whether objects in it, which could run code, are refused.
+        checked: Whether `check` found nothing. Otherwise each file is compared with the manifest
+            when it is first read.
+
+    Raises:
+        DamagedError: It is not whole.
+        UnsafeFileError: It needs `weights_only=False`.
+    """
+    manifest, files = _opened(folder, checked)
+    tree = read_dcp(files)
+    rest = _rest(files, manifest, weights_only)
+    checkpoint = put_back(rest, tree.pop(EXTRA, {}))
+    states = [tree.pop(name) for name in _optimizers(tree)]
+    checkpoint.pop("optimizers", None)
+    if states:
+        checkpoint["optimizer_states"] = [{"state": {}, **state} for state in states]
+    return checkpoint | {"state_dict": StoredState(_weights_in(tree))}
+
+
+def read_weights(folder: Path) -> dict[str, Any]:
+    """The weights in a directory by name, with `StoredTensor`s; objects beside them are not built.
+
+    Raises:
+        DamagedError: It is not whole.
+    """
+    manifest, files = _opened(folder, checked=False)
+    tree = read_dcp(files)
+    if manifest is None:
+        with contextlib.suppress(UnsafeFileError):  # then nothing says whose directory it is
+            _rest(files, manifest, weights_only=True)
+    return _weights_in(tree)
+
+
+def _opened(folder: Path, checked: bool) -> tuple[dict[str, Any] | None, Files]:
+    manifest = read_manifest(folder)
+    if manifest is None or checked:
+        return manifest, Files(folder)
+    return manifest, Files(folder, compared_with(folder, manifest))
+
+
+def _rest(files: Files, manifest: dict[str, Any] | None, weights_only: bool) -> dict[str, Any]:
+    path = files.folder / REST
+    if not path.is_file():
+        return {}
+    files.read(REST, length=0)  # so that it is compared
+    rest: Any = read_torch_file(path, weights_only)
+    if not isinstance(rest, dict):
+        raise DamagedError(f"'{path}' holds a {type(rest).__name__}, not what a run leaves there.")
+    found: Tree = rest
+    if manifest is None and FORMAT.split()[0] in found:
+        raise DamagedError(f"'{files.folder}' is incomplete: '{MANIFEST}' is missing; {REMEDY}.")
+    return found
+
+
+def _weights_in(tree: Mapping[str, Any]) -> dict[str, Any]:
+    key = next((key for key in WEIGHTS_KEYS if isinstance(tree.get(key), dict)), None)
+    return tree[key] if key else dict(tree)
+
+
+def _optimizers(tree: Mapping[str, Any]) -> list[str]:
+    names = [name for name in tree if name.startswith("optimizer_")]
+    return sorted(names, key=lambda name: int(name.removeprefix("optimizer_")))

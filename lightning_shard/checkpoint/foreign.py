@@ -1,0 +1,140 @@
+"""Checkpoints of other strategies: names with what wrappers put into them, other keys."""
+
+from collections.abc import Collection, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.checkpoint.stored import StoredState
+
+# what FSDP1, activation checkpointing and torch.compile put into the names of what they wrap
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+DDP = "module."
+# where programs keep the weights in a file that holds more: Lightning, then others
+WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module")
+
+
+def plain_name(name: str) -> str:
+    """`name` without what wrappers put into it."""
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def plain_names(stored: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
+    """`stored` under the names of a module that has the names `wanted`; unknown ones stay."""
+    if all(name in wanted for name in stored):
+        return stored
+    own = {plain_name(name): name for name in wanted}
+    found = {plain_name(name): name for name in stored}
+    inner = {name.removeprefix(DDP): old for name, old in found.items()}
+    if sum(name in own for name in inner) > sum(name in own for name in found):
+        found = inner
+    return {own.get(name, name): stored[old] for name, old in found.items()}
+
+
+def by_index(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """The state of an optimizer, keyed by integers as `Optimizer.state_dict` does.
+
+    Args:
+        state: As torch's optimizers give it; or keyed by names, as FSDP and
+            `torch.distributed.checkpoint.state_dict` do, nested or flattened.
+        groups: The names of the parameters in each group of the optimizer that is to load it.
+
+    Raises:
+        ValueError: It is the state of other parameters.
+    """
+    if "state" not in state and any(str(key).startswith("param_groups.") for key in state):
+        state = _nested(state)
+    held = [name for group in state["param_groups"] for name in group["params"]]
+    wanted = [name for group in groups for name in group]
+    if all(isinstance(name, int) for name in held):
+        if [len(group["params"]) for group in state["param_groups"]] != list(map(len, groups)):
+            raise ValueError(
+                f"the optimizer in the checkpoint has {len(held)} parameters in "
+                f"{len(state['param_groups'])} groups, this one {len(wanted)} in {len(groups)}; "
+                "build module and optimizer as they were saved."
+            )
+        return state
+    own = {name: index for index, name in enumerate(wanted)}
+    found = {name: _plain(name, own) for name in held}
+    if sorted(found.values()) != sorted(wanted):
+        differing = sorted({*found.values()} ^ {*wanted})
+        raise ValueError(
+            f"the optimizer in the checkpoint is of other parameters than this one: they differ in "
+            f"{', '.join(differing[:5])}; build module and optimizer as they were saved."
+        )
+    settings = {found[name]: group for group in state["param_groups"] for name in group["params"]}
+    return {
+        "state": {own[_plain(name, own)]: values for name, values in state["state"].items()},
+        "param_groups": [
+            {**settings[group[0]], "params": [own[name] for name in group]} if group else {}
+            for group in groups
+        ],
+    }
+
+
+def _plain(name: str, wanted: Collection[str]) -> str:
+    plain = plain_name(name)
+    return plain if plain in wanted else plain.removeprefix(DDP)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch flattened into `state.NAME.KEY` and `param_groups.NAME.KEY`."""
+    state: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        name, _, field = rest.rpartition(".")
+        (state if kind == "state" else settings).setdefault(name, {})[field] = value
+    groups = [{**values, "params": [name]} for name, values in settings.items()]
+    return {"state": state, "param_groups": groups}
+
+
+def weights_of(loaded: Any, path: object) -> Mapping[str, Any]:
+    """The state dict in what a file of `torch.save` holds.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(loaded, Mapping):
+        entries: Mapping[str, Any] = loaded
+        for key in WEIGHTS_KEYS:
+            inner: Mapping[str, Any] | None = entries.get(key)
+            if isinstance(inner, Mapping):
+                return inner
+        if any(isinstance(value, Tensor) for value in entries.values()):
+            return entries
+    raise ValueError(
+        f"'{path}' holds no weights: expected a dict of tensors by name, or one under a key of "
+        f"{', '.join(WEIGHTS_KEYS)}; got {_described(loaded)}."
+    )
+
+
+def _described(loaded: Any) -> str:
+    if isinstance(loaded, Mapping):
+        keys: list[Any] = list(loaded)
+        return f"the keys {', '.join(map(str, keys[:8])) or '(none)'}"
+    return f"a {type(loaded).__name__}"
+
+
+def as_lightning(loaded: Any, path: object, wanted: Collection[str]) -> dict[str, Any]:
+    """A loaded file as a Lightning checkpoint whose weights have the names `wanted`.
+
+    Args:
+        loaded: A Lightning checkpoint, or a raw state dict, as in a file of a script of your own.
+        path: For error messages.
+        wanted: The names in the state dict of the module.
+
+    Raises:
+        ValueError: It holds no weights.
+    """
+    weights = weights_of(loaded, path)
+    rest = {} if weights is loaded else dict(loaded)
+    if isinstance(weights, StoredState):
+        state: Any = StoredState(dict(plain_names(weights.stored, wanted)))
+    else:
+        state = plain_names(weights, wanted)
+    version = {"pytorch-lightning_version": metadata.version("lightning")}
+    return version | rest | {"state_dict": state}

@@ -1,0 +1,226 @@
+"""The state of sharded modules and optimizers, in the names, shapes and dtypes of unsharded ones.
+
+A state is first a view of this rank's shards: DTensors, in which parameters that are stored as
+pairs of real numbers are complex again. `full` gathers such a view, one tensor at a time;
+checkpoint/directory.py writes it as it is.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.foreign import by_index, plain_name
+from lightning_shard.checkpoint.stored import StoredTensor, own_region
+from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
+from lightning_shard.tensor.placement import gather
+from lightning_shard.tensor.tensor import DomainTensor
+
+EXTRA = "extra"  # DTensors from elsewhere than weights and optimizers
+_MARK = "lightning_shard.extra"
+Tree = dict[str, Any]
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` under plain names, with sharded tensors as DTensors.
+
+    torch's `get_model_state_dict` gives the same names and tensors, by a walk over all modules that
+    these lines do not need. Asked for whole tensors it refuses a state dict with anything else in
+    it, such as neuralop's `_metadata`, and all of them are whole at once on rank 0.
+    """
+    state = module.state_dict()
+    for name in [name for name in state if plain_name(name) != name]:
+        state[plain_name(name)] = state.pop(name)
+    return state
+
+
+def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """`optimizer.state_dict()`, keyed by integers, with sharded tensors as DTensors.
+
+    torch's `get_optimizer_state_dict` knows names, but not that a parameter is stored as pairs of
+    real numbers: of a complex weight (3, 2) it gives moments (3, 2, 2) of float32, which an
+    unsharded run does not load.
+    """
+    paired = _pair_parameters(module)
+    state = optimizer.state_dict()
+    entries = {}
+    for index, values in state["state"].items():
+        p = _parameters(optimizer)[index]
+        entries[index] = {
+            key: as_complex(v) if p in paired and _like_parameter(v, p) else v
+            for key, v in values.items()
+        }
+    return {**state, "state": entries}
+
+
+def full_module_state(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
+    return full(module_state(module))
+
+
+def full_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """`optimizer.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
+    return full(optimizer_state(optimizer, module))
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module) -> None:
+    """Load the state of an optimizer that was saved on any mesh, by us or by others.
+
+    Args:
+        optimizer: Of `module`'s parameters.
+        state: What `full_optimizer_state` returned, the `state_dict()` of an unsharded run, or a
+            state by names (FSDP, torch.distributed.checkpoint.state_dict). Tensors may be
+            `StoredTensor`s. Each rank reads its part.
+        module: Whose parameters the optimizer holds.
+
+    Raises:
+        ValueError: The state is of other parameters.
+    """
+    paired = _pair_parameters(module)
+    names = iter(parameter_names(optimizer, module))
+    groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    state = by_index(state, groups)
+    parameters = _parameters(optimizer)
+    entries = {
+        index: {
+            key: _own_part(value, parameters[index], parameters[index] in paired)
+            for key, value in values.items()
+        }
+        for index, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": entries})
+
+
+def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """The names of the optimizer's parameters, in the order of its state."""
+    names: dict[Tensor, str] = {
+        p: plain_name(n) for n, p in module.named_parameters(remove_duplicate=False)
+    }
+    return [names[p] for p in _parameters(optimizer)]
+
+
+def full(value: Any, keep: bool = True) -> Any:
+    """`value` with every sharded or split tensor replaced by the whole one on the CPU.
+
+    Args:
+        value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
+            are gathered one after the other, and no more than one of them exists whole at a time on
+            ranks that do not keep them.
+        keep: Whether this rank needs the result; otherwise tensors in it are None.
+    """
+    if isinstance(value, DTensor):
+        whole = _gathered(value)
+        return whole.cpu() if keep else None
+    if isinstance(value, DomainTensor):
+        whole = gather(value.detach())
+        return whole.cpu() if keep else None
+    if isinstance(value, Tensor):
+        if not keep:
+            return None
+        return value.detach().cpu() if value.device.type != "cpu" else value
+    if isinstance(value, dict):
+        return _mapped(value, keep)
+    if type(value) in (list, tuple):
+        return type(value)(full(v, keep) for v in value)
+    return value
+
+
+def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:
+    changed = {key: full(v, keep) for key, v in value.items()}
+    if all(changed[key] is v for key, v in value.items()):
+        return value
+    result = copy.copy(value)  # of its class: a state dict keeps the versions of its modules
+    result.update(changed)
+    return result
+
+
+def _gathered(value: DTensor) -> Tensor:
+    """The whole tensor; gloo sends no complex numbers, so they travel as pairs."""
+    if value.device.type != value.device_mesh.device_type:  # shards that are kept on the CPU
+        value = placed_as(value, value.to_local().detach(), value.shape)
+    if not value.is_complex():
+        return value.full_tensor().detach()
+    pairs = as_pairs(value.detach())
+    assert isinstance(pairs, DTensor)
+    return as_complex(pairs.full_tensor())
+
+
+def _own_part(value: Any, parameter: Tensor, paired: bool) -> Any:
+    """What this rank keeps of an optimizer's tensor that belongs to `parameter`."""
+    shape = parameter.shape[:-1] if paired else parameter.shape
+    if not isinstance(value, Tensor | StoredTensor):
+        return value
+    if not shape or value.shape != shape:
+        return value.whole() if isinstance(value, StoredTensor) else value
+    region = own_region(parameter)[: len(shape)]
+    part = value.read(region) if isinstance(value, StoredTensor) else value[region]
+    if paired and part.is_complex():
+        part = torch.view_as_real(part.resolve_conj())
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    part = part.to(local.device, copy=True, memory_format=torch.contiguous_format)
+    return placed_as(parameter, part, parameter.shape) if isinstance(parameter, DTensor) else part
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _like_parameter(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _pair_parameters(module: nn.Module) -> set[Tensor]:
+    names = pair_names(module)
+    return {p for name, p in module.named_parameters(remove_duplicate=False) if name in names}
+
+
+def split_off(checkpoint: Mapping[str, Any], names: list[list[str]]) -> tuple[Tree, Tree]:
+    """What torch.distributed.checkpoint writes of a checkpoint, and the rest.
+
+    Args:
+        checkpoint: A Lightning checkpoint with DTensors.
+        names: The names of each optimizer's parameters.
+    """
+    rest = dict(checkpoint)
+    tensors: dict[str, Any] = {"state_dict": dict(rest.pop("state_dict"))}
+    for number, state in enumerate(rest.pop("optimizer_states", [])):
+        tensors[f"optimizer_{number}"] = _by_name(state, names[number])
+        rest["optimizers"] = number + 1
+    extra: dict[str, Any] = {}
+    rest = _take_out(rest, extra)
+    return tensors | ({EXTRA: extra} if extra else {}), rest
+
+
+def _by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    held: list[Tree] = state["param_groups"]
+    groups = [{**g, "params": [names[i] for i in g["params"]]} for g in held]
+    return {"state": {names[i]: v for i, v in state["state"].items()}, "param_groups": groups}
+
+
+def _take_out(value: Any, extra: dict[str, Any]) -> Any:
+    """`value` with marks in place of its DTensors, which go into `extra`."""
+    if isinstance(value, DTensor):
+        extra[name := str(len(extra))] = value
+        return {_MARK: name}
+    if isinstance(value, dict):
+        items: Mapping[Any, Any] = value
+        return {key: _take_out(v, extra) for key, v in items.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_take_out(v, extra) for v in value)
+    return value
+
+
+def put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
+    """`value` with the DTensors that `split_off` took out of it, whole."""
+    if isinstance(value, dict):
+        items: Mapping[Any, Any] = value
+        if items.keys() == {_MARK}:
+            return extra[items[_MARK]].whole()
+        return {key: put_back(v, extra) for key, v in items.items()}
+    if type(value) in (list, tuple):
+        return type(value)(put_back(v, extra) for v in value)
+    return value

@@ -1,0 +1,86 @@
+"""Tensors on disk that are read when they are asked for."""
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Region = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is not read yet.
+
+    Attributes:
+        shape: Its whole shape.
+        dtype: As it is stored.
+        read: Gives the part in a region, one slice for each dim, in memory of its own or mapped.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[Region], Tensor]
+
+    def whole(self) -> Tensor:
+        """All of it, on the CPU."""
+        return self.read(tuple(slice(0, n) for n in self.shape))
+
+
+class StoredState(MutableMapping[str, Any]):
+    """A state dict that is read entry by entry; the values it gives are whole CPU tensors.
+
+    Attributes:
+        stored: The same with `StoredTensor`s.
+    """
+
+    def __init__(self, stored: dict[str, Any]) -> None:
+        self.stored = stored
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.stored[name]
+        return value.whole() if isinstance(value, StoredTensor) else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.stored[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+def own_region(tensor: Tensor) -> Region:
+    """Which part of the whole tensor this rank holds: a slice for each dim."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, n) for n in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(low, low + n) for low, n in zip(offsets, sizes, strict=True))
+
+
+def tensors_in(value: Any) -> list[Tensor | StoredTensor]:
+    """All tensors in nested dicts, lists and tuples, read or not."""
+    if isinstance(value, Tensor | StoredTensor):
+        return [value]
+    if isinstance(value, StoredState):
+        value = value.stored
+    if not isinstance(value, dict | list | tuple):
+        return []
+    held: Any = value
+    items: Iterable[Any] = held.values() if isinstance(value, dict) else held
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def bytes_of(value: Any) -> int:
+    """The bytes of all tensors in nested dicts, lists and tuples."""
+    return sum(t.shape.numel() * t.dtype.itemsize for t in tensors_in(value))

@@ -1,0 +1,214 @@
+"""Checks of the resolved configuration against this machine and launcher, before anything is built.
+
+Everything here is known to every rank from its own environment, so all ranks refuse together.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_shard.cli.nearest import nearest
+from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.processes.process_info import launcher, process_info
+from lightning_shard.processes.variables import ProcessInfo
+
+CKPT_WORDS = ("best", "last", "hpc", "registry")
+
+
+def check(config: Any, given: Sources) -> None:
+    """Refuse what cannot run here.
+
+    Args:
+        config: The resolved options of one subcommand.
+        given: What the user wrote, to name the place.
+
+    Raises:
+        UsageError: With one sentence.
+    """
+    trainer = config.trainer
+    _check_names(trainer, given)
+    _check_checkpoint(config.get("ckpt_path"), given)
+    _check_devices(trainer, given)
+    _check_processes(trainer, given)
+    _check_mesh(trainer, given)
+    _check_contradictions(trainer, given)
+
+
+def _check_names(trainer: Any, given: Sources) -> None:
+    for option, names in (
+        ("strategy", StrategyRegistry.available_strategies()),
+        ("accelerator", [*AcceleratorRegistry.available_accelerators(), "gpu"]),
+    ):
+        value = trainer[option]
+        if isinstance(value, str) and value not in {"auto", *names}:
+            if option == "strategy" and value.endswith("Strategy"):
+                kind = f"; to name a class write trainer.strategy.class_path: {value}"
+                raise UsageError(
+                    f"unknown strategy '{value}'{_at(given, 'trainer.strategy')}{kind}"
+                )
+            kind = nearest(value, ["auto", *names], "use one of")
+            kind = kind or nearest(value, ["auto", *_families(names)], "use one of")
+            raise UsageError(f"unknown {option} '{value}'{_at(given, f'trainer.{option}')}{kind}")
+
+
+def _families(names: list[str]) -> list[str]:
+    """Names without their variants, such as `ddp_spawn` beside `ddp`."""
+    return [n for n in names if not any(n != m and n.startswith(m + "_") for m in names)]
+
+
+def _check_checkpoint(path: Any, given: Sources) -> None:
+    if (
+        not isinstance(path, str)
+        or path in CKPT_WORDS
+        or "://" in path
+        or path.startswith("registry:")
+    ):
+        return
+    file = Path(path)
+    if not file.exists():
+        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+        close = nearest(file.name, siblings, f"{file.parent} has", lambda n: str(file.parent / n))
+        raise UsageError(f"ckpt_path '{path}'{_at(given, 'ckpt_path')} does not exist{close}")
+
+
+def _check_devices(trainer: Any, given: Sources) -> None:
+    kind = _device_kind(trainer.accelerator)
+    if kind is None:
+        return
+    available = getattr(torch, kind).device_count() if getattr(torch, kind).is_available() else 0
+    if not available:
+        raise UsageError(
+            f"trainer.accelerator is '{trainer.accelerator}'{_at(given, 'trainer.accelerator')} "
+            f"but this machine has no {kind} device; use cpu or auto"
+        )
+    wanted = _count(trainer.devices)
+    if wanted is not None and wanted > available:
+        raise UsageError(
+            f"trainer.devices asks for {wanted} {kind} devices{_at(given, 'trainer.devices')} "
+            f"but {available} are visible; use at most {available}"
+        )
+
+
+def _check_processes(trainer: Any, given: Sources) -> None:
+    devices, started = _count(trainer.devices), _started()
+    if devices is None or started is None or "trainer.devices" not in given:
+        return
+    asked = devices * trainer.num_nodes
+    if asked != started.world_size:
+        per_node, rest = started.local_world_size, started.world_size % started.local_world_size
+        fix = f"devices {per_node} and num_nodes {started.world_size // per_node}"
+        by = launcher().title
+        raise UsageError(
+            f"trainer.devices asks for {_plural(asked)} (devices {devices} x num_nodes "
+            f"{trainer.num_nodes}){_at(given, 'trainer.devices')} but {by} started "
+            f"{started.world_size}; use {'devices auto' if rest else fix}, or start {asked} with "
+            f"{by}"
+        )
+
+
+def _check_mesh(trainer: Any, given: Sources) -> None:
+    strategy = trainer.strategy
+    if isinstance(strategy, str) or not str(strategy.get("class_path", "")).endswith(
+        "HybridShardStrategy"
+    ):
+        return
+    sizes = strategy.get("init_args") or {}
+    domain, data = sizes.get("domain_parallel_size", 1), sizes.get("data_parallel_size", "auto")
+    world, reason = _world(trainer)
+    if world is None:
+        return
+    total = math.prod(domain) if isinstance(domain, (list, tuple)) else domain
+    key = "trainer.strategy.domain_parallel_size"
+    place = _at(given, key)
+    if total < 1 or world % total:
+        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        use = f"use one of {fits}" if world > 1 else "use 1, or more devices"
+        raise UsageError(
+            f"{key} {_size(domain)}{place} does not divide the {_plural(world)} ({reason}); {use}"
+        )
+    if isinstance(data, int) and data * total != world:
+        raise UsageError(
+            f"trainer.strategy.data_parallel_size {data} x domain_parallel_size {_size(domain)} is "
+            f"{data * total}{_at(given, 'trainer.strategy.data_parallel_size')}, "
+            f"not the {_plural(world)} ({reason}); use data_parallel_size {world // total} or auto"
+        )
+
+
+def _check_contradictions(trainer: Any, given: Sources) -> None:
+    """Refuse options that Lightning or the strategy would take and not obey."""
+    clip = trainer.get("gradient_clip_val")
+    if isinstance(clip, int | float) and clip < 0:
+        raise UsageError(
+            f"trainer.gradient_clip_val is {clip}{_at(given, 'trainer.gradient_clip_val')}, but a "
+            "norm cannot be negative; use a number from 0 on, or null"
+        )
+    options = {} if isinstance(trainer.strategy, str) else trainer.strategy.get("init_args") or {}
+    nested = options.get("sharding", "full")
+    nested = {"mode": nested} if isinstance(nested, str) else nested
+    if nested.get("mode") == "none" and (nested.get("cpu_offload") or options.get("cpu_offload")):
+        key = "trainer.strategy.sharding"
+        raise UsageError(
+            f"{key} is none{_at(given, key)}, but cpu_offload needs shards to move; use sharding "
+            "full, or leave out cpu_offload"
+        )
+
+
+def _world(trainer: Any) -> tuple[int | None, str]:
+    if started := _started():
+        return started.world_size, f"{launcher().world_size} {started.world_size}"
+    devices = _count(trainer.devices)
+    if devices is None and trainer.devices == "auto":
+        kind = _device_kind(trainer.accelerator, guess=True)
+        if kind is None and trainer.accelerator != "cpu" and trainer.accelerator != "auto":
+            return None, ""
+        devices = getattr(torch, kind).device_count() if kind else 1
+    if devices is None:
+        return None, ""
+    return devices * trainer.num_nodes, f"devices {devices} x num_nodes {trainer.num_nodes}"
+
+
+def _device_kind(accelerator: Any, guess: bool = False) -> str | None:
+    if accelerator in ("cuda", "xpu"):
+        return accelerator
+    if accelerator == "gpu":
+        return None if torch.backends.mps.is_available() else "cuda"
+    if accelerator == "auto" and guess and torch.cuda.is_available():
+        return "cuda"
+    return None
+
+
+def _count(devices: Any) -> int | None:
+    """Number of devices asked for on one node; None if Lightning chooses."""
+    if isinstance(devices, str) and devices.isdigit():
+        devices = int(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    return devices if isinstance(devices, int) and devices >= 0 else None
+
+
+def _started() -> ProcessInfo | None:
+    """This process among those that a launcher has started; None where the Trainer starts them."""
+    try:
+        return process_info() if launcher().starts_all else None
+    except ValueError as err:
+        raise UsageError(str(err).removesuffix(".")) from err
+
+
+def _at(given: Sources, key: str) -> str:
+    place = given.place(key)
+    return f" ({place})" if place else ""
+
+
+def _plural(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
+def _size(size: Any) -> str:
+    return " x ".join(str(n) for n in size) if isinstance(size, (list, tuple)) else str(size)

@@ -1,0 +1,60 @@
+"""Where config files are: `--config tfno_darcy` names one that came with the package."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_shard.cli.nearest import nearest
+from lightning_shard.cli.sources import ENV_PREFIX
+from lightning_shard.cli.yaml_places import UsageError
+
+
+def folder() -> Path | None:
+    """The configs that came with the package: in the wheel, or beside it in a checkout."""
+    spec = importlib.util.find_spec("lightning_modules")
+    for place in spec.submodule_search_locations or [] if spec else []:
+        for candidate in (Path(place) / "configs", Path(place).parent / "configs"):
+            if (candidate / "tfno_darcy.yaml").is_file():
+                return candidate
+    return None
+
+
+def named_configs() -> dict[str, Path]:
+    """The configs that came with the package, by their bare names."""
+    here = folder()
+    found = [*here.glob("*.yaml"), *here.glob("overlays/*.yaml")] if here else []
+    return {path.stem: path for path in sorted(found)}
+
+
+def find_configs(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with paths in place of bare names of configs.
+
+    A bare name has neither a folder nor a suffix, and no file of the working directory has it.
+
+    Raises:
+        UsageError: No config of the package has the name.
+    """
+    found = list(words)
+    for index, word in enumerate(found):
+        option, equals, value = word.partition("=")
+        if option in ("-c", "--config") and equals:
+            found[index] = f"{option}={_path(value)}"
+        elif word in ("-c", "--config") and index + 1 < len(found):
+            found[index + 1] = _path(found[index + 1])
+    for name, value in os.environ.items():
+        if name.startswith(f"{ENV_PREFIX}_") and name.endswith("CONFIG") and value:
+            os.environ[name] = _path(value)
+    return found
+
+
+def _path(name: str) -> str:
+    if Path(name).exists() or Path(name).name != name or Path(name).suffix:
+        return name
+    configs = named_configs()
+    if name not in configs:
+        close = nearest(name, configs, "the package has")
+        raise UsageError(
+            f"there is no file '{name}', and no config of this name came with the package{close}"
+        )
+    return str(configs[name])

@@ -1,0 +1,111 @@
+"""What an issue needs to know: versions, devices, launchers, folders, and a try of two ranks."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.processes.launch import launch
+
+PACKAGES = (
+    "lightning-shard lightning torch jsonargparse numpy neuraloperator transformers torchvision "
+    "safetensors zarr h5py"
+).split()
+LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")
+
+
+def doctor(args: Sequence[str]) -> None:
+    """Print the report; exits with 1 if two processes cannot form a group.
+
+    Raises:
+        UsageError: A word that the command does not know.
+    """
+    if args:
+        raise UsageError(f"unexpected '{args[0]}': doctor takes no options")
+    for lines in (_versions(), _devices(), _surroundings(), _folders()):
+        print("\n".join(lines))
+    works, sentence = try_two_processes()
+    print(_line("two processes", sentence))
+    if not works:
+        sys.exit(1)
+
+
+def try_two_processes(timeout_s: float = 60.0) -> tuple[bool, str]:
+    """Whether two processes of this machine form a gloo group and add a number, and in words."""
+    start = time.monotonic()
+    try:
+        found = launch(_sum_of_ranks, processes=2, timeout_s=timeout_s)
+    except Exception as err:  # whatever fails here is the finding
+        reason = str(err).strip().splitlines() or [""]
+        return False, f"FAILED: {type(err).__name__}: {reason[-1]}"
+    if found != [1.0, 1.0]:
+        return False, f"FAILED: gloo added 0 and 1 to {found}"
+    return True, f"gloo works ({time.monotonic() - start:.1f} s)"
+
+
+def _sum_of_ranks() -> float:
+    x = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(x)
+    return x.item()
+
+
+def _versions() -> Iterator[str]:
+    yield _line("system", f"{platform.platform()}, Python {platform.python_version()}")
+    for name in PACKAGES:
+        try:
+            yield _line(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield _line(name, "not installed")
+
+
+def _devices() -> Iterator[str]:
+    yield _line("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        count = module.device_count() if module.is_available() else 0
+        names = sorted({str(module.get_device_name(i)) for i in range(count)})
+        yield _line(kind, f"{count} x {', '.join(names)}" if count else "no device")
+    backends = [name for name in ("gloo", "nccl", "xccl", "mpi") if dist.is_backend_available(name)]
+    yield _line("backends", ", ".join(backends) or "none")
+
+
+def _surroundings() -> Iterator[str]:
+    found = [f"{name} ({path})" for name in LAUNCHERS if (path := shutil.which(name))]
+    yield _line("launchers", ", ".join(found) or "none on the PATH")
+    starts = ("LIGHTNING_SHARD_", "SLURM_PROCID", "OMPI_COMM_WORLD_", "PMI_", "TORCHELASTIC_")
+    exact = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    shown = [
+        f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(starts) or k in exact
+    ]
+    yield _line("variables", " ".join(shown) or "none of a launcher")
+
+
+def _folders() -> Iterator[str]:
+    places = (
+        ("this folder", Path.cwd()),
+        ("temporary", Path(tempfile.gettempdir())),
+        ("shared memory", Path("/dev/shm")),  # DataLoader's workers use it
+    )
+    for name, place in places:
+        if not place.is_dir():
+            yield _line(name, f"{place} does not exist")
+            continue
+        free = f"{shutil.disk_usage(place).free / 2**30:.1f} GiB free"
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                yield _line(name, f"{place} can be written, {free}")
+        except OSError as err:
+            yield _line(name, f"{place} cannot be written: {err.strerror}")
+
+
+def _line(name: str, value: object) -> str:
+    return f"{name:<16}{value}"

@@ -1,0 +1,114 @@
+"""Printing one error from one rank.
+
+Rank 0 speaks at once. The other ranks of a mistyped command, and of ranks that differ from each
+other, say nothing, since rank 0 says the same; for a refusal while building they wait first,
+because it may have happened on them alone.
+"""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from lightning_shard.cli.sources import ENV_PREFIX
+from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.processes.process_info import rank_variables
+
+PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
+
+
+def is_first_rank() -> bool:
+    """Whether no launcher says that this process is another one than the first."""
+    return all(os.environ.get(name, "0") in ("0", "") for name in rank_variables())
+
+
+def exit_with(err: Exception, code: int) -> NoReturn:
+    """Print `error: <sentence>` from one rank and exit on all.
+
+    Args:
+        err: What went wrong.
+        code: The exit status.
+    """
+    if not is_first_rank():
+        if _is_on_all_ranks(err):
+            sys.exit(code)
+        time.sleep(PATIENCE_S)
+    lines = [f"error: {err}" if str(err) else f"error: {type(err).__name__}"]
+    if isinstance(err, UsageError):
+        lines += [f"       {err.hint}"] if err.hint else []
+    elif not _is_on_all_ranks(err):
+        lines += [f"       {note}" for note in getattr(err, "__notes__", [])] + _causes(err)
+        lines.append(f"       {_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback")
+        lines += [f"       called at {place}"] if (place := _in_code_of_the_user(err)) else []
+    prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
+    print("\n".join(prefix + line for line in lines), file=sys.stderr)
+    sys.exit(code)
+
+
+def origin(err: Exception, seen: Exception | None) -> Exception:
+    """The error that a constructor raised: the parser replaces it by a list of the types it tried.
+
+    Args:
+        err: What arrived.
+        seen: The last error seen while building, if the chain lacks it (jsonargparse 4.53).
+
+    Returns:
+        The first error in the chain that is not the parser's own, else the one seen, else `err`.
+    """
+    inner: BaseException | None = err
+    while isinstance(inner, Exception) and _by_parser(inner):
+        inner = inner.__cause__ or inner.__context__
+    return inner if isinstance(inner, Exception) else seen or err
+
+
+def raised_by_us(err: Exception) -> bool:
+    """Whether an error is a refusal by this package, and no mistake in the user's code."""
+    if type(err).__name__ == "UnsupportedOperationError":
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__)]
+    name = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return name.startswith("lightning_shard.")
+
+
+def _is_on_all_ranks(err: Exception) -> bool:
+    """Whether every rank meets the same mistake, so that the words of one are enough."""
+    return isinstance(err, UsageError) or type(err).__name__ == "DisagreementError"
+
+
+def _in_code_of_the_user(err: Exception) -> str:
+    """The last line of the user's own files on the way to an error that they did not raise."""
+    frames = list(traceback.walk_tb(err.__traceback__))
+    for depth, (frame, line) in enumerate(reversed(frames)):
+        path = Path(frame.f_code.co_filename)
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        installed = "site-packages" in path.parts or not path.is_file()
+        if not installed and module not in ("lightning_shard", "__main__", "runpy"):
+            return f"{path}:{line}" if depth else ""
+    return ""
+
+
+def _by_parser(err: Exception) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("jsonargparse.")
+
+
+def _rank() -> str:
+    return next(
+        os.environ[name] for name in rank_variables() if os.environ.get(name, "0") not in ("0", "")
+    )
+
+
+def _causes(err: BaseException) -> list[str]:
+    lines: list[str] = []
+    seen = err.__cause__
+    while seen is not None:
+        lines.append(f"       caused by {type(seen).__name__}: {seen}")
+        seen = seen.__cause__
+    return lines
+
+
+def _raised_in(err: Exception) -> str:
+    code, line = [(f.f_code, n) for f, n in traceback.walk_tb(err.__traceback__)][-1]
+    return f"raised in {Path(code.co_filename).name}:{line} ({code.co_qualname})"

@@ -1,0 +1,129 @@
+"""Help of each command, on one screen; nothing heavy is imported for it."""
+
+PROGRAM = "python -m lightning_shard"
+FIRST = """\
+usage: {program} COMMAND ...
+
+Train ordinary LightningModules on inputs that are too large for one device.
+
+commands
+  fit        train
+  validate   run the validation loader
+  test       run the test loader
+  predict    run the prediction loader
+  check      train one step on two ranks of this machine, compare it with one process
+  plan       predict the memory and the traffic of each rank
+  ops        list the functions that run on split tensors
+  export     write a checkpoint as one file for other programs
+  inspect    show what is in a checkpoint, and whether it is whole
+  doctor     report versions, devices and launchers, and try two processes
+
+options
+  --help, --version
+  --config   a YAML file, or the name of a config that came with the package; later ones win
+  --traceback   show the traceback of a refusal
+
+examples
+  {program} fit --config tfno_darcy --config quick
+  {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
+  {program} check --config tfno_darcy
+  {program} COMMAND --help
+"""
+CHECK = """\
+usage: {program} check --config FILE [options of fit]
+
+Trains one step of a module in one process and on two ranks that share each sample, on the CPU of
+this machine. It compares loss, gradients and buffers, and names the functions that have no rule for
+split tensors. The model and the first batch are those of `fit` with the same words.
+It ends with status 1 if the module cannot train so.
+
+options
+  all options of fit: {program} fit --help
+
+examples
+  {program} check --config tfno_darcy
+  {program} check --config tfno_darcy --config domain_2x2
+  {program} check --model my_package.MyModule --data my_package.MyData
+"""
+PLAN = """\
+usage: {program} plan --config FILE [options of fit]
+
+Predicts what each rank will hold and send in one training step: parameters, gradients, the
+optimizer's state, activations and messages. One step is rehearsed on the CPU of this machine, which
+need not be the one that the config asks for.
+
+options
+  all options of fit: {program} fit --help
+  --trainer.devices N, --trainer.num_nodes N      how many ranks
+  --trainer.strategy.domain_parallel_size N       how many of them share a sample
+
+examples
+  {program} plan --config tfno_darcy --trainer.devices 8
+  {program} plan --config tfno_darcy --config node_of_8 --config domain_2
+"""
+OPS = """\
+usage: {program} ops [NAME] [--markdown]
+
+Lists the functions that run on split tensors, and the limits of each.
+
+arguments
+  NAME         only functions whose name contains it; status 2 if there is none
+  --markdown   as a page of documentation
+
+examples
+  {program} ops
+  {program} ops conv
+  {program} ops --markdown > operations.md
+"""
+EXPORT = """\
+usage: {program} export CHECKPOINT OUT [--trusted]
+
+Writes a checkpoint as one file for other programs. The end of OUT chooses what is written.
+
+arguments
+  CHECKPOINT   a file, or a sharded directory
+  OUT          *.safetensors, *.pt, *.pth, *.bin: the weights; *.ckpt: all of it, as a Lightning
+               checkpoint that loads without this package
+  --trusted    build objects that the checkpoint holds, which can run code
+
+examples
+  {program} export outputs/run/last.ckpt weights.safetensors
+  {program} export outputs/run/sharded.ckpt whole.ckpt
+"""
+INSPECT = """\
+usage: {program} inspect CHECKPOINT [--trusted]
+
+Shows what is in a checkpoint: kind, epoch, mesh, versions, hyperparameters, weights and optimizer.
+It ends with status 1 if the checkpoint is not whole.
+
+arguments
+  CHECKPOINT   a file, or a sharded directory
+  --trusted    build objects that the checkpoint holds, which can run code
+
+examples
+  {program} inspect outputs/run/last.ckpt
+"""
+DOCTOR = """\
+usage: {program} doctor
+
+Reports versions, devices, backends of torch.distributed, launchers and folders that can be written,
+and runs two processes that add a number over gloo. Paste the output into an issue.
+It ends with status 1 if the two processes fail.
+
+examples
+  {program} doctor
+  srun -n 1 {program} doctor
+"""
+PAGES = {
+    "check": CHECK,
+    "plan": PLAN,
+    "ops": OPS,
+    "export": EXPORT,
+    "inspect": INSPECT,
+    "doctor": DOCTOR,
+}
+
+
+def page(command: str) -> str:
+    """The help of a command, or of all of them for the empty word."""
+    return PAGES.get(command, FIRST).format(program=PROGRAM).rstrip()

@@ -1,0 +1,65 @@
+"""What a run says at its end: where the checkpoints lie, and how to go on."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+PROGRAM = "python -m lightning_shard"
+
+
+def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iterator[str]:
+    """Lines for a terminal.
+
+    Args:
+        trainer: After `fit`.
+        started: The reading of `time.monotonic` when the command began, in s.
+        first_step: Optimizer steps that the weights had when training began; None if it did not.
+    """
+    steps = 0 if first_step is None else trainer.global_step - first_step
+    yield f"Done in {_duration(time.monotonic() - started)}: {steps} steps of training."
+    if steps == 0:
+        yield f"  Nothing was trained: {_why(trainer)}."
+    best = last = config = ""
+    for callback in trainer.checkpoint_callbacks:
+        best = getattr(callback, "best_model_path", "") or best
+        last = getattr(callback, "last_model_path", "") or last
+        if best and (score := getattr(callback, "best_model_score", None)) is not None:
+            score_of = f" ({getattr(callback, 'monitor', '')} {float(score):.6g})"
+            yield f"  best checkpoint  {best}{score_of}"
+        elif best:
+            yield f"  checkpoint       {best}"
+        config = str(Path(best).parent / "config.yaml") if best else config
+    if last and last != best:
+        yield f"  last checkpoint  {last}"
+    if best:
+        words = f"--config {config}" if Path(config).is_file() else "--config ..."
+        yield f"  test it          {PROGRAM} test {words} --ckpt_path {best}"
+        yield f"  go on            {PROGRAM} fit {words} --ckpt_path {last or best}{_more(trainer)}"
+    if trainer.log_dir:
+        yield f"  logs             {trainer.log_dir}"
+
+
+def _why(trainer: Trainer) -> str:
+    limit: Any = trainer.max_steps
+    if 0 <= limit <= trainer.global_step:
+        return f"the weights have {trainer.global_step} steps already, and max_steps is {limit}"
+    limit = trainer.max_epochs
+    if limit is not None and 0 <= limit <= trainer.current_epoch:
+        return f"epoch {trainer.current_epoch} is reached already, and max_epochs is {limit}"
+    return "no batch came, or a limit was reached before the first"
+
+
+def _more(trainer: Trainer) -> str:
+    if trainer.max_steps and 0 < trainer.max_steps <= trainer.global_step:
+        return f" --trainer.max_steps {2 * trainer.max_steps}"
+    return f" --trainer.max_epochs {2 * (trainer.max_epochs or 1)}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "min"), (rest, "s")]
+    return " ".join(f"{n} {unit}" for n, unit in parts if n) or "0 s"

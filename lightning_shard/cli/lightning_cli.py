@@ -1,0 +1,338 @@
+"""Lightning's command line with our strategy, and errors of one sentence.
+
+The optimizer is made after sharding. A mistake in what was typed exits with 2; a refusal before the
+first optimizer step with 1: by a module, a data module or the strategy while they are built, and
+later only if this package raised it. All other errors keep their traceback.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_shard.checkpoint.directory import REST
+from lightning_shard.checkpoint.torch_file import read_torch_file
+from lightning_shard.cli.config_checks import check
+from lightning_shard.cli.defaults import find_intel_gpu, own_defaults
+from lightning_shard.cli.errors import diagnose
+from lightning_shard.cli.exits import exit_with, is_first_rank, origin, raised_by_us
+from lightning_shard.cli.hyper_parameters import chosen
+from lightning_shard.cli.last_words import last_words
+from lightning_shard.cli.rehearsal_commands import Wanted, on_this_machine, rehearse, wanted
+from lightning_shard.cli.sources import (
+    ENV_PREFIX,
+    Sources,
+    check_variables,
+    read_sources,
+    split_subcommand,
+)
+from lightning_shard.cli.yaml_places import UsageError, is_list, is_mapping
+from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
+from lightning_shard.trainer.strategy import HybridShardStrategy
+
+REFUSALS = (ValueError, OSError, NotImplementedError, MisconfigurationException)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Save the resolved configuration in the log directory and beside the checkpoints."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write beside the checkpoints and hand the options to the loggers as hyperparameters."""
+        if stage != "fit":
+            return
+        text = self.parser.dump(self.config, skip_none=False, format="yaml")
+        for callback in trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if folder and "://" not in str(folder):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                (Path(folder) / self.config_filename).write_text(text, encoding="utf-8")
+        options = yaml.safe_load(text)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(
+                {key: options[key] for key in ("trainer", "model", "data") if key in options}
+            )
+
+
+class RunState(Callback):
+    """How far the run is, and the last error while building, which the parser would hide.
+
+    Attributes:
+        running: Whether batches flow: then an error of the user's code keeps its traceback.
+        stepped: Whether a batch is done: then every error keeps it.
+    """
+
+    def __init__(self) -> None:
+        self.running = self.stepped = False
+        self.error: Exception | None = None
+        self.trainer: Trainer | None = None
+        self.started = time.monotonic()
+        self.first_step: int | None = None  # of this training, which may not begin
+
+    def is_refusal(self, err: Exception) -> bool:
+        """Whether one sentence says enough."""
+        if self.running:
+            return not self.stepped and raised_by_us(err)
+        return isinstance(err, REFUSALS)
+
+    def stop_children(self) -> None:
+        """Stop the ranks launched from here, which would report the same refusal once more."""
+        launcher = self.trainer.strategy.launcher if self.trainer else None
+        if launcher:
+            launcher.kill(signal.SIGKILL)
+
+    def build(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        """Build for the parser, and keep the error that it would replace by its own."""
+        try:
+            return class_type(*args, **kwargs)
+        except Exception as err:
+            self.error = err
+            raise
+
+    def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.running = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Batches flow from here on, and steps count."""
+        self.running, self.first_step = True, trainer.global_step
+
+    def _step(self, *args: Any, **kwargs: Any) -> None:
+        self.stepped = True
+
+    on_sanity_check_start = on_validation_start = _run
+    on_test_start = on_predict_start = _run
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = _step
+
+
+class ShardCLI(LightningCLI):
+    """LightningCLI for any module and data module, with checks before anything is built.
+
+    Args:
+        args: The words of the command line.
+        state: Told when batches begin to flow.
+        rehearsal: Whether to build model, data and trainer on this machine, and to run nothing.
+    """
+
+    def __init__(self, args: Sequence[str], state: RunState, *, rehearsal: bool = False) -> None:
+        self.given, self.state, self.rehearsal = Sources(), state, rehearsal
+        self.asked = Wanted(0, (1,), None, {})
+        names = tuple(self.subcommands())
+        options = {
+            "default_env": True,
+            "env_prefix": ENV_PREFIX,
+            "exit_on_error": False,
+            "allow_abbrev": False,
+        }
+        command = Path(sys.argv[0]).name
+        prog = command if command == "lightning-shard" else "python -m lightning_shard"
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            args=list(args),
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            seed_everything_default=42,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
+                "callbacks": [state, SamplesPerSecond()],
+            },
+            parser_kwargs={
+                "prog": prog,
+                **options,
+                **{name: {"prog": f"{prog} {name}", **options} for name in names},
+            },
+        )
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        """Add the options that are ours."""
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=False,
+            help="Run the test loaders on the final weights when fit ends (only fit uses it).",
+        )
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Read the sources, parse, and check the result; every mistake becomes a UsageError."""
+        split = split_subcommand(args, tuple(self.subcommands()))
+        if split is None:
+            self.config = parser.parse_args(args)
+            return
+        command, words = split
+        self.given = read_sources(words, command)
+        import_short_names(self.given)
+        defaults = self._parser(command).get_defaults()
+        known = set(defaults.keys(branches=True))
+        check_variables(tuple(self.subcommands()), known)
+        if self.rehearsal:
+            self.asked = wanted(self.given)
+        try:
+            self.config = parser.parse_args(args)
+        except argparse.ArgumentError as err:
+            import_short_names()
+            top = {key.split(".")[0] for key in known}
+            classes = {"trainer.strategy": "lightning_shard.HybridShardStrategy"}
+            raise diagnose(self.given, top, classes, str(err), command) from err
+        config = self.config[command]
+        if self.rehearsal:
+            self.asked = on_this_machine(config.trainer, self.asked)
+        find_intel_gpu(config.trainer)
+        own_defaults(config, self.given, self._parser(command))
+        check(config, self.given)
+
+    def _parse_ckpt_path(self) -> None:
+        """Say which given values the hyperparameters in a checkpoint replace."""
+        command = str(self.config.get("subcommand"))
+        options = self.config.get(command) or {}
+        path = options.get("ckpt_path")
+        stored = hyperparameters(path, trusted=options.get("weights_only") is False)
+        if not stored:
+            return
+        before = dict(self._model_options())
+        text = self.parser.dump(self.config, skip_none=False, format="yaml")
+        model = chosen(yaml.safe_load(text)[command]["model"], stored, str(path))
+        try:
+            self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+        except argparse.ArgumentError as err:
+            raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
+        for key, value in self._model_options():
+            if key in before and before[key] != value and is_first_rank():
+                note = f"note: {key} is {value} as in ckpt_path, not {before[key]}"
+                print(note, file=sys.stderr)
+
+    def _model_options(self) -> list[tuple[str, Any]]:
+        config = self.config.get(str(self.config.get("subcommand")), self.config)
+        return [(f"model.{key}", value) for key, value in config["model"].items()]
+
+    def before_instantiate_classes(self) -> None:
+        """Watch what is built for the trainer."""
+        for base in (Strategy, Accelerator, Logger, Profiler, Callback):
+            self.parser.add_instantiator(self.state.build, base)
+
+    def after_instantiate_classes(self) -> None:
+        """Let a refusal stop the processes that the trainer launches."""
+        self.state.trainer = self.trainer
+        if isinstance(self.trainer.strategy, HybridShardStrategy):
+            options: dict[str, Any] = vars(self.config[self.config["subcommand"]].as_flat())
+            self.trainer.strategy.config = {
+                key: re.sub(" at 0x[0-9a-f]+", "", str(value))  # of objects in this process
+                for key, value in options.items()
+                if key != "config"
+            }
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if not self.rehearsal:
+            super()._run_subcommand(subcommand)
+
+    def before_fit(self) -> None:
+        """Refuse before training what could only fail after it."""
+        if self.config["fit"]["test_after_fit"] and not is_overridden("test_step", self.model):
+            name = type(self.model).__name__
+            raise UsageError(
+                f"test_after_fit is true but {name} has no test_step; add one, or set it to false"
+            )
+
+    def after_fit(self) -> None:
+        """Test the final weights if `test_after_fit` asks for it; say where everything lies."""
+        if self.config["fit"]["test_after_fit"]:
+            self.trainer.test(self.model, datamodule=self.datamodule)
+        # all ranks ask, since the folder of the logs is a collective
+        lines = list(last_words(self.trainer, self.state.started, self.state.first_step))
+        if self.trainer.is_global_zero:
+            print("\n".join(lines), file=sys.stderr)
+
+
+def hyperparameters(path: str | None, *, trusted: bool) -> Any:
+    """The hyperparameters in a checkpoint; None if it holds none that can be read without its code.
+
+    Args:
+        path: The option ckpt_path.
+        trusted: Whether weights_only is false; then hyperparameters that are objects are left out.
+
+    Raises:
+        UsageError: The file cannot be read.
+    """
+    file = Path(path or "")
+    file = file / REST if file.is_dir() else file
+    if not zipfile.is_zipfile(file):
+        return None  # of "last" and "best", or of another format, which holds weights alone
+    try:
+        loaded: Any = read_torch_file(file, only="data.pkl")
+    except ValueError as err:
+        if trusted:
+            return None
+        raise UsageError(str(err).rstrip(".")) from err
+    return loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
+
+
+def run(args: Sequence[str]) -> None:
+    """Run a subcommand of Lightning, or a rehearsal of `fit`.
+
+    Args:
+        args: The words of the command line.
+    """
+    state = RunState()
+    # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    # lightning 2.6 asks for a class that torch 2.13 deprecates
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    try:
+        if args[:1] and args[0] in ("check", "plan"):
+            built = ShardCLI(["fit", *args[1:]], state, rehearsal=True)
+            rehearse(args[0], built.model, built.datamodule, built.asked)
+        else:
+            ShardCLI(args, state)
+    except UsageError as err:
+        exit_with(err, code=2)
+    except Exception as wrapped:
+        err = origin(wrapped, state.error)
+        if not state.is_refusal(err) or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
+            raise err from err.__cause__
+        state.stop_children()
+        exit_with(err, code=1)
+
+
+def import_short_names(given: Sources | None = None) -> None:
+    """Import the classes of the workloads that may be named without their module.
+
+    Args:
+        given: What the user gave: only classes that it names are imported; None for all of them.
+    """
+    if importlib.util.find_spec("lightning_modules") is None:
+        return
+    workloads = importlib.import_module("lightning_modules")
+    words = None if given is None else set(map(str, _leaves([s.options for s in given.given])))
+    for name in dir(workloads):
+        if words is None or name in words:
+            with contextlib.suppress(ModuleNotFoundError):  # said where the class is used
+                getattr(workloads, name)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if is_mapping(value) or is_list(value):
+        for child in value.values() if is_mapping(value) else value:
+            yield from _leaves(child)
+    else:
+        yield value

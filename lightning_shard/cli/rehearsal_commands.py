@@ -1,0 +1,93 @@
+"""`python -m lightning_shard check|plan --config a.yaml`: a training step, rehearsed here.
+
+`check` trains one step in one process and on two ranks that share each sample, compares them, and
+names the functions that have no rule; it exits with 1 if the module cannot train so. `plan`
+predicts what each of the ranks that the config asks for will hold and send. Both run on the CPU,
+take the options of `fit`, and use its model and the first batch of its data.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.yaml_places import UsageError, is_list
+from lightning_shard.rehearsal.check import check
+from lightning_shard.rehearsal.forecast import plan
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the config asks for.
+
+    Attributes:
+        processes: Of all nodes; 0 where it does not say a number.
+        domain: Ranks along each split dim.
+        shard_dims: Of the strategy.
+        trainer: Arguments of the Trainer that change the step.
+    """
+
+    processes: int
+    domain: tuple[int, ...]
+    shard_dims: Any
+    trainer: dict[str, Any]
+
+
+def wanted(given: Sources) -> Wanted:
+    """Read what the config asks for before the parser does, which knows this machine alone.
+
+    Raises:
+        UsageError: A size is not a whole number.
+    """
+    sizes = given.value("trainer.strategy.domain_parallel_size", 1)
+    nodes = _whole("num_nodes", given.value("trainer.num_nodes", 1))
+    each = sizes if is_list(sizes) else [sizes]
+    domain = tuple(_whole("domain_parallel_size", size) for size in each)
+    devices = given.value("trainer.devices", "auto")
+    count = len(devices) if is_list(devices) else devices
+    processes = count * nodes if isinstance(count, int) and count > 0 else 0
+    return Wanted(processes, domain, None, {})
+
+
+def _whole(name: str, size: object) -> int:
+    if not isinstance(size, int) or size < 1:
+        raise UsageError(f"{name} must be a whole number from 1 on; got {size!r}")
+    return size
+
+
+def on_this_machine(trainer: Any, asked: Wanted) -> Wanted:
+    """Let the config run in this process; what it asks for may not be here.
+
+    Args:
+        trainer: The resolved options of the trainer, changed in place.
+        asked: What was read before.
+
+    Returns:
+        The same, with the options that the rehearsed step needs.
+    """
+    strategy = trainer.strategy
+    options: Any = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
+    kept = {} if trainer.precision is None else {"precision": trainer.precision}
+    trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
+    trainer.logger, trainer.strategy = False, "auto"
+    return replace(asked, shard_dims=options.get("shard_dims"), trainer=kept)
+
+
+def rehearse(
+    command: str, module: LightningModule, data: LightningDataModule | None, asked: Wanted
+) -> None:
+    """Print what was found; `check` exits with 1 if the module cannot train so."""
+    source: Any = data or module.train_dataloader()
+    ranks = math.prod(asked.domain)
+    if command == "plan":
+        processes = asked.processes or ranks
+        print(plan(module, source, processes, asked.domain, asked.shard_dims, **asked.trainer))
+        return
+    small = tuple(min(size, 2) for size in asked.domain) if ranks > 1 else (2,)
+    found = check(module, source, small, asked.shard_dims, **asked.trainer)
+    print(found)
+    if not found.is_supported:
+        sys.exit(1)

@@ -1,0 +1,283 @@
+"""Operands that meet: which layout they share, and the local part of each in it."""
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.comm import all_reduce, transpose
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch import fetch, fetch_all, needs_of, route_of
+from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
+from lightning_shard.domain.subdomain import Subdomain
+
+
+def subdomains(values: Any) -> list[Subdomain]:
+    """All `Subdomain`s in nested lists, tuples and dicts, in order."""
+    if isinstance(values, Subdomain):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [s for v in values for s in subdomains(v)]
+
+
+def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
+    """This rank's part of a plain tensor's `dim`, split as `factors` say."""
+    if len(factors) == 1:
+        low, high = factors[0].bounds(grid)
+        return x.narrow(dim, low, high - low)
+    x = x.unflatten(dim, [f.extent for f in factors])
+    for offset, factor in enumerate(factors):
+        low, high = factor.bounds(grid)
+        x = x.narrow(dim + offset, low, high - low)
+    return x.flatten(dim, dim + len(factors) - 1)
+
+
+def take_part(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of a plain tensor of the layout's global shape."""
+    for d in layout.split_dims:
+        x = take_local(x, d, layout.dims[d], layout.grid)
+    return x
+
+
+def whole(x: Subdomain, dim: int) -> Subdomain:
+    """The same tensor with every row of `dim` on every rank."""
+    if not x.layout.axes(dim):
+        return x
+    layout = x.layout.with_dim(dim, x.shape[dim], axes=())
+    return x.like(fetch_all(x, dim), layout)
+
+
+def gathered(x: Subdomain) -> Tensor:
+    """The full tensor on every rank; its gradient goes back to the owners, added up."""
+    flat = Layout(tuple((f,) for dim in x.layout.dims for f in dim), x.layout.grid)
+    parts = x.like(x.local.reshape(flat.local_shape), flat)
+    for dim in flat.split_dims:
+        parts = parts.like(fetch_all(parts, dim), parts.layout.with_dim(dim, parts.shape[dim], ()))
+    return parts.local.reshape(x.shape)
+
+
+def simple(x: Subdomain, dim: int) -> Subdomain:
+    """The same tensor with `dim` of one factor.
+
+    Rows of a flattened product of dims are moved to the canonical partition of the product.
+    """
+    factors = merge(x.layout.dims[dim])
+    if len(factors) == 1:
+        return x.view(x.local, x.layout.with_dims({dim: factors}))
+    layout = x.layout.with_dim(dim, x.shape[dim])
+    parts = layout.grid.parts(layout.axes(dim))
+    needs = needs_of(x.shape[dim], parts, lambda low, high: [(low, high)])
+    moved = x.moved or route_of(x, dim, needs).moves
+    return Subdomain(fetch(x, dim, needs), layout, x.domain, moved)
+
+
+def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) -> Subdomain:
+    """The same tensor with the split of `dim` moved to the whole dim `other`, by an all-to-all.
+
+    Args:
+        x: Its dim `dim` is split.
+        dim: Becomes whole.
+        other: Becomes split over the same ranks.
+        factors: How `other` is split; canonically if None.
+    """
+    axes, grid, device = x.layout.axes(dim), x.layout.grid, x.local.device
+    factors = factors or (Factor(x.shape[other], axes),)
+    rows, order = rows_by_owner(x.layout.dims[dim], grid)
+    others, other_order = rows_by_owner(factors, grid)
+    local = x.local
+    if other_order is not None:
+        local = local.index_select(other, other_order.to(device))
+    local = transpose(local, other, dim, others, rows, x.domain.group(axes))
+    if order is not None:
+        local = local.index_select(dim, order.argsort().to(device))
+    return x.like(local, x.layout.with_dim(dim, x.shape[dim], ()).with_dims({other: factors}))
+
+
+def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tensor]:
+    """The global rows, in their local order, that each rank along `axes` has of a dim."""
+    rows = torch.arange(math.prod(f.extent for f in factors))
+    found = []
+    for coord in itertools.product(*(range(grid.sizes[a]) for a in axes)):
+        place = dict(enumerate(grid.coord)) | dict(zip(axes, coord, strict=True))
+        found.append(take_local(rows, 0, factors, Grid(grid.sizes, tuple(place.values()))))
+    return found
+
+
+def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
+    """How many rows of a split dim each rank holds, and all rows in the order of the ranks.
+
+    The order is None where it is that of the rows.
+    """
+    axes = tuple(sorted(a for f in factors for a in f.axes))
+    if len(merge(factors)) == 1:
+        (factor,) = merge(factors)
+        return part_sizes(factor.extent, grid.parts(axes)), None
+    places = places_by_rank(factors, axes, grid)
+    return [len(each) for each in places], torch.cat(places)
+
+
+def broadcasting(x: Subdomain | Tensor, dims: Collection[int]) -> Subdomain | Tensor:
+    """A stand-in for `x` in `common_layout`, whose `dims` are of extent 1."""
+    if isinstance(x, Subdomain):
+        return x.like(x.local, x.layout.with_dims({d: (Factor(1),) for d in dims}))
+    return x.new_empty(()).expand([1 if d in dims else n for d, n in enumerate(x.shape)])
+
+
+def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
+    """The layout of the broadcast result of `operands`; a plain tensor is whole on every rank.
+
+    Where operands are split over the same ranks in different dims, the largest (of these the first)
+    decides; `local_part` moves the others.
+    """
+    split = [o for o in operands if isinstance(o, Subdomain)]
+    if split and all(_fits_into(o, split[0]) for o in operands):
+        return split[0].layout
+    shape = torch.broadcast_shapes(*(tuple(o.shape) for o in operands))
+    if any(s.domain is not split[0].domain for s in split):
+        raise split_differently(split)
+    if not split:
+        raise UnsupportedOperationError("none of the operands that may be split is split")
+    layout = Layout.of(shape, {}, split[0].layout.grid)
+    for o in sorted(split, key=lambda o: -math.prod(o.shape)):
+        for d in o.layout.split_dims:
+            target = layout.ndim - o.ndim + d
+            candidate: Dim | None = o.layout.dims[d]
+            if o.shape[d] != shape[target]:
+                continue
+            if layout.axes(target):
+                candidate = common_dim(layout.dims[target], candidate)
+                if candidate is None and shape[target] == 1:
+                    continue  # one row, which `local_part` moves to another rank
+            elif set(o.layout.axes(d)) & set(layout.axes()):
+                continue
+            if candidate is None:
+                raise split_differently(split)
+            layout = layout.with_dims({target: candidate})
+    return layout
+
+
+def _fits_into(x: Subdomain | Tensor, first: Subdomain) -> bool:
+    """Whether `x` lies as `first` does, or is one number."""
+    if isinstance(x, Tensor):
+        return x.ndim == 0
+    return x is first or (x.domain is first.domain and x.layout == first.layout)
+
+
+def split_differently(operands: Sequence[Subdomain | Tensor]) -> UnsupportedOperationError:
+    """The refusal of operands whose split dims do not fit together."""
+    layouts = "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
+    return UnsupportedOperationError(f"the operands are split differently: {layouts}")
+
+
+def common_dim(a: Dim, b: Dim) -> Dim | None:
+    """The dim that both split dims can be brought to: of one factor, if the axes are the same."""
+    if merge(a) == merge(b):
+        return a
+    axes = [tuple(sorted(axis for f in dim for axis in f.axes)) for dim in (a, b)]
+    extent = math.prod(f.extent for f in a)
+    return (Factor(extent, axes[0]),) if axes[0] == axes[1] else None
+
+
+def local_part(x: Subdomain | Tensor, layout: Layout) -> Tensor:
+    """The local tensor that stands for `x` in an operation whose broadcast result has `layout`."""
+    if isinstance(x, Subdomain):
+        if x.layout is layout or x.layout == layout:
+            return x.local
+        x = _moved_to(x, layout)
+        return _sliced(x.local, x.shape, layout, x.layout.split_dims)
+    return _sliced(x, x.shape, layout)
+
+
+def _moved_to(x: Subdomain, layout: Layout) -> Subdomain:
+    """The same tensor, every dim either whole or split as `layout` splits the result's."""
+    added = layout.ndim - x.ndim
+    for d in x.layout.split_dims:
+        alike = merge(x.layout.dims[d]) == merge(layout.dims[added + d])
+        is_split = bool(layout.axes(added + d))
+        if x.shape[d] == 1 and (layout.shape[added + d] > 1 or (is_split and not alike)):
+            x = whole(x, d)  # one row, which every rank needs, or another rank than its owner
+        elif not is_split:
+            x = _split_elsewhere(x, d, layout)
+        elif not alike:
+            x = simple(x, d)
+            if merge(x.layout.dims[d]) != merge(layout.dims[added + d]):
+                raise split_differently([x])
+    return x
+
+
+def _sliced(
+    local: Tensor, shape: Sequence[int], layout: Layout, split: Collection[int] = ()
+) -> Tensor:
+    """This rank's rows of a tensor of `shape`, of which it has all but along the dims `split`."""
+    added = layout.ndim - len(shape)
+    for d in layout.split_dims:
+        own = d - added
+        is_broadcast = own < 0 or (shape[own] == 1 and layout.shape[d] != 1)
+        if not is_broadcast and own not in split:
+            local = take_local(local, own, layout.dims[d], layout.grid)
+    return local
+
+
+def _split_elsewhere(x: Subdomain, dim: int, layout: Layout) -> Subdomain:
+    """The same tensor, `dim` whole, and the dim that `layout` splits over the same ranks split."""
+    axes, added = x.layout.axes(dim), layout.ndim - x.ndim
+    other = next((t - added for t in layout.split_dims if layout.axes(t) == axes), None)
+    if other is None and x.shape[dim] == 1:
+        return whole(x, dim)
+    if other is None or len(merge(layout.dims[other + added])) > 1:
+        raise split_differently([x, x.like(x.local, layout)])
+    if other < 0 or x.shape[other] == 1:
+        return whole(x, dim)
+    if x.layout.axes(other):
+        raise split_differently([x, x.like(x.local, layout)])
+    return split_moved(x, dim, other)
+
+
+def volume(layout: Layout, dims: Sequence[int]) -> int:
+    """The number of elements along `dims` of the global tensor."""
+    return math.prod(layout.shape[d] for d in dims)
+
+
+def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, also for pieces of one dim without rows, which it drops from the graph.
+
+    A rank whose gradient lacks what the others' have would leave them waiting in a collective.
+    """
+    if pieces[0].ndim > 1:
+        return torch.cat(list(pieces), dim)
+    return torch.cat([piece.unsqueeze(0) for piece in pieces], 1).squeeze(0)
+
+
+def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
+    """A tensor without elements that depends on `sources`.
+
+    A rank without rows must still take part in every collective of the backward pass, and give each
+    parameter a gradient (of zeros).
+    """
+    kept = [s for s in sources if s is not None]
+    total = torch.stack([s.sum().to(kept[0].dtype) for s in kept]).sum()
+    return total * kept[0].new_ones(tuple(shape))
+
+
+def sum_over(x: Subdomain, local: Tensor, dims: Sequence[int]) -> Tensor:
+    """Add up partial sums over the ranks that split `dims` of `x`."""
+    axes = x.layout.axes(*dims) if dims else ()
+    if not axes:
+        return local
+    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    return all_reduce(wide, x.domain.group(axes)).to(local.dtype)
+
+
+def one_of_all(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
+    """The `part`s of all ranks along `axes` (alike in shape), stacked in order, on every rank."""
+    if not axes:
+        return part.unsqueeze(0)
+    grid = x.layout.grid
+    layout = Layout.of((grid.parts(axes), *part.shape), {0: axes}, grid)
+    return fetch_all(x.like(part.unsqueeze(0), layout), 0)

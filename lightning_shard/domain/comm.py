@@ -1,0 +1,228 @@
+"""Differentiable collectives on plain tensors, each with its true adjoint.
+
+| primitive                  | this rank gets                           | adjoint       |
+| -------------------------- | ---------------------------------------- | ------------- |
+| exchange(x, dim, route)    | pieces of other ranks' rows              | add_to_owners |
+| add_to_owners(y, dim, ...) | its rows, summed over what others return | exchange      |
+| all_reduce(x)              | the sum over ranks                       | all_reduce    |
+| transpose(x, a, b, ...)    | dim b whole instead of dim a             | transpose     |
+
+A gather is an exchange in which every rank wants every row; its adjoint is the reduce-scatter. One
+duality holds everywhere: the cotangent of a split tensor is split, that of a replicated tensor is a
+partial sum. So a replicated loss whose backward starts on every rank gives parameter gradients
+whose *mean* over the ranks is the gradient, whichever operations lie between.
+
+The group is always an argument and the device is the tensor's: nothing here knows a default.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_shard.processes.torch_internals import is_view
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which pieces travel in an `exchange`, seen from one rank; rows are local rows of the sender.
+
+    Attributes:
+        sends: For each peer the `(start, length)` pieces of my rows that it wants.
+        receives: For each peer the lengths of the pieces that I get from it.
+        order: The received pieces `(peer, number)` in the order in which they are put together.
+        moves: Whether any rank of the group needs a row of another; the same on all ranks.
+    """
+
+    sends: tuple[tuple[tuple[int, int], ...], ...]
+    receives: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, int], ...]
+    moves: bool
+
+
+def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
+    """The pieces of all ranks' rows along `dim` that `route` brings here, put together in order."""
+    if not route.moves:
+        rank = dist.get_rank(group)
+        return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
+    return _Exchange.apply(x, dim, route, group)
+
+
+def add_to_owners(y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup) -> Tensor:
+    """Send each piece of `y` back along `route`; the owners, of `rows` rows each, add them up."""
+    return _ExchangeAdjoint.apply(y, dim, rows, route, group)
+
+
+def transpose(
+    x: Tensor,
+    split: int,
+    join: int,
+    split_sizes: Sequence[int],
+    join_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """All-to-all: from whole in dim `split` and parted in dim `join` to the other way round.
+
+    Args:
+        x: This rank's part, `sum(split_sizes)` x `join_sizes[rank]` in these dims.
+        split: The dim that is parted.
+        join: The dim that becomes whole.
+        split_sizes: For each rank its part of `split` afterwards.
+        join_sizes: For each rank its part of `join` before.
+        group: The ranks.
+
+    Returns:
+        `split_sizes[rank]` x `sum(join_sizes)` in these dims.
+    """
+    if len(split_sizes) == 1:
+        return x
+    return _Transpose.apply(x, split, join, tuple(split_sizes), tuple(join_sizes), group)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `x` over the ranks, on every rank."""
+    return _AllReduce.apply(x, group)
+
+
+def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise extreme (`ReduceOp.MAX` or `MIN`) over the ranks; carries no gradient."""
+    result = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, op, group=group)
+    return result
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
+        ctx.plan = dim, x.shape[dim], route, group
+        pieces = [[x.narrow(dim, start, size) for start, size in peer] for peer in route.sends]
+        received = _swap(pieces, route.receives, x, dim, group)
+        result = _join(x, dim, [received[peer][number] for peer, number in route.order])
+        return result.clone() if is_view(result) else result  # a Function must not return a view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ExchangeAdjoint.apply(grads[0], *ctx.plan), None, None, None
+
+
+class _ExchangeAdjoint(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.plan = dim, route, group
+        lengths = [route.receives[peer][number] for peer, number in route.order]
+        pieces: list[list[Tensor]] = [[y] * len(peer) for peer in route.receives]
+        for (peer, number), piece in zip(route.order, y.split(lengths, dim), strict=True):
+            pieces[peer][number] = piece
+        sizes = tuple(tuple(size for _, size in peer) for peer in route.sends)
+        x = y.new_zeros(_with_size(y, dim, rows))
+        for spans, parts in zip(route.sends, _swap(pieces, sizes, y, dim, group), strict=True):
+            for (start, size), part in zip(spans, parts, strict=True):
+                x.narrow(dim, start, size).add_(part)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Exchange.apply(grads[0], *ctx.plan), None, None, None, None
+
+
+class _Transpose(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        split: int,
+        join: int,
+        split_sizes: tuple[int, ...],
+        join_sizes: tuple[int, ...],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.plan = join, split, join_sizes, split_sizes, group
+        pieces = x.split(split_sizes, split)
+        mine = pieces[dist.get_rank(group)]
+        sizes = [(n,) for n in join_sizes]
+        received = _swap([(p,) for p in pieces], sizes, mine, join, group)
+        return torch.cat([part for (part,) in received], join)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Transpose.apply(grads[0], *ctx.plan), None, None, None, None, None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        result = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(torch.view_as_real(result) if result.is_complex() else result, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _AllReduce.apply(grads[0], ctx.group), None
+
+
+def _swap(
+    pieces: Sequence[Sequence[Tensor]],
+    sizes: Sequence[Sequence[int]],
+    like: Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+) -> list[list[Tensor]]:
+    """All-to-all: `pieces[p]` go to peer p; from peer p come pieces like `like`, `sizes[p]` long.
+
+    The wire carries bytes, so every dtype works on every backend. My own pieces stay where they
+    are.
+    """
+    rank = dist.get_rank(group)
+    flat = [
+        piece.reshape(-1)
+        for peer, parts in enumerate(pieces)
+        for piece in parts
+        if peer != rank and piece.numel()
+    ]
+    outgoing = torch.cat(flat) if flat else like.new_empty(0)
+    counts = [
+        [_numel(like, dim, n) if peer != rank else 0 for n in lengths]
+        for peer, lengths in enumerate(sizes)
+    ]
+    incoming = like.new_empty(sum(map(sum, counts)))
+    unit = like.element_size()
+    dist.all_to_all_single(
+        _as_bytes(incoming),
+        _as_bytes(outgoing),
+        [unit * sum(peer) for peer in counts],
+        [unit * sum(p.numel() for p in parts) * (k != rank) for k, parts in enumerate(pieces)],
+        group=group,
+    )
+    arrived = iter(incoming.split([n for peer in counts for n in peer]))
+    received = [
+        [next(arrived).view(_with_size(like, dim, n if peer != rank else 0)) for n in lengths]
+        for peer, lengths in enumerate(sizes)
+    ]
+    received[rank] = list(pieces[rank])
+    return received
+
+
+def _join(x: Tensor, dim: int, pieces: list[Tensor]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return real.view(torch.uint8)
+
+
+def _with_size(x: Tensor, dim: int, size: int) -> list[int]:
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+
+
+def _numel(x: Tensor, dim: int, size: int) -> int:
+    return torch.Size(_with_size(x, dim, size)).numel()

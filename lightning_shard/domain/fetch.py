@@ -1,0 +1,134 @@
+"""Rows from anywhere: which global rows a rank needs, and the one `fetch` that brings them.
+
+Stride, dilation, even kernels, pooling, padding, slicing, flip and roll are all the same mechanism
+with other integers: from its own output rows a rank computes the spans of input rows that it needs
+(for every rank, so that all ranks know what travels without asking), fetches exactly those, and
+computes on them locally. Rows beyond the edge of the domain are the caller's to fill.
+"""
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from torch import Tensor
+
+from lightning_shard.domain.comm import Route, add_to_owners, exchange
+from lightning_shard.domain.layout import Dim, Grid, partition
+from lightning_shard.domain.subdomain import Subdomain
+
+Span = tuple[int, int]  # global rows [low, high)
+Needs = tuple[tuple[Span, ...], ...]  # for each rank of the group the spans it wants, in order
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Global rows `[low, high)`, which rank `owner` holds from its local row `start` on."""
+
+    low: int
+    high: int
+    owner: int
+    start: int
+
+
+@lru_cache(maxsize=1024)
+def segments(factors: Dim, sizes: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Who holds which rows of a dim, in the order of the rows.
+
+    A dim of one split factor has one segment for each rank; in a flattened product of dims the rows
+    of a rank are scattered, one segment for each index of the factors before the last split one.
+
+    Args:
+        factors: The factors of the dim.
+        sizes: The sizes of the mesh axes. Owners are counted along those that split the dim.
+    """
+    axes = tuple(sorted(a for f in factors for a in f.axes))
+    last = max(i for i, f in enumerate(factors) if f.axes)
+    strides = [math.prod(f.extent for f in factors[i + 1 :]) for i in range(len(factors))]
+    found = []
+    for owner, coord in enumerate(itertools.product(*(range(sizes[a]) for a in axes))):
+        place = dict(zip(axes, coord, strict=True))
+        grid = Grid(sizes, tuple(place.get(a, 0) for a in range(len(sizes))))
+        bounds = [f.bounds(grid) for f in factors]
+        run = (bounds[last][1] - bounds[last][0]) * strides[last]
+        rows = itertools.product(*(range(*b) for b in bounds[:last]))
+        for i, index in enumerate(rows):
+            low = sum(
+                n * stride for n, stride in zip((*index, bounds[last][0]), strides, strict=False)
+            )
+            found.append(Segment(low, low + run, owner, i * run))
+    return tuple(sorted((s for s in found if s.low < s.high), key=lambda s: s.low))
+
+
+@lru_cache(maxsize=4096)
+def route(source: tuple[Segment, ...], rank: int, needs: Needs) -> Route:
+    """The route that brings `needs` from the ranks that hold `source`, seen from `rank`."""
+    lows = [s.low for s in source]
+
+    def pieces(spans: tuple[Span, ...]) -> Iterator[tuple[int, int, int]]:
+        """(owner, its local row, length) of what lies under `spans`, in order."""
+        for low, high in spans:
+            for s in source[max(bisect_right(lows, low) - 1, 0) : bisect_left(lows, high)]:
+                first, end = max(low, s.low), min(high, s.high)
+                if first < end:
+                    yield s.owner, s.start + first - s.low, end - first
+
+    wanted = [list(pieces(spans)) for spans in needs]
+    sends = tuple(
+        tuple((start, size) for owner, start, size in each if owner == rank) for each in wanted
+    )
+    receives: list[list[int]] = [[] for _ in needs]
+    order = []
+    for owner, _, size in wanted[rank]:
+        order.append((owner, len(receives[owner])))
+        receives[owner].append(size)
+    moves = any(owner != peer for peer, each in enumerate(wanted) for owner, _, _ in each)
+    return Route(sends, tuple(map(tuple, receives)), tuple(order), moves)
+
+
+def route_of(x: Subdomain, dim: int, needs: Needs) -> Route:
+    """The route that brings `needs` of `dim` to the ranks that split it."""
+    grid = x.layout.grid
+    return route(segments(x.layout.dims[dim], grid.sizes), grid.index(x.layout.axes(dim)), needs)
+
+
+def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:
+    """The rows of `dim` that this rank needs, from whichever ranks hold them, in the order asked.
+
+    Args:
+        x: The split tensor.
+        dim: The dim of the rows, split.
+        needs: For each rank of the dim's group the spans of global rows it wants, all in range.
+    """
+    return exchange(x.local, dim, route_of(x, dim, needs), x.domain.group(x.layout.axes(dim)))
+
+
+def fetch_all(x: Subdomain, dim: int) -> Tensor:
+    """All rows of `dim` on every rank."""
+    parts = x.layout.grid.parts(x.layout.axes(dim))
+    return fetch(x, dim, (((0, x.shape[dim]),),) * parts)
+
+
+def scatter_sum(x: Subdomain, dim: int, axes: tuple[int, ...]) -> Subdomain:
+    """Add up the partial sums `x` of the ranks along `axes`; each keeps its rows of `dim`.
+
+    The adjoint of `fetch_all`, and a reduce-scatter.
+    """
+    grid, extent = x.layout.grid, x.shape[dim]
+    layout = x.layout.with_dim(dim, extent, axes)
+    everything: Needs = (((0, extent),),) * grid.parts(axes)
+    plan = route(segments(layout.dims[dim], grid.sizes), grid.index(axes), everything)
+    rows = layout.local_shape[dim]
+    return x.like(add_to_owners(x.local, dim, rows, plan, x.domain.group(axes)), layout)
+
+
+def needs_of(extent: int, parts: int, spans: Callable[[int, int], Sequence[Span]]) -> Needs:
+    """What each rank needs for its rows of an output of `extent`: `spans(low, high)` says it.
+
+    A rank without output rows needs nothing.
+    """
+    offsets = partition(extent, parts)
+    return tuple(tuple(spans(low, high)) if high > low else () for low, high in pairwise(offsets))

@@ -1,0 +1,166 @@
+"""Who owns which rows of a split tensor: integers only, no communication.
+
+A dim of extent N split over P ranks has one canonical partition, a pure function of (N, P): the
+balanced one of `torch.tensor_split`. So no rank ever asks another for sizes, and every output of
+every operation is split canonically for its own extent.
+
+A dim is a product of *factors*: `flatten` of (C, H, W) with split H is one dim of three factors
+whose local part is (C, h, W) flattened. That makes a reshape an exchange of factors, without moving
+data.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+
+@lru_cache(maxsize=4096)
+def partition(extent: int, parts: int) -> tuple[int, ...]:
+    """Offsets of the canonical partition: part `i` holds rows `[offsets[i], offsets[i + 1])`."""
+    size, larger = divmod(extent, parts)
+    return (0, *accumulate(size + (i < larger) for i in range(parts)))
+
+
+def part_sizes(extent: int, parts: int) -> list[int]:
+    """How many rows each part of the canonical partition holds."""
+    return [high - low for low, high in pairwise(partition(extent, parts))]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a domain mesh as integers: the size of each mesh axis and this rank's place."""
+
+    sizes: tuple[int, ...]
+    coord: tuple[int, ...]
+
+    def parts(self, axes: tuple[int, ...]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    def index(self, axes: tuple[int, ...]) -> int:
+        """This rank's place along `axes` taken together, the last of them fastest."""
+        index = 0
+        for a in axes:
+            index = index * self.sizes[a] + self.coord[a]
+        return index
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of a tensor dim: its global extent, and the mesh axes that split it, if any."""
+
+    extent: int
+    axes: tuple[int, ...] = ()
+
+    def bounds(self, grid: Grid) -> tuple[int, int]:
+        """The global rows `[low, high)` of this rank."""
+        offsets = partition(self.extent, grid.parts(self.axes))
+        index = grid.index(self.axes)
+        return offsets[index], offsets[index + 1]
+
+    def rows(self, grid: Grid) -> int:
+        """How many rows this rank has."""
+        if not self.axes:
+            return self.extent
+        low, high = self.bounds(grid)
+        return high - low
+
+
+Dim = tuple[Factor, ...]
+
+
+def _extent(dim: Dim) -> int:
+    return dim[0].extent if len(dim) == 1 else math.prod([f.extent for f in dim])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of global `shape` lies on a grid: the factors of each dim, and the grid."""
+
+    dims: tuple[Dim, ...]
+    grid: Grid
+
+    @staticmethod
+    def of(shape: Sequence[int], splits: dict[int, tuple[int, ...]], grid: Grid) -> "Layout":
+        """The layout of a tensor of `shape` whose dim `d` is split over mesh axes `splits[d]`."""
+        dims = tuple((Factor(int(n), splits.get(d, ())),) for d, n in enumerate(shape))
+        return Layout(dims, grid)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([_extent(dim) for dim in self.dims])
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple([math.prod([f.rows(self.grid) for f in dim]) for dim in self.dims])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @cached_property
+    def split_dims(self) -> tuple[int, ...]:
+        return tuple([d for d, dim in enumerate(self.dims) if any(f.axes for f in dim)])
+
+    def axes(self, *dims: int) -> tuple[int, ...]:
+        """The mesh axes over which `dims` are split (all dims if none is named)."""
+        chosen = dims or range(self.ndim)
+        return tuple(sorted(a for d in chosen for f in self.dims[d] for a in f.axes))
+
+    def dim(self, dim: int) -> int:
+        """`dim` counted from the front; raises IndexError as torch does."""
+        if not -self.ndim <= dim < max(self.ndim, 1):
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-self.ndim}, "
+                f"{self.ndim - 1}], but got {dim})"
+            )
+        return dim % max(self.ndim, 1)
+
+    def with_dim(self, dim: int, extent: int, axes: tuple[int, ...] | None = None) -> "Layout":
+        """The same layout with `dim` of another extent (and split over other axes, if given)."""
+        axes = self.axes(dim) if axes is None else axes
+        return self.with_dims({dim: (Factor(extent, axes),)})
+
+    def with_dims(self, changed: dict[int, Dim]) -> "Layout":
+        dims = tuple(changed.get(d, dim) for d, dim in enumerate(self.dims))
+        return replace(self, dims=dims)
+
+    def __str__(self) -> str:
+        parts = []
+        for d in self.split_dims:
+            sizes = "x".join(str(self.grid.sizes[a]) for a in self.axes(d))
+            parts.append(f"dim {d} split over {sizes} ranks")
+        return f"shape {self.shape}, " + (", ".join(parts) or "whole on every rank")
+
+
+def merge(dim: Sequence[Factor]) -> Dim:
+    """The shortest equal dim: neighbouring whole factors become one, factors of extent 1 go."""
+    merged: list[Factor] = []
+    for factor in dim:
+        if factor.extent == 1 and not factor.axes:
+            continue
+        if merged and not factor.axes and not merged[-1].axes:
+            merged[-1] = Factor(merged[-1].extent * factor.extent)
+        else:
+            merged.append(factor)
+    return tuple(merged) or (Factor(1),)
+
+
+def splits_of(
+    ndim: int, sizes: Sequence[int], dims: int | Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """The mesh axes that split each tensor dim, from the dim that each mesh axis splits."""
+    chosen = [dims] if isinstance(dims, int) else list(dims)
+    if len(chosen) != len(sizes):
+        raise ValueError(
+            f"dims must name one tensor dim for each of the {len(sizes)} mesh axes; got {chosen}."
+        )
+    if any(not -ndim <= d < ndim for d in chosen):
+        raise ValueError(
+            f"dims {chosen} must lie in a tensor of {ndim} dims: -{ndim} to {ndim - 1}."
+        )
+    splits = {d % ndim: (axis,) for axis, d in enumerate(chosen)}
+    if len(splits) < len(chosen):
+        raise ValueError(f"each mesh axis must split a dim of its own; got dims {chosen}.")
+    return splits

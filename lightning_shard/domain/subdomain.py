@@ -1,0 +1,90 @@
+"""A rank's part of a split tensor, and the process groups that reach the other parts."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.domain.layout import Grid, Layout
+from lightning_shard.processes.groups import making_groups
+from lightning_shard.processes.torch_internals import flattened
+
+
+class Domain:
+    """The process groups of a domain mesh: one for each mesh axis, and one for all of them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        coord = mesh.get_coordinate()
+        if coord is None:
+            raise ValueError("a domain mesh must contain the rank that uses it; this one does not.")
+        self.mesh = mesh
+        self.grid = Grid(tuple(mesh.shape), tuple(coord))
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {
+            (a,): mesh.get_group(a) for a in range(mesh.ndim)
+        }
+        if mesh.ndim > 1:
+            with making_groups():
+                self._groups[tuple(range(mesh.ndim))] = flattened(mesh).get_group()
+
+    def group(self, axes: tuple[int, ...]) -> ProcessGroup:
+        if axes not in self._groups:
+            raise NotImplementedError(
+                f"mesh axes {axes} of a {len(self.grid.sizes)}-axis domain mesh have no common "
+                "process group; use one axis or all of them."
+            )
+        return self._groups[axes]
+
+
+@dataclass(frozen=True)
+class Subdomain:
+    """This rank's part of a split tensor: the local tensor, its layout, and the groups to ask.
+
+    `moved` marks rows that were copied from other ranks where torch would give a view: writing into
+    them in place would not reach their source, so that is refused.
+    """
+
+    local: Tensor
+    layout: Layout
+    domain: Domain
+    moved: bool = False
+    lazy: ClassVar[bool] = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.layout.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    def read(self) -> "Subdomain":
+        """Itself: its values are computed already, in contrast to those of a lazy spectrum."""
+        return self
+
+    def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
+        """A new tensor on the same domain."""
+        return Subdomain(local, layout or self.layout, self.domain)
+
+    def view(self, local: Tensor, layout: Layout) -> "Subdomain":
+        """Another view of the same rows."""
+        return Subdomain(local, layout, self.domain, self.moved)
+
+
+def domain_of(mesh: DeviceMesh) -> Domain:
+    """The `Domain` of a mesh; the same object for the same mesh."""
+    return _domain_of(mesh, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _domain_of(mesh: DeviceMesh, _: ProcessGroup | None) -> Domain:
+    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
+    return Domain(mesh)

@@ -1,0 +1,100 @@
+"""Rows that lie otherwise than the canonical partition puts them: parts of any size."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.domain.comm import exchange
+from lightning_shard.domain.fetch import Segment, Span, route
+from lightning_shard.domain.layout import partition
+from lightning_shard.domain.subdomain import Domain
+
+
+def spans_of(sizes: Sequence[int]) -> list[Span]:
+    """The global rows of parts of these sizes, one after the other."""
+    return list(pairwise([0, *accumulate(sizes)]))
+
+
+def exchange_rows(
+    x: Tensor,
+    dim: int,
+    owned: Sequence[Span],
+    wanted: Sequence[Span],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """The global rows that this rank wants, from the ranks that own them.
+
+    Args:
+        x: The rows that this rank owns, along `dim`.
+        dim: The dim of the rows.
+        owned: For each rank of the group the global rows that it owns; they do not overlap.
+        wanted: For each rank the global rows that it gets, all owned by some rank.
+        group: The ranks.
+    """
+    segments = [Segment(low, high, rank, 0) for rank, (low, high) in enumerate(owned) if low < high]
+    source = tuple(sorted(segments, key=lambda s: s.low))
+    needs = tuple(((low, high),) if low < high else () for low, high in wanted)
+    return exchange(x, dim, route(source, dist.get_rank(group), needs), group)
+
+
+def told_to_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The `value` of each rank of the group, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def to_canonical(
+    local: Tensor, domain: Domain, dims: Sequence[int]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Parts of any size, moved to the canonical partition; with the global shape.
+
+    Args:
+        local: This rank's part. Ranks at the same place along a mesh axis have as many rows of its
+            dim.
+        domain: The ranks.
+        dims: The dim that each mesh axis splits, counted from the front.
+
+    Raises:
+        ValueError: The parts do not make up a whole; raised on all ranks.
+    """
+    grid = domain.grid
+    shapes = told_to_all(tuple(local.shape), domain.group(tuple(range(len(grid.sizes)))))
+    check_parts(shapes, dims)
+    shape = list(local.shape)
+    for axis, dim in enumerate(dims):
+        sizes = _sizes_along(axis, dim, shapes, grid.sizes)
+        shape[dim] = sum(sizes)
+        canonical = list(pairwise(partition(shape[dim], grid.sizes[axis])))
+        local = exchange_rows(local, dim, spans_of(sizes), canonical, domain.group((axis,)))
+    return local, tuple(shape)
+
+
+def check_parts(shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
+    """Raise unless parts of these shapes differ along `dims` only."""
+    whole = [tuple(-1 if d in dims else n for d, n in enumerate(s)) for s in shapes]
+    if len(set(whole)) > 1:
+        raise ValueError(
+            f"the ranks' parts may differ along the split dims {tuple(dims)} only; their shapes "
+            f"are {list(shapes)}."
+        )
+
+
+def _sizes_along(
+    axis: int, dim: int, shapes: Sequence[tuple[int, ...]], sizes: tuple[int, ...]
+) -> list[int]:
+    """The rows of `dim` at each place along a mesh axis, alike wherever else a rank is."""
+    stride = 1
+    for size in sizes[axis + 1 :]:
+        stride *= size
+    found = [{s[dim] for r, s in enumerate(shapes) if r // stride % sizes[axis] == place}
+             for place in range(sizes[axis])]  # fmt: skip
+    if any(len(rows) > 1 for rows in found):
+        raise ValueError(
+            f"ranks at the same place along mesh axis {axis} must hold as many rows of dim {dim}; "
+            f"the ranks' shapes are {list(shapes)}."
+        )
+    return [rows.pop() for rows in found]

@@ -1,0 +1,132 @@
+"""Windows that slide over rows: which rows a rank needs for its own output, fetched and padded.
+
+Convolution, pooling and unfolding read `window_rows`; their transposes read `spread_rows`.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch.nn.functional as F
+
+from lightning_shard.domain.align import simple
+from lightning_shard.domain.fetch import Needs, Span, fetch, needs_of
+from lightning_shard.domain.subdomain import Subdomain
+
+
+def per_dim(value: int | Sequence[int], count: int) -> list[int]:
+    """One value for each spatial dim."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * count if len(values) == 1 else values
+
+
+def window_rows(
+    x: Subdomain,
+    dim: int,
+    output: int,
+    *,
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int = 1,
+    fill: float = 0.0,
+) -> Subdomain:
+    """The rows of split `dim` under this rank's windows, padded with `fill` beyond the edges.
+
+    Returns:
+        The local rows, with the layout of the output in `dim`: a window function without padding
+        gives exactly this rank's output rows. No rows where the rank has no output.
+    """
+    x = simple(x, dim)
+    extent, grid = x.shape[dim], x.layout.grid
+    layout = x.layout.with_dim(dim, output)
+    (factor,) = layout.dims[dim]
+    low, high = factor.bounds(grid)
+    needs = window_needs(extent, grid.parts(factor.axes), output, kernel, stride, padding, dilation)
+    rows = fetch(x, dim, needs)
+    if high > low:
+        first, last = window_span(low, high, kernel, stride, padding, dilation)
+        before = max(min(-first, last - first), 0)
+        after = last - first - before - rows.shape[dim]
+        if before or after:
+            rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
+    return x.like(rows, layout)
+
+
+@lru_cache(maxsize=4096)
+def window_needs(
+    extent: int, parts: int, output: int, kernel: int, stride: int, padding: int, dilation: int
+) -> Needs:
+    """The in-range input rows under the windows of each rank's output rows."""
+
+    def spans(low: int, high: int) -> Sequence[Span]:
+        first, last = window_span(low, high, kernel, stride, padding, dilation)
+        first, last = max(first, 0), min(last, extent)
+        return [(first, last)] if first < last else []
+
+    return needs_of(output, parts, spans)
+
+
+def window_span(low: int, high: int, kernel: int, stride: int, padding: int, dilation: int) -> Span:
+    """The input rows under the windows of output rows `[low, high)`; may reach beyond the edges."""
+    return low * stride - padding, (high - 1) * stride - padding + dilation * (kernel - 1) + 1
+
+
+def spread_rows(
+    x: Subdomain,
+    dim: int,
+    output: int,
+    *,
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int = 1,
+    fill: float = 0.0,
+) -> tuple[Subdomain, int]:
+    """The rows of split `dim` whose windows reach this rank's rows of an output of `output` rows.
+
+    Input row i spreads over output rows i * stride - padding + dilation * (0 ... kernel - 1). Rows
+    beyond the edges are `fill`, so that the windows cover all of this rank's output rows.
+
+    Returns:
+        The local rows with the layout of the output in `dim`, and the place of this rank's first
+        output row among all rows that they spread over. No rows where the rank has no output.
+    """
+    x = simple(x, dim)
+    extent, grid = x.shape[dim], x.layout.grid
+    layout = x.layout.with_dim(dim, output)
+    (factor,) = layout.dims[dim]
+    parts = grid.parts(factor.axes)
+    window = (kernel, stride, padding, dilation)
+    rows = fetch(x, dim, _needs(extent, parts, output, window))
+    low, high = factor.bounds(grid)
+    if low == high:
+        return x.like(rows, layout), 0
+    first, last = _reaching(low, high, *window)
+    before = min(max(-first, 0), last - first)
+    after = last - first - before - rows.shape[dim]
+    if before or after:
+        rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
+    return x.like(rows, layout), low - (first * stride - padding)
+
+
+def _reaching(low: int, high: int, kernel: int, stride: int, padding: int, dilation: int) -> Span:
+    """Input rows whose windows cover output rows `[low, high)`; may reach beyond the edges.
+
+    Where stride exceeds the window there are output rows that no input reaches; the span then goes
+    on to the next input row, so that they lie among the rows that it spreads over.
+    """
+    reach = dilation * (kernel - 1)
+    top, bottom = low + padding, high - 1 + padding
+    first = min(-((reach - top) // stride), top // stride)
+    last = max(bottom // stride, -((reach - bottom) // stride))
+    return first, last + 1
+
+
+@lru_cache(maxsize=4096)
+def _needs(extent: int, parts: int, output: int, window: tuple[int, int, int, int]) -> Needs:
+    def spans(low: int, high: int) -> list[Span]:
+        first, last = _reaching(low, high, *window)
+        first, last = max(first, 0), min(last, extent)
+        return [(first, last)] if first < last else []
+
+    return needs_of(output, parts, spans)

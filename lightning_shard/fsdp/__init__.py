@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer states sharded over all ranks by FSDP2."""

@@ -1,0 +1,171 @@
+"""Which modules are blocks: FSDP2 gathers the parameters of a block in one collective.
+
+Without being told, the repeated parts of a network are its blocks: siblings of one class, in lists
+and sequences or as attributes (T5Block, spectral convolutions, residual blocks). Of nested ones the
+inner are taken where they hold nearly all parameters of the outer, since a smaller block needs less
+memory; parts with few parameters are gathered with what encloses them, since a collective costs as
+much as sending some ten thousand numbers.
+"""
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from lightning_shard.fsdp.mixins import is_a
+
+Wrap = Sequence[str] | Callable[[nn.Module], bool]
+
+MIN_BLOCK_NUMEL = 100_000
+COVERED = 0.9  # of the parameters of a block, by inner blocks that take its place
+_IN_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def blocks(
+    root: nn.Module, wrap: Wrap | None = None, min_num_params: int | None = None
+) -> list[nn.Module]:
+    """The modules under `root` that FSDP2 shall gather on their own, inner ones first.
+
+    Args:
+        root: The whole network, which is not among them.
+        wrap: Class names, or a function that says whether a module is a block.
+        min_num_params: Or the number of parameters from which on a module is a block, those of
+            inner blocks not counted.
+
+    Raises:
+        ValueError: There is no module of a class in `wrap`, or both arguments are given.
+    """
+    if wrap is not None and min_num_params is not None:
+        raise ValueError("wrap and min_num_params both choose the blocks; give one of them.")
+    return _ties_kept(root, _wanted(root, wrap, min_num_params))
+
+
+def _wanted(root: nn.Module, wrap: Wrap | None, min_num_params: int | None) -> list[nn.Module]:
+    if callable(wrap):
+        return _chosen(root, wrap)
+    if wrap is not None:
+        chosen = named(root, wrap, "wrap")
+        return _chosen(root, lambda module: module in chosen)
+    if min_num_params is not None:
+        found: list[nn.Module] = []
+        _by_size(root, min_num_params, found)
+        return [module for module in found if module is not root]
+    return list(dict.fromkeys(_repeated(root, _shared_parameters(root), enclosed=False)))
+
+
+def named(root: nn.Module, names: Sequence[str], option: str) -> set[nn.Module]:
+    """The modules under `root` whose class has one of `names`.
+
+    Raises:
+        ValueError: A class is not there; `option` names the argument.
+    """
+    classes = {type(m).__name__ for m in root.modules() if m is not root}
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if name not in classes:
+            near = difflib.get_close_matches(name, classes, n=3, cutoff=0.5)
+            hint = " or ".join(near) if near else ", ".join(sorted(classes))
+            raise ValueError(
+                f"{option}: the network has no module of class {name!r}; "
+                f"{'did you mean' if near else 'its classes are'} {hint}{'?' if near else '.'}"
+            )
+    return {m for m in root.modules() if type(m).__name__ in names}
+
+
+def _chosen(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Children before parents, as FSDP2 wants them."""
+    return [
+        module
+        for module in reversed(list(root.modules()))
+        if module is not root and can_be_gathered(module) and wanted(module)
+    ]
+
+
+def _by_size(module: nn.Module, least: int, found: list[nn.Module]) -> int:
+    """Append the blocks of `module`; return the number of its parameters outside of them."""
+    if module in found:
+        return 0
+    inside = {p for child in module.children() for p in child.parameters()}
+    rest = sum(p.numel() for p in module.parameters() if p not in inside)
+    if isinstance(module, nn.MultiheadAttention):  # reads its parts' parameters itself
+        rest += sum(p.numel() for p in inside)
+    else:
+        rest += sum(_by_size(child, least, found) for child in module.children())
+    if rest < least or not can_be_gathered(module):
+        return rest
+    found.append(module)
+    return 0
+
+
+def _repeated(
+    module: nn.Module, shared: set[nn.Parameter], *, enclosed: bool
+) -> Iterator[nn.Module]:
+    """The blocks under `module`; `enclosed`: it is part of a repeated module."""
+    children = [c for c in module.children() if next(c.parameters(), None) is not None]
+    kinds = Counter(type(child) for child in children)
+    listed = isinstance(module, _IN_LISTS) and len(module) > 1
+    for child in children:
+        composite = any(True for _ in child.children()) or not _is_of_torch(child)
+        alike = kinds[type(child)] > 1 and composite
+        inner = list(_repeated(child, shared, enclosed=enclosed or alike))
+        size = _numel(child, shared)
+        covered = sum(_numel(part, shared) for part in inner) >= COVERED * size
+        block = (alike or (listed and not enclosed)) and size >= MIN_BLOCK_NUMEL
+        yield from [child] if block and not covered and can_be_gathered(child) else inner
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def can_be_gathered(module: nn.Module) -> bool:
+    """Whether its own forward runs when its parameters are needed.
+
+    Containers have none, and the layers of tltorch's tensors read the factors themselves.
+    """
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and not is_a(module, "tltorch", "FactorizedTensor")
+
+
+def _numel(module: nn.Module, shared: set[nn.Parameter]) -> int:
+    return sum(p.numel() for p in module.parameters() if p not in shared)
+
+
+def _holders(root: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that hold each parameter."""
+    holders: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in root.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                holders.setdefault(p, []).append(module)
+    return holders
+
+
+def _shared_parameters(root: nn.Module) -> set[nn.Parameter]:
+    return {p for p, modules in _holders(root).items() if len(modules) > 1}
+
+
+def _ties_kept(root: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    """`chosen` without the blocks that leave a tied parameter to nobody.
+
+    A parameter that several blocks hold is gathered with the block that encloses them all. FSDP2
+    finds it there only if some module that holds it is in no inner block.
+    """
+    inside = {block: set(block.modules()) for block in [*chosen, root]}
+    owner = {m: block for block in reversed(list(inside)) for m in inside[block]}
+    for modules in _holders(root).values():
+        owners = {owner[m] for m in modules}
+        enclosing = next(b for b, parts in inside.items() if parts.issuperset(modules))
+        if enclosing not in owners:
+            least = min(owners, key=lambda b: sum(p.numel() for p in b.parameters()))
+            return _ties_kept(root, [b for b in chosen if b is not least])
+    return chosen
+
+
+def tied_outside(block: nn.Module, root: nn.Module) -> set[nn.Parameter]:
+    """The parameters of `block` that a module outside of it holds too."""
+    inside = set(block.modules())
+    own = set(block.parameters())
+    holders = _holders(root)
+    return {p for p in own if not inside.issuperset(holders[p])}

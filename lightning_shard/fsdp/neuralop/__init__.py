@@ -1,0 +1,1 @@
+"""neuraloperator's spectral layers: weights split over the domain, no whole fields."""

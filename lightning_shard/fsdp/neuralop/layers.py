@@ -1,0 +1,108 @@
+"""What neuraloperator's layers allocate of whole fields, made of this rank's part.
+
+Their values stay theirs: a grid embedding's coordinates are views of one vector for each dim, of
+which each rank copies its rows; and the spectrum of zeros to which a spectral convolution assigns
+modes is a `Canvas` from the start. Where no field is split, spectral convolutions still transform
+only the modes that they keep: their input passes as a tensor that is split over one rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from lightning_shard.domain.subdomain import domain_of
+from lightning_shard.fsdp.mixins import is_a, mix_in
+from lightning_shard.fsdp.neuralop.factorized import contraction_of, kind_of, multiply
+from lightning_shard.ops.spectral.canvas import Canvas
+from lightning_shard.processes.torch_internals import in_transform
+from lightning_shard.tensor.placement import from_local
+from lightning_shard.tensor.tensor import DomainTensor
+
+
+def avoid_whole_fields(root: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Let the layers under `root` allocate parts only, where their input is split; in place.
+
+    Args:
+        root: The whole network.
+        mesh: A domain mesh of one rank, over which inputs that are not split pass.
+    """
+    for module in list(root.modules()):
+        if is_a(module, "neuralop", "GridEmbeddingND", "GridEmbedding2D"):
+            mix_in(module, _LocalGrid)
+        elif is_a(module, "neuralop", "SpectralConv"):
+            mix_in(module, _LazyCanvas, _alone=mesh)
+
+
+class _LocalGrid:
+    """Mixin of a grid embedding."""
+
+    grid_boundaries: list[list[float]]
+
+    def forward(self, data: Tensor, batched: bool = True) -> Any:
+        """(B, C, *spatial) -> (B, C + dims, *spatial)."""
+        spatial = data.shape[2:]
+        if not batched or not isinstance(data, DomainTensor):
+            return super().forward(data, batched)  # pyright: ignore[reportAttributeAccessIssue]
+        grids = []
+        for d, (extent, (low, high)) in enumerate(zip(spatial, self.grid_boundaries, strict=True)):
+            points = torch.linspace(low, high, extent + 1)[:-1].to(data.device, data.dtype)
+            shape = [1, 1, *(extent if d == e else 1 for e in range(len(spatial)))]
+            grids.append(points.view(shape).expand(data.shape[0], 1, *spatial))
+        return torch.cat((data, *grids), dim=1)
+
+
+class _LazyCanvas:
+    """Mixin of a spectral convolution."""
+
+    _alone: DeviceMesh | None
+    weight: Any
+
+    @property
+    def _contract(self) -> Callable[..., Any]:
+        """The layer's own contraction; of factorized weights on this rank's modes or terms."""
+        if kind_of(self) is None:
+            return self.__dict__["_contract"]
+        own = contraction_of(self)
+        summed = self.weight.__dict__.get("_summed", ())
+        domain = domain_of(self.weight._domain_mesh) if summed else None
+
+        def contract(x: Tensor, weight: Any, separable: bool = False) -> Tensor:
+            return multiply(own, x, weight, separable, domain, summed)
+
+        return contract
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own."""
+        run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(x, DomainTensor):
+            with _ComplexZerosAreCanvases():
+                return run(x, *args, **kwargs)
+        mesh = self._alone
+        if mesh is None or _is_traced():
+            return run(x, *args, **kwargs)
+        split = from_local(x, mesh, range(2, 2 + mesh.ndim), x.shape)
+        with _ComplexZerosAreCanvases():
+            return run(split, *args, **kwargs).to_local()
+
+
+def _is_traced() -> bool:
+    """Whether torch.compile or torch.func look on, which want torch's own functions."""
+    return torch.compiler.is_compiling() or in_transform()
+
+
+class _ComplexZerosAreCanvases(TorchFunctionMode):
+    """Inside, `torch.zeros` of a complex dtype allocates nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dtype = kwargs.get("dtype")
+        if func is torch.zeros and dtype is not None and dtype.is_complex and len(args) == 1:
+            device = torch.device(kwargs.get("device") or "cpu")
+            return DomainTensor(Canvas.of(tuple(args[0]), dtype, device), device)
+        return func(*args, **kwargs)

@@ -1,0 +1,173 @@
+"""What can be chosen about parameters: how they are sharded, gathered, cast and made."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_shard.fsdp.blocks import Wrap
+from lightning_shard.processes.mesh import Sharding
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How FSDP2 treats the parameters of a network; the defaults are right for most.
+
+    Attributes:
+        mode: What each rank holds a part of. "full": parameters, gradients and optimizer state
+            (ZeRO-3). "gradients": the same, but parameters stay whole from forward to backward
+            (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid": as "full" within a
+            group of processes, and a copy in each group (HSDP).
+        shard_size: For "hybrid", the processes that share one set of parameters, domain ranks
+            included; by default those of a node. The strategy makes its mesh with it;
+            `parallelize` finds it in the mesh.
+        wrap: Classes of blocks, such as `["T5Block"]`, or a function that says whether a module is
+            one: the parameters of a block are gathered when it runs. By default the repeated parts
+            of the network.
+        min_num_params: Instead of `wrap`, the number of parameters from which on a module is a
+            block.
+        ignored_parameters: Patterns of names, such as `["*.norm.weight"]`, of parameters that
+            every process keeps whole; their gradients are averaged.
+        mp_policy: Dtypes of gathered parameters (param_dtype), of the gradients' reduction
+            (reduce_dtype) and of outputs (output_dtype), beside the Trainer's precision. A mapping
+            becomes torch's MixedPrecisionPolicy.
+        cpu_offload: Whether shards, gradients and optimizer states stay in CPU memory.
+        prefetch: How many blocks are gathered ahead of the one that computes.
+        activation_checkpointing: Classes whose activations are computed again in backward instead
+            of kept; True: those of the blocks.
+        compile_blocks: Whether torch.compile compiles each block.
+
+    Raises:
+        ValueError: A value is not one of these.
+    """
+
+    mode: Sharding = "full"
+    shard_size: int | None = None
+    wrap: Wrap | None = None
+    min_num_params: int | None = None
+    ignored_parameters: Sequence[str] = ()
+    mp_policy: MixedPrecisionPolicy | dict[str, str | bool] | None = None
+    cpu_offload: bool = False
+    prefetch: int = 1
+    activation_checkpointing: bool | Sequence[str] = False
+    compile_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        object.__setattr__(self, "mp_policy", policy_of(self.mp_policy))
+        if self.mode not in ("full", "gradients", "none", "hybrid"):
+            raise ValueError(
+                f"sharding must be 'full', 'gradients', 'none' or 'hybrid'; got {self.mode!r}."
+            )
+        if self.shard_size is not None and self.mode != "hybrid":
+            raise ValueError(
+                f"shard_size {self.shard_size} needs sharding 'hybrid'; got sharding {self.mode!r}."
+            )
+        if self.prefetch < 1:
+            raise ValueError(f"prefetch must be 1 or more blocks; got {self.prefetch}.")
+        if self.wrap is not None and self.min_num_params is not None:
+            raise ValueError("wrap and min_num_params both choose the blocks; give one of them.")
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The policy of FSDP2."""
+        assert isinstance(self.mp_policy, MixedPrecisionPolicy)
+        return self.mp_policy
+
+    @property
+    def changes_one_process(self) -> bool:
+        """Whether FSDP2 is needed on a single process, too."""
+        return self.cpu_offload or self.policy != MixedPrecisionPolicy()
+
+    def described(self) -> dict[str, str]:
+        """The options by name, in words that are equal in all processes."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {f"mp_policy.{f.name}": getattr(self.policy, f.name) for f in fields(self.policy)}
+        del values["mp_policy"]
+        values["sharding"] = values.pop("mode")
+        return {name: getattr(v, "__qualname__", str(v)) for name, v in values.items()}
+
+
+class FlatOptions(TypedDict, total=False):
+    """The strategy's arguments of before `sharding` was nested, which the next release drops.
+
+    Attributes:
+        shard_size: Deprecated, write sharding.shard_size.
+        wrap: Deprecated, write sharding.wrap.
+        min_num_params: Deprecated, write sharding.min_num_params.
+        ignored_parameters: Deprecated, write sharding.ignored_parameters.
+        mp_policy: Deprecated, write sharding.mp_policy.
+        cpu_offload: Deprecated, write sharding.cpu_offload.
+        prefetch: Deprecated, write sharding.prefetch.
+        activation_checkpointing: Deprecated, write sharding.activation_checkpointing.
+        compile_blocks: Deprecated, write sharding.compile_blocks.
+        async_checkpoint: Deprecated, write checkpoint_format "async".
+    """
+
+    shard_size: int | None
+    wrap: Wrap | None
+    min_num_params: int | None
+    ignored_parameters: Sequence[str]
+    mp_policy: MixedPrecisionPolicy | dict[str, str | bool] | None
+    cpu_offload: bool
+    prefetch: int
+    activation_checkpointing: bool | Sequence[str]
+    compile_blocks: bool
+    async_checkpoint: bool
+
+
+def sharding_options(
+    sharding: Sharding | ShardingOptions, flat: Mapping[str, Any]
+) -> ShardingOptions:
+    """The options that the strategy's arguments describe.
+
+    Args:
+        sharding: A mode, or all options.
+        flat: Options by their own names, as they were given before they were nested.
+
+    Raises:
+        TypeError: A name in `flat` is no option.
+        ValueError: A value is not one of those that an option can have.
+    """
+    known = {f.name for f in fields(ShardingOptions)} - {"mode"}
+    if unknown := sorted(flat.keys() - known):
+        raise TypeError(f"HybridShardStrategy has no argument {unknown[0]!r}.")
+    for name in flat:
+        warnings.warn(
+            f"the argument {name} of HybridShardStrategy is deprecated: write "
+            f"sharding=ShardingOptions({name}=...), in YAML `sharding: {{{name}: ...}}`.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    if isinstance(sharding, ShardingOptions):
+        return replace(sharding, **flat)
+    return ShardingOptions(sharding, **flat)
+
+
+def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy:
+    """The policy that a mapping describes, as a config file does: `{reduce_dtype: bfloat16}`.
+
+    Raises:
+        ValueError: A key is no field of the policy, or a value no dtype of floating point.
+    """
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    known = [f.name for f in fields(MixedPrecisionPolicy) if f.name != "param_dtype_override_fn"]
+    values: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        if key not in known:
+            raise ValueError(f"mp_policy has no field {key!r}; its fields are {', '.join(known)}.")
+        values[key] = _dtype(key, value) if key.endswith("dtype") else value
+    return MixedPrecisionPolicy(**values)
+
+
+def _dtype(key: str, value: Any) -> torch.dtype | None:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if value is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise ValueError(
+        f"mp_policy.{key} must be a floating-point dtype such as 'bfloat16'; got {value!r}."
+    )

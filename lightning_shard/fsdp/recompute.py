@@ -1,0 +1,64 @@
+"""Blocks that keep no activations for backward, and blocks that are compiled.
+
+Both change `forward` only, so FSDP2's hooks, and those that take split tensors past them, stay
+outside: what is compiled or computed again sees whole parameters. Names in the state dict stay.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard.fsdp.mixins import mix_in
+
+_COMPILED = "_compiled_by_lightning_shard"
+
+
+class _Recomputed:
+    """Mixin of a module whose forward runs again in backward."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing to register: the class stands for its base."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def recompute(modules: Iterable[nn.Module]) -> None:
+    """Keep only the inputs of these modules for backward, and run them again there."""
+    for module in modules:
+        mix_in(module, _Recomputed)
+
+
+def keep_no_cache(root: nn.Module) -> None:
+    """Switch off the caches of keys and values of transformers' models, with a warning.
+
+    A cache that the first forward has filled is there when the block runs again, which then
+    computes something else; torch reports this as a CheckpointError.
+    """
+    configs: list[Any] = [getattr(module, "config", None) for module in root.modules()]
+    caching: list[Any] = [c for c in configs if getattr(c, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False
+    if caching:
+        warnings.warn(
+            "activation_checkpointing runs blocks again in backward, where a cache of keys and "
+            "values would change their result; use_cache of the model's config is False from now "
+            "on. generate() is not affected.",
+            stacklevel=2,
+        )
+
+
+def compile_forward(modules: Iterable[nn.Module]) -> None:
+    """Let `torch.compile` compile the forward of these modules when it first runs."""
+    for module in modules:
+        if _COMPILED not in module.__dict__:
+            module.__dict__[_COMPILED] = True
+            module.forward = torch.compile(module.forward)

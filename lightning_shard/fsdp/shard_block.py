@@ -1,0 +1,170 @@
+"""One block under FSDP2: its group of parameters, and hooks that take split tensors past FSDP2's.
+
+Parameters of a group must have one dtype; those of another one stay whole (plain_gradients.py).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lightning_shard.fsdp.blocks import can_be_gathered
+from lightning_shard.fsdp.mixins import sharded_modules
+from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.processes.torch_internals import is_view
+from lightning_shard.tensor.placement import pack, unpack
+from lightning_shard.tensor.tensor import DomainTensor
+
+
+def shard_block(
+    block: nn.Module,
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+    ignored: set[nn.Parameter] | None = None,
+) -> FSDPModule:
+    """Let FSDP2 shard the parameters under `block` that no block inside it has.
+
+    Args:
+        block: A module on the mesh's device, or on the meta device.
+        mesh: One axis that shards, or one that replicates and one that shards.
+        options: What the user chose.
+        ignored: Parameters that stay as they are.
+    """
+    policy = options.policy
+    if policy.param_dtype is not None and (pairs := _own_pairs(block)):
+        # there are no complex numbers of 16 bits that FFTs take
+        output = policy.output_dtype or policy.param_dtype
+        policy = replace(policy, param_dtype=pairs[0].dtype, output_dtype=output)
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    sharded = fully_shard(
+        block,
+        mesh=mesh,
+        reshard_after_forward=False if options.mode == "gradients" else None,
+        mp_policy=policy,
+        offload_policy=offload,
+        ignored_params=ignored or set(),
+    )
+    # a sum that is divided is right everywhere: FSDP2 would ask for averages, or pre-multiplied
+    # sums, which oneCCL lacks between nodes (https://github.com/uxlfoundation/oneCCL/issues/195)
+    if mesh.device_type != "cuda":
+        sharded.set_force_sum_reduction_for_comms(True)
+    _show_local_tensors_to_fsdp(block, sharded)
+    return sharded
+
+
+def of_other_dtypes(blocks: Sequence[nn.Module], taken: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Parameters that cannot be in the group of their block, because most of it has another dtype.
+
+    Args:
+        blocks: Those to be sharded, inner ones first.
+        taken: Parameters that are in no group.
+    """
+    seen, others = set(taken), set[nn.Parameter]()
+    for block in blocks:
+        group = [p for p in block.parameters() if p not in seen]
+        seen.update(group)
+        numbers = Counter[torch.dtype]()
+        for p in group:
+            numbers[p.dtype] += p.numel()
+        if len(numbers) > 1:
+            usual = numbers.most_common(1)[0][0]
+            others.update(p for p in group if p.dtype != usual)
+    return others
+
+
+def prefetch(root: nn.Module, number: int) -> None:
+    """Gather `number` blocks ahead of the one that runs, in the order of `root.modules()`.
+
+    With 1, FSDP2's own order is left: the next block in forward, the one before it in backward.
+    """
+    if number == 1:
+        return
+    order = [module for module in sharded_modules(root) if module is not root]
+    for i, block in enumerate(order):
+        block.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + number])
+        block.set_modules_to_backward_prefetch(order[max(i - number, 0) : i][::-1])
+
+
+def with_complex_parameters(root: nn.Module) -> list[nn.Module]:
+    """Modules under `root` that hold complex parameters, as pairs, themselves or in a factor."""
+    return [m for m in reversed(list(root.modules())) if m is not root and _reads_pairs(m)]
+
+
+def _reads_pairs(module: nn.Module) -> bool:
+    parts = [module, *(c for c in module.children() if not can_be_gathered(c))]
+    return can_be_gathered(module) and any(part.__dict__.get("_pairs") for part in parts)
+
+
+def _own_pairs(block: nn.Module) -> list[nn.Parameter]:
+    """Those that are stored as pairs in `block`, outside of inner blocks."""
+    parts = [block]
+    for part in parts:
+        parts.extend(c for c in part.children() if not isinstance(c, FSDPModule))
+    held = [part._parameters[name] for part in parts for name in part.__dict__.get("_pairs", ())]
+    return [p for p in held if p is not None]
+
+
+def _show_local_tensors_to_fsdp(block: nn.Module, sharded: FSDPModule) -> None:
+    """FSDP2's hooks apply autograd functions to a block's inputs and outputs: show local ones.
+
+    Of the four hooks one runs before FSDP's and one after it, on the way in and on the way out.
+    """
+    waiting: list[Any] = []
+
+    def strip(value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        packed = [
+            unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None) for leaf in leaves
+        ]
+        waiting.append([layout for _, layout in packed])
+        return tree_unflatten([leaf for leaf, _ in packed], spec)
+
+    def restore(value: Any) -> Any:
+        leaves, spec = tree_flatten(value)
+        layouts = waiting.pop()
+        return tree_unflatten(
+            [
+                pack(leaf, x) if x is not None else leaf
+                for leaf, x in zip(leaves, layouts, strict=True)
+            ],
+            spec,
+        )
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():  # tensors that FSDP2 made in it could not be trained
+            with torch.inference_mode(False):
+                sharded.unshard()
+        return strip((args, kwargs))
+
+    block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True
+    )
+    block.register_forward_hook(lambda _, __, output: strip(no_views(output)), prepend=True)
+    block.register_forward_hook(lambda _, __, output: restore(output))
+
+
+def no_views(output: Any) -> Any:
+    """FSDP2 loses its hook on an output that is a view, if something is then written into it."""
+
+    def owned(value: Any) -> Any:
+        if isinstance(value, DomainTensor):
+            local, part = unpack(value)
+            return pack(local.clone(), part) if local.requires_grad and is_view(local) else value
+        view = type(value) is Tensor and value.requires_grad and is_view(value)
+        return value.clone() if view else value
+
+    return tree_map(owned, output)

@@ -1,0 +1,25 @@
+"""Whole parameters of a sharded module, for code outside of its steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from lightning_shard.fsdp.mixins import sharded_modules
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, every rank reads the whole parameters of a module that `parallelize` has sharded.
+
+    The steps of a LightningModule see whole parameters anyway; this is for hooks such as
+    `on_train_epoch_end`. All ranks must enter it. What is written to the parameters is lost.
+    """
+    sharded = sharded_modules(module)
+    for each in sharded:
+        each.unshard()
+    try:
+        yield
+    finally:
+        for each in sharded:
+            each.reshard()

@@ -1,0 +1,3 @@
+"""Rules for attention."""
+
+from lightning_shard.ops.attention import rule as rule

@@ -1,0 +1,178 @@
+"""Who holds what in attention: layouts of the operands, and what it costs to bring them there.
+
+B batch, H heads, L queries, S keys, E features: queries (B, H, L, E), keys and values (B, H, S, E),
+mask (B, H, L, S); more or fewer batch dims are as good.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_shard.domain.align import (
+    broadcasting,
+    common_dim,
+    common_layout,
+    local_part,
+    split_moved,
+    subdomains,
+    whole,
+)
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Dim, Layout
+from lightning_shard.domain.subdomain import Subdomain
+
+Operand = Subdomain | Tensor
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What attends to what; `grouped`: several heads of queries share one of keys and values."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    mask: Operand | None
+    grouped: bool
+
+    @property
+    def owner(self) -> Subdomain:
+        """The first split operand; the others are on its mesh."""
+        return subdomains(self._each())[0]
+
+    def output(self) -> Layout:
+        """Batches, heads and queries split as in any of the operands, the features whole."""
+        for name, x in (("query", self.query), ("key", self.key), ("value", self.value)):
+            if isinstance(x, Subdomain) and x.layout.axes(x.ndim - 1):
+                raise UnsupportedOperationError(f"the features of {name} are split ({x.layout})")
+        split = subdomains(self._each())
+        if self.grouped and any(x.layout.axes(x.ndim - 3) for x in split if x.ndim > 2):
+            raise UnsupportedOperationError("enable_gqa with split heads")
+        ones = 3 if self.grouped else 2
+        stand_ins = [_broadcast(x, ones, rows=x is self.query) for x in self._each()[:3]]
+        if self.mask is not None:
+            stand_ins.append(_broadcast(self.mask, ones, rows=True))
+        layout = common_layout(stand_ins)
+        if self.grouped:
+            layout = with_last(layout, 3, self.query.shape[-3])
+        return with_last(layout, 1, self.value.shape[-1])
+
+    def shares(self, output: Layout) -> list[tuple[Operand, Layout]]:
+        """Each operand with the layout of what is needed of it for an output of this layout."""
+        keys = with_last(output, 2, self.key.shape[-2])
+        if self.grouped:
+            keys = keys.with_dim(keys.ndim - 3, self.key.shape[-3])
+        layouts = [
+            with_last(output, 1, self.query.shape[-1]),
+            with_last(keys, 1, self.key.shape[-1]),
+            keys,
+            with_last(output, 1, self.key.shape[-2]),
+        ]
+        return list(zip(self._each(), layouts, strict=False))
+
+    def sequence_axes(self) -> tuple[int, ...]:
+        """The mesh axes that split queries and keys along the sequence; none if they differ."""
+        return _axes_of_rows(self.query, self.key, self.value)
+
+    def key_axes(self) -> tuple[int, ...]:
+        """The mesh axes that split keys and values along the sequence; none if they differ."""
+        return _axes_of_rows(self.key, self.value)
+
+    def keys(self) -> Dim:
+        """How keys and values are split along the sequence."""
+        split = [x for x in subdomains([self.key, self.value]) if x.layout.axes(x.ndim - 2)]
+        dim = common_dim(split[0].layout.dims[-2], split[-1].layout.dims[-2])
+        assert dim is not None  # they have the same axes
+        return dim
+
+    def by_heads(self, output: Layout) -> Layout | None:
+        """The output with whole rows, and the heads (or a batch dim) split in their place.
+
+        Of the dims that are whole the one that keeps the ranks busiest. None if there is none.
+        """
+        axes, rows = self.sequence_axes(), output.ndim - 2
+        ranks = output.grid.parts(axes)
+        dims = [d for d in range(rows) if not output.axes(d)]
+        if self.grouped and any(x.shape[-3] % ranks for x in self._each()[:3]):
+            dims = [d for d in dims if d != rows - 1]
+        if not dims or not axes:
+            return None
+        best = max(dims, key=lambda d: (balance(output.shape[d], ranks), d))
+        inner = output.with_dim(rows, output.shape[rows], ())
+        return inner.with_dim(best, output.shape[best], axes)
+
+    def sent(self, output: Layout, inner: Layout) -> float:
+        """About how many elements a rank sends to compute in layout `inner`, and to return."""
+        total = sum(_sent(x, wanted) for x, wanted in self.shares(inner))
+        for d in set(inner.split_dims) - set(output.split_dims):
+            ranks = inner.grid.parts(inner.axes(d))
+            part = math.prod(inner.shape) / inner.grid.parts(inner.axes()) * (ranks - 1)
+            total += part / ranks if output.axes(output.ndim - 2) else part
+        return total
+
+    def key_bytes(self) -> int:
+        """The bytes of the keys and values of all ranks for one rank's batches and heads."""
+        axes, total = self.key_axes(), 0
+        for x in (self.key, self.value):
+            parts = 1
+            if isinstance(x, Subdomain):
+                parts = x.layout.grid.parts(tuple(a for a in x.layout.axes() if a not in axes))
+            total += math.prod(x.shape) * x.dtype.itemsize // parts
+        return total
+
+    def _each(self) -> list[Operand]:
+        found = [self.query, self.key, self.value]
+        return found if self.mask is None else [*found, self.mask]
+
+
+def balance(extent: int, ranks: int) -> float:
+    """The mean over the greatest number of rows of a rank."""
+    return extent / (ranks * max(-(-extent // ranks), 1))
+
+
+def with_last(layout: Layout, back: int, extent: int) -> Layout:
+    """The layout with the dim `back` from the end whole and of another extent."""
+    return layout.with_dim(layout.ndim - back, extent, ())
+
+
+def bring(x: Operand, wanted: Layout) -> Tensor:
+    """This rank's part of `x` in an operation of layout `wanted`."""
+    for d, instead in _moves(x, wanted):
+        assert isinstance(x, Subdomain)
+        x = whole(x, d) if instead is None else split_moved(x, d, instead)
+    return local_part(x, wanted)
+
+
+def _sent(x: Operand, wanted: Layout) -> float:
+    """The elements that a rank sends to `bring` it, about."""
+    sent = 0.0
+    for d, instead in _moves(x, wanted):
+        assert isinstance(x, Subdomain)
+        ranks = x.layout.grid.parts(x.layout.axes(d))
+        part = math.prod(x.shape) / x.layout.grid.parts(x.layout.axes()) * (ranks - 1)
+        sent += part if instead is None else part / ranks
+    return sent
+
+
+def _moves(x: Operand, wanted: Layout) -> list[tuple[int, int | None]]:
+    """The split dims of `x` that are whole in `wanted`, each with the dim that is split instead."""
+    if not isinstance(x, Subdomain):
+        return []
+    first, found = wanted.ndim - x.ndim, []
+    for d in x.layout.split_dims:
+        if not wanted.axes(first + d):
+            axes = x.layout.axes(d)
+            others = [t for t, n in enumerate(x.shape) if n > 1 and wanted.axes(first + t) == axes]
+            found.append((d, others[0] if others else None))
+    return found
+
+
+def _axes_of_rows(*operands: Operand) -> tuple[int, ...]:
+    split = {x.layout.axes(x.ndim - 2) for x in operands if isinstance(x, Subdomain)} - {()}
+    return split.pop() if len(split) == 1 else ()
+
+
+def _broadcast(x: Operand, ones: int, *, rows: bool) -> Operand:
+    """An operand like `x` whose last `ones` dims broadcast, except the rows if they are to stay."""
+    gone = {x.ndim - 1 - i for i in range(min(ones, x.ndim)) if not (rows and i == 1)}
+    return broadcasting(x, gone)

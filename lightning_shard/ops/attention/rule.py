@@ -1,0 +1,176 @@
+"""Scaled dot-product attention over a split sequence, by one of three algorithms.
+
+B batch, H heads, L queries, S keys, E features, D ranks: queries (B, H, l, E), keys and values
+(B, H, s, E).
+
+- all_to_all: queries, keys and values go from (B, H, l, E) to (B, h, L, E), or to a part of the
+  batch; torch's own kernel attends; the output goes back (DeepSpeed-Ulysses, Jacobs et al., 2023).
+- gather: all keys and values on every rank, torch's own kernel attends with the rank's queries.
+- ring: blocks of keys and values come by turns (ops/attention/ring.py).
+
+Bytes sent forward by each rank, of n bytes of its rows: 4 n (D - 1) / D by all_to_all, 2 n (D - 1)
+by the others. Measured by benchmarks/attention.py on 2 x AMD EPYC, gloo, torch 2.15.0, forward and
+backward relative to gather (processor time; bytes; peak memory above the operands):
+
+| S, H, E            | ranks | all_to_all       | ring, time and bytes |
+| ------------------ | ----- | ---------------- | -------------------- |
+| 2048, 8, 32        | 2     | 1.08; 1.00; 1.18 | 2.42; 1.50           |
+| 2048, 8, 32        | 4     | 1.00; 0.50; 0.90 | 2.23; 1.50           |
+| 2048, 8, 32 causal | 2     | 0.60; 1.00; 0.80 | 3.01; 1.00           |
+| 2048, 8, 32 causal | 4     | 0.58; 0.50; 0.58 | 1.99; 1.00           |
+| 2048, 6, 32        | 4     | 1.15; 0.56; 0.69 | 1.92; 1.50           |
+| 2048, 5, 32        | 4     | 1.47; 0.60; 0.65 | 2.26; 1.50           |
+| 2048, 1, 256       | 4     | not split        | 1.15; 1.50           |
+
+So all_to_all is chosen where a whole dim of heads or batches divides well enough and it sends no
+more than a gather would, with the mask; else the ring for keys and values that are too many to be
+gathered: it costs time, and a rank keeps its own rows only. With dropout it does not serve.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import (
+    empty_attached,
+    places_by_rank,
+    rows_by_owner,
+    split_moved,
+    take_local,
+    whole,
+)
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
+from lightning_shard.ops.attention.layout import Operand, Operands, balance, bring, with_last
+from lightning_shard.ops.attention.ring import Ring, ring_attention
+from lightning_shard.ops.elementwise.random import own_random_state
+from lightning_shard.ops.registry import implements
+from lightning_shard.processes.torch_internals import left_aligned
+
+BALANCE = 0.75  # the least mean load of the ranks, relative to the greatest, for all_to_all
+RING_BYTES = 2**27  # of keys and values, from which on they are not gathered
+
+
+@implements(F.scaled_dot_product_attention, limits="split features; grouped queries of split heads")
+def attention(
+    func: Callable[..., Tensor],
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: Operand | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Operand:
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("attn_mask should not be set when is_causal=True")
+    operands = Operands(query, key, value, attn_mask, enable_gqa)
+    layout = operands.output()
+    possible = _possible(operands, layout, dropout_p)
+    chosen = choose(operands, possible)
+    inner = possible[chosen]
+    if chosen == "ring":
+        local = _by_ring(operands, layout, is_causal=is_causal, scale=scale)
+    else:
+        local = _with_all_keys(
+            func, operands, inner, is_causal=is_causal, scale=scale, dropout_p=dropout_p
+        )
+    result = operands.owner.like(local, inner)
+    for dim in set(inner.split_dims) - set(layout.split_dims):
+        rows = layout.ndim - 2
+        split = layout.axes(rows)
+        result = split_moved(result, dim, rows, layout.dims[rows]) if split else whole(result, dim)
+    return result if layout.split_dims else result.local
+
+
+def _possible(operands: Operands, layout: Layout, dropout_p: float) -> dict[str, Layout]:
+    """The algorithms that serve, each with the layout of what it computes."""
+    possible = {"gather": layout}
+    by_heads = operands.by_heads(layout)
+    if by_heads is not None:
+        possible["all_to_all"] = by_heads
+    if operands.key_axes() and not dropout_p:
+        possible["ring"] = layout
+    return possible
+
+
+def choose(operands: Operands, possible: Mapping[str, Layout]) -> str:
+    """The algorithm of least cost: see the module's table."""
+    layout, by_heads = possible["gather"], possible.get("all_to_all")
+    if by_heads is not None:
+        (dim,) = set(by_heads.split_dims) - set(layout.split_dims)
+        ranks = layout.grid.parts(by_heads.axes(dim))
+        cheap = operands.sent(layout, by_heads) <= operands.sent(layout, layout)
+        if cheap and balance(layout.shape[dim], ranks) >= BALANCE:
+            return "all_to_all"
+    return "ring" if "ring" in possible and operands.key_bytes() >= RING_BYTES else "gather"
+
+
+def _with_all_keys(
+    func: Callable[..., Tensor],
+    operands: Operands,
+    inner: Layout,
+    *,
+    is_causal: bool,
+    dropout_p: float,
+    **options: Any,
+) -> Tensor:
+    """This rank's part of an output of layout `inner`, by torch's own kernel."""
+    q, k, v, *masks = (bring(x, wanted) for x, wanted in operands.shares(inner))
+    mask = masks[0] if masks else None
+    scores = with_last(inner, 1, k.shape[-2])
+    if is_causal and inner.axes(inner.ndim - 2):
+        mask, is_causal = _causal(scores, q.device), False
+    if 0 in inner.local_shape:
+        learned = mask is not None and mask.requires_grad
+        return empty_attached(inner.local_shape, q, k, v, mask if learned else None)
+    weights = operands.owner.like(operands.owner.local, scores)
+    with own_random_state(weights) if dropout_p else nullcontext():
+        grouped = operands.grouped
+        return func(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped, **options)
+
+
+def _causal(scores: Layout, device: torch.device) -> Tensor:
+    """Query i attends to keys 0 to i, both counted in the whole sequence."""
+    rows = torch.arange(scores.shape[-2], device=device)
+    rows = take_local(rows, 0, scores.dims[-2], scores.grid)
+    return torch.arange(scores.shape[-1], device=device) <= rows[:, None]
+
+
+def _by_ring(operands: Operands, layout: Layout, *, is_causal: bool, scale: float | None) -> Tensor:
+    """This rank's part of the output, with blocks of keys and values that come by turns."""
+    axes, grid, split = operands.key_axes(), layout.grid, operands.keys()
+    (query, of_query), *keys_and_values = operands.shares(layout)[:3]
+    q = bring(query, of_query)
+    k, v = (bring(x, w.with_dims({w.ndim - 2: split})) for x, w in keys_and_values)
+    mask = bring(*operands.shares(layout)[3]) if operands.mask is not None else None
+    counts, order = rows_by_owner(split, grid)
+    if mask is not None and order is not None and mask.shape[-1] > 1:
+        mask = mask.index_select(-1, order.to(mask.device))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    ring = Ring(counts, operands.owner.domain.group(axes), scale)
+    if is_causal:
+        keys = torch.arange(sum(counts)) if order is None else order
+        ring = replace(ring, queries=places_by_rank(layout.dims[-2], axes, grid), keys=keys)
+    return ring_attention(q, k, v, mask, ring)
+
+
+@implements(
+    left_aligned,
+    limits="inference with rows padded at the end",
+)
+def padded_rows(func: Callable[..., bool], x: Operand, mask: Operand) -> bool:
+    """nn.TransformerEncoder asks; if so and in inference it drops the padded rows: zeros remain."""
+    rows_first = mask[:, 1:] <= mask[:, :-1] if isinstance(mask, Tensor) else None
+    if not torch.is_grad_enabled() and (rows_first is None or bool(rows_first.all())):
+        raise UnsupportedOperationError(
+            "nested tensors cannot be split; make the encoder with enable_nested_tensor=False"
+        )
+    return False

@@ -1,0 +1,107 @@
+"""Norms and distances: powers summed over all ranks, then the root."""
+
+import math
+from collections.abc import Callable
+from string import ascii_letters
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part, sum_over
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.dense.linear import contract
+from lightning_shard.ops.reduce.extreme import extreme
+from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, sum_
+from lightning_shard.ops.registry import implements
+
+Operand = Subdomain | Tensor
+
+
+@implements(torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.functional.norm,
+            limits="no negative finite order; 'fro', but not 'nuc'")  # fmt: skip
+def norm(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: Any = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+    **kwargs: Any,
+) -> Subdomain | Tensor:
+    """Vector norms of all orders but the negative finite ones."""
+    p = kwargs.pop("ord", 2.0 if p in (None, "fro") else p)
+    if kwargs or not isinstance(p, int | float) or -math.inf < p < 0:
+        raise UnsupportedOperationError(f"norm of order {p!r} with {sorted(kwargs)}")
+    if p == 0:
+        kept = x.like((x.local != 0).to(dtype or x.local.abs().dtype))
+        return sum_(torch.sum, kept, dim, keepdim)
+    size = x.like(x.local.to(dtype).abs() if dtype else x.local.abs())
+    if p in (float("inf"), float("-inf")):
+        return extreme(
+            torch.amax if p > 0 else torch.amin, size, () if dim is None else dim, keepdim
+        )
+    dims = reduced_dims(x, dim)
+    total = sum_over(x, size.local.pow(p).sum(dims, keepdim=keepdim), dims)
+    return result(x, _root(total, p), dims, keepdim)
+
+
+@implements(F.cosine_similarity, torch.cosine_similarity)
+def cosine_similarity(
+    func: Callable[..., Tensor], x1: Operand, x2: Operand, dim: int = 1, eps: float = 1e-8
+) -> Operand:
+    a, b = _aligned(x1, x2)
+    dims = (a.layout.dim(dim),)
+    sizes = [_local(norm(torch.norm, x, 2, dims, True)).clamp_min(eps) for x in (a, b)]
+    product = (a.local / sizes[0]) * (b.local / sizes[1])
+    return result(a, sum_over(a, product.sum(dims), dims), dims, False)
+
+
+@implements(torch.cdist, torch.functional.cdist, limits="the coordinates (last dim) must be whole")
+def cdist(
+    func: Callable[..., Tensor], x1: Operand, x2: Operand, p: float = 2.0, *_: Any, **__: Any
+) -> Operand:
+    """Distances of all pairs: (*, P, M) and (*, R, M) -> (*, P, R); always by differences."""
+    if any(x.layout.axes(x.ndim - 1) for x in (x1, x2) if isinstance(x, Subdomain)):
+        raise UnsupportedOperationError("points whose coordinates are split")
+    batch = ascii_letters[: max(x1.ndim, x2.ndim) - 2]
+    labels = [(batch + rows)[-x.ndim :] for x, rows in ((x1, "XZ"), (x2, "YZ"))]
+
+    def local(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
+
+    return contract(local, [x1, x2], labels, batch + "XY")
+
+
+@implements(F.pairwise_distance, torch.pairwise_distance)
+def pairwise_distance(
+    func: Callable[..., Tensor],
+    x1: Operand,
+    x2: Operand,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    keepdim: bool = False,
+) -> Operand:
+    a, b = _aligned(x1, x2)
+    return norm(torch.norm, a.like(a.local - b.local + eps), p, -1, keepdim)
+
+
+def _aligned(*operands: Operand) -> list[Subdomain]:
+    """The operands in their common layout, expanded to its shape."""
+    layout = common_layout(operands)
+    owner = next(o for o in operands if isinstance(o, Subdomain))
+    return [owner.like(local_part(o, layout).expand(layout.local_shape), layout) for o in operands]
+
+
+def _local(x: Operand) -> Tensor:
+    return x.local if isinstance(x, Subdomain) else x
+
+
+def _root(total: Tensor, p: float) -> Tensor:
+    """`total ** (1 / p)` with the gradient zero at zero, as torch's norms have."""
+    if p == 1:
+        return total
+    zero = total == 0
+    return torch.where(zero, 0, torch.where(zero, 1, total).pow(1 / p))

@@ -1,0 +1,140 @@
+"""Linear algebra of small matrices, one for each place of a field: the last two dims are whole.
+
+The places (batch dims) may be split; each rank works on its own.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import (
+    broadcasting,
+    common_layout,
+    empty_attached,
+    local_part,
+    subdomains,
+)
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import composes, implements
+from lightning_shard.ops.view.reshape import unsqueeze
+
+Operand = Subdomain | Tensor
+LIMITS = "the matrix dims (the last two) must be whole"
+
+
+@implements(torch.linalg.inv, torch.inverse, Tensor.inverse, torch.linalg.inv_ex, torch.linalg.det,
+            torch.det, Tensor.det, torch.logdet, Tensor.logdet, torch.linalg.slogdet, torch.slogdet,
+            Tensor.slogdet, torch.linalg.cholesky,
+            torch.linalg.cholesky_ex, torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig,
+            torch.linalg.eigvals, torch.linalg.svd, torch.svd, Tensor.svd, torch.linalg.svdvals,
+            torch.linalg.qr, torch.linalg.pinv, torch.pinverse, Tensor.pinverse,
+            torch.linalg.matrix_exp, torch.matrix_exp, Tensor.matrix_exp, torch.linalg.matrix_power,
+            torch.matrix_power, Tensor.matrix_power, torch.linalg.matrix_rank, torch.linalg.cond,
+            torch.linalg.lu, torch.linalg.lu_factor, limits=LIMITS)  # fmt: skip
+def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    """Functions of one matrix: numbers, vectors, matrices, or several of these."""
+    _whole_matrices(x)
+    places = x.layout.dims[:-2]
+    found = func(x.local, *args, **kwargs)
+
+    def own(value: Tensor) -> Subdomain:
+        if not value.numel() and value.is_floating_point():
+            value = empty_attached(value.shape, x.local).to(value.dtype)
+        added = tuple((Factor(n),) for n in value.shape[len(places) :])
+        return x.like(value, Layout((*places, *added), x.layout.grid))
+
+    return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
+
+
+@implements(torch.linalg.solve, torch.linalg.solve_triangular, torch.cholesky_solve,
+            Tensor.cholesky_solve, limits=LIMITS)  # fmt: skip
+def solve(
+    func: Callable[..., Tensor], a: Operand, b: Operand, *args: Any, **kwargs: Any
+) -> Subdomain:
+    """Systems of equations; their right sides are matrices, or vectors for `linalg.solve`."""
+    if func is torch.linalg.solve and tuple(b.shape) == tuple(a.shape[:-1]):
+        column = unsqueeze(func, b, -1) if isinstance(b, Subdomain) else b.unsqueeze(-1)
+        x = solve(func, a, column, *args, **kwargs)
+        return x.like(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
+    _whole_matrices(*subdomains([a, b]))
+    layout = common_layout([broadcasting(t, {t.ndim - 2, t.ndim - 1}) for t in (a, b)])
+    parts = []
+    for t in (a, b):
+        wanted = (*layout.dims[:-2], *((Factor(n),) for n in t.shape[-2:]))
+        parts.append(local_part(t, Layout(wanted, layout.grid)))
+    found = func(*parts, *args, **kwargs)
+    dims = (*layout.dims[:-2], *((Factor(n),) for n in found.shape[-2:]))
+    return subdomains([a, b])[0].like(found, Layout(dims, layout.grid))
+
+
+def _whole_matrices(*operands: Subdomain) -> None:
+    for x in operands:
+        if x.layout.axes(x.ndim - 2, x.ndim - 1):
+            raise UnsupportedOperationError("matrices of which a dim is split")
+
+
+@implements(torch.diagonal, Tensor.diagonal, torch.linalg.diagonal,
+            limits="neither of the two dims may be split")  # fmt: skip
+def diagonal(
+    func: Callable[..., Any],
+    x: Subdomain,
+    offset: int = 0,
+    dim1: int | None = None,
+    dim2: int | None = None,
+) -> Subdomain:
+    first, second = (-2, -1) if func is torch.linalg.diagonal else (0, 1)
+    one = x.layout.dim(first if dim1 is None else dim1)
+    two = x.layout.dim(second if dim2 is None else dim2)
+    if x.layout.axes(one) or x.layout.axes(two):
+        raise UnsupportedOperationError("a diagonal of dims of which one is split")
+    local = torch.diagonal(x.local, offset, one, two)
+    kept = [factors for d, factors in enumerate(x.layout.dims) if d not in (one, two)]
+    return x.view(local, Layout((*kept, (Factor(local.shape[-1]),)), x.layout.grid))
+
+
+@composes(torch.trace, Tensor.trace)
+def trace(func: Callable[..., Tensor], x: Any) -> Tensor:
+    return x.tril().triu().sum()
+
+
+@composes(torch.linalg.matrix_norm, torch.linalg.norm,
+          limits="orders 2, -2 and 'nuc' need whole matrices")  # fmt: skip
+def matrix_norm(
+    func: Callable[..., Tensor],
+    x: Any,
+    ord: Any = None,  # noqa: A002 - torch's name of the argument
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Of matrices; `linalg.norm` of one dim, or without an order, is a norm of vectors."""
+    x = x if dtype is None else x.to(dtype)
+    if func is torch.linalg.norm:
+        vectors = isinstance(dim, int) or (dim is not None and len(dim) == 1)
+        if vectors or ord is None or (dim is None and x.ndim == 1):
+            return torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim)
+    order: Any = ord
+    dims: Any = (-2, -1) if dim is None else dim
+    rows, columns = (d % x.ndim for d in dims)
+    if order in (None, "fro"):
+        return torch.linalg.vector_norm(x, 2, (rows, columns), keepdim)
+    if order in (1, -1, math.inf, -math.inf):
+        summed, compared = (rows, columns) if abs(order) == 1 else (columns, rows)
+        sums = x.abs().sum(summed, keepdim=True)
+        pick = sums.sum if not sums.shape[compared] else sums.amax if order > 0 else sums.amin
+        found = pick(compared, keepdim=True)
+    else:
+        values = torch.linalg.svdvals(x.movedim((rows, columns), (-2, -1)))
+        chosen = {"nuc": values.sum, 2: values.amax, -2: values.amin}.get(order)
+        if chosen is None:
+            raise RuntimeError(f"linalg.matrix_norm: order {order!r} is not supported")
+        found = chosen(-1)
+        for d in sorted((rows, columns)):
+            found = found.unsqueeze(d)
+    return found if keepdim else found.squeeze((rows, columns))

@@ -1,0 +1,175 @@
+"""Gradients of split tensors, as the user of the whole tensor expects them.
+
+A backward pass of a loss starts on every rank of the domain, each with its replica, so inside it
+every cotangent is as many times too large as there are ranks (the mean over the ranks is the
+gradient; see domain/comm.py). What users see of it -- `grad`, hooks, the result of
+`torch.autograd.grad` -- is divided by the number of ranks, and what they put
+into it is multiplied: numbers are those of one process.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import local_part, subdomains
+from lightning_shard.domain.comm import all_reduce
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.subdomain import Domain, Subdomain
+from lightning_shard.ops.registry import composes, implements
+
+Operand = Subdomain | Tensor
+_GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+
+
+@implements(torch.autograd.grad, limits="no is_grads_batched", checked=False)
+def grad(
+    func: Callable[..., Any],
+    outputs: Sequence[Operand],
+    inputs: Sequence[Operand],
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    is_grads_batched: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Split inputs get their rows of the gradient, plain inputs all of it."""
+    if is_grads_batched:
+        raise UnsupportedOperationError("batched gradients (is_grads_batched=True, vmap)")
+    domain = subdomains([outputs, inputs])[0].domain
+    found = func(
+        [_local(o) for o in outputs],
+        [_local(i) for i in inputs],
+        _seeds(outputs, grad_outputs, domain),
+        retain_graph,
+        create_graph,
+        **options,
+    )
+    return tuple(_shown(i, g, domain) for i, g in zip(inputs, found, strict=True))
+
+
+@implements(torch.autograd.backward, Tensor.backward, checked=False)
+def backward(
+    func: Callable[..., Any],
+    tensors: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    grad_tensors: Any = None,
+) -> None:
+    """Of a split tensor: the same as the backward of `(tensor * gradient).sum()`."""
+    outputs = tensors if isinstance(tensors, list | tuple) else [tensors]
+    inputs = inputs if inputs is None or isinstance(inputs, list | tuple) else [inputs]
+    domain = subdomains([outputs, inputs])[0].domain
+    given = gradient if gradient is not None else grad_tensors
+    torch.autograd.backward(
+        [_local(o) for o in outputs],
+        _seeds(outputs, given, domain),
+        retain_graph,
+        create_graph,
+        inputs=None if inputs is None else [_local(i) for i in inputs],
+    )
+
+
+@composes(Tensor.register_hook, checked=False)
+def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) -> Any:
+    """The hook sees the gradient as a split tensor, as many times smaller as there are ranks."""
+    part, shown = x.subdomain, type(x)
+    layout, domain = part.layout, part.domain  # not x: a hook must not keep its own tensor alive
+
+    def local_hook(gradient: Tensor) -> Tensor | None:
+        changed = hook(shown(Subdomain(gradient / ranks_of(domain), layout, domain)))
+        return None if changed is None else _part_of(changed, layout) * ranks_of(domain)
+
+    return part.local.register_hook(local_hook)
+
+
+@composes(Tensor.register_post_accumulate_grad_hook, checked=False)
+def register_post_accumulate_grad_hook(
+    func: Callable[..., Any], x: Any, hook: Callable[[Any], None]
+) -> Any:
+    """The hook sees the leaf as a split tensor."""
+    part, shown = x.subdomain, type(x)
+    layout, domain = part.layout, part.domain
+    return func(part.local, lambda local: hook(shown(Subdomain(local, layout, domain))))
+
+
+@implements(_GRAD.__get__, checked=False)
+def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
+    """A copy: the gradient of one process, where the accumulated one is the sum over replicas."""
+    if x.local.grad is None:
+        return None
+    return Subdomain(x.local.grad / ranks_of(x.domain), x.layout, x.domain, moved=True)
+
+
+@implements(_GRAD.__set__, checked=False)
+def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> None:
+    if value is None:
+        x.local.grad = None
+    else:
+        x.local.grad = local_part(value, x.layout) * ranks_of(x.domain)
+
+
+@implements(_GRAD.__delete__, checked=False)
+def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
+    x.local.grad = None
+
+
+@implements(_REQUIRES_GRAD.__set__, checked=False)
+def set_requires_grad(func: Callable[..., Any], x: Subdomain, value: bool) -> None:
+    x.local.requires_grad = value
+
+
+def ranks_of(domain: Domain) -> int:
+    return math.prod(domain.grid.sizes)
+
+
+def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
+    """The whole gradient of a plain tensor, from what it is on each rank."""
+    return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / ranks_of(
+        domain
+    )
+
+
+def _local(x: Operand) -> Tensor:
+    if not isinstance(x, Subdomain | Tensor):
+        raise UnsupportedOperationError("gradient edges beside split tensors")
+    return x.local if isinstance(x, Subdomain) else x
+
+
+def _seeds(outputs: Sequence[Operand], given: Any, domain: Domain) -> list[Tensor]:
+    """The cotangent from which each output's backward starts on this rank."""
+    seeds = list(given) if isinstance(given, list | tuple) else [given] * len(outputs)
+    if given is not None and len(seeds) != len(outputs):
+        raise RuntimeError(f"got {len(outputs)} tensors and {len(seeds)} gradients")
+    started = []
+    for output, seed in zip(outputs, seeds, strict=True):
+        if seed is None and math.prod(output.shape) != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if isinstance(output, Subdomain):
+            local = (
+                torch.ones_like(output.local) if seed is None else local_part(seed, output.layout)
+            )
+            started.append(local * ranks_of(domain))
+        elif isinstance(seed, Subdomain):
+            raise UnsupportedOperationError(f"a split gradient ({seed.layout}) of a plain output")
+        else:
+            started.append(torch.ones_like(output) if seed is None else seed)
+    return started
+
+
+def _shown(x: Operand, gradient: Tensor | None, domain: Domain) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(x, Subdomain):
+        return x.like(gradient / ranks_of(domain))
+    return mean_over_ranks(gradient, domain)
+
+
+def _part_of(value: Any, layout: Layout) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else local_part(value, layout)

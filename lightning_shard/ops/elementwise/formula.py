@@ -1,0 +1,245 @@
+"""Functions that are formulas of other functions, written for whole tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.ops.registry import composes
+
+
+@composes(torch.trapezoid, torch.trapz, torch.cumulative_trapezoid)
+def trapezoid(
+    func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
+) -> Tensor:
+    d = dim % y.ndim
+    n = y.shape[d]
+    areas = y.narrow(d, 1, n - 1) + y.narrow(d, 0, n - 1)
+    if x is None:
+        areas = areas * (dx / 2)
+    else:
+        widths = x.diff(dim=-1 if x.ndim == 1 else d) / 2
+        areas = areas * (widths.reshape([-1] + [1] * (y.ndim - 1 - d)) if x.ndim == 1 else widths)
+    return areas.cumsum(d) if func is torch.cumulative_trapezoid else areas.sum(d)
+
+
+@composes(torch.gradient, limits="spacing in numbers, not coordinates")
+def gradient(
+    func: Callable[..., Any], x: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
+) -> tuple[Tensor, ...]:
+    """Central differences, one-sided at the edges."""
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    steps = list(spacing) if isinstance(spacing, Sequence) else [spacing] * len(dims)
+    if any(not isinstance(step, int | float) for step in steps):
+        raise UnsupportedOperationError("gradient with coordinates as spacing; use numbers")
+    return tuple(_slope(x, d % x.ndim, h, edge_order) for d, h in zip(dims, steps, strict=True))
+
+
+def _slope(x: Tensor, dim: int, step: float, edge_order: int) -> Tensor:
+    n = x.shape[dim]
+    if n <= edge_order:
+        raise RuntimeError(f"gradient needs more than {edge_order} rows of dim {dim}; got {n}")
+    first = [x.narrow(dim, i, 1) for i in range(edge_order + 1)]
+    last = [x.narrow(dim, n - 1 - i, 1) for i in range(edge_order + 1)]
+    inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / (2 * step)
+    return torch.cat([_one_sided(first) / step, inner, -_one_sided(last) / step], dim)
+
+
+def _one_sided(rows: Sequence[Tensor]) -> Tensor:
+    """The difference quotient at the first of two or three rows."""
+    if len(rows) == 2:
+        return rows[1] - rows[0]
+    return -1.5 * rows[0] + 2 * rows[1] - 0.5 * rows[2]
+
+
+@composes(F.glu)
+def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
+    if x.shape[dim] % 2:
+        raise RuntimeError(
+            f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}"
+        )
+    value, gate = x.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+@composes(F.prelu, torch.prelu, Tensor.prelu)
+def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
+    """One slope, or one for each channel (dim 1)."""
+    x, weight = _autocast(None, x, weight)
+    slope = (
+        weight.reshape([-1] + [1] * max(x.ndim - 2, 0))
+        if weight.numel() > 1
+        else weight.reshape(())
+    )
+    return torch.where(x > 0, x, slope * x)
+
+
+@composes(F.bilinear, torch.bilinear)
+def bilinear(
+    func: Callable[..., Any], x: Any, input2: Any, weight: Any, bias: Any = None
+) -> Tensor:
+    operands = [x, weight, input2]
+    with torch.autocast(operands[0].device.type, enabled=False):  # which leaves it alone
+        product = torch.einsum("...i,oij,...j->...o", *operands)
+        return product if bias is None else product + bias
+
+
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "addr": torch.outer,
+    "addmv": torch.mv,
+    "addbmm": lambda a, b: torch.einsum("bij,bjk->ik", a, b),
+}
+
+
+@composes(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv,
+            torch.addr, Tensor.addr, torch.addbmm, Tensor.addbmm)  # fmt: skip
+def add_product(
+    func: Callable[..., Tensor],
+    x: Any,
+    *operands: Any,
+    beta: float = 1,
+    alpha: float = 1,
+    **named: Any,
+) -> Tensor:
+    """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
+    a, b = (*operands, *(named[name] for name in sorted(named)))
+    product = _PRODUCTS.get(func.__name__, torch.matmul)(a, b)
+    product = product if alpha == 1 else alpha * product
+    if not beta:
+        return product
+    result = product + (x if beta == 1 else beta * x)
+    narrow = torch.is_autocast_enabled(product.device.type)  # and then all operands are
+    return result.to(product.dtype) if narrow else result
+
+
+@composes(torch.vdot, Tensor.vdot)
+def vdot(func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+    return torch.dot(x.conj(), other)
+
+
+@composes(torch.linalg.vecdot)
+def vecdot(func: Callable[..., Tensor], x: Any, y: Any, *, dim: int = -1) -> Tensor:
+    return (x.conj() * y).sum(dim)
+
+
+@composes(torch.linalg.cross, torch.cross, Tensor.cross)
+def cross(func: Callable[..., Tensor], x: Any, other: Any, dim: int | None = None) -> Tensor:
+    """Over a dim of three components."""
+    x, y = torch.broadcast_tensors(x, other)
+    if dim is None:
+        dim = -1 if func is torch.linalg.cross else x.shape.index(3) if 3 in x.shape else -1
+    if x.shape[dim] != 3:
+        raise RuntimeError(f"cross: dim {dim} must have 3 rows, but has {x.shape[dim]}")
+    return x.roll(-1, dim) * y.roll(1, dim) - x.roll(1, dim) * y.roll(-1, dim)
+
+
+@composes(torch.cov, Tensor.cov, limits="no frequencies or weights of observations")
+def cov(func: Callable[..., Tensor], x: Any, *, correction: int = 1, **weights: Any) -> Tensor:
+    """Rows are variables, columns observations."""
+    if any(w is not None for w in weights.values()):
+        raise UnsupportedOperationError(f"cov with {sorted(weights)}")
+    x = torch.atleast_2d(x)
+    centred = x - x.mean(1, keepdim=True)
+    found = centred @ centred.mH / max(x.shape[1] - correction, 0)
+    return found.squeeze((0, 1)) if found.numel() == 1 else found
+
+
+@composes(torch.renorm, Tensor.renorm)
+def renorm(func: Callable[..., Tensor], x: Any, p: float, dim: int, maxnorm: float) -> Tensor:
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    sizes = torch.linalg.vector_norm(x, p, others, keepdim=True)
+    return x * torch.where(sizes > maxnorm, maxnorm / (sizes + 1e-7), 1.0)
+
+
+@composes(Tensor.sum_to_size)
+def sum_to_size(func: Callable[..., Tensor], x: Any, *size: Any) -> Tensor:
+    """The adjoint of `expand`."""
+    target = list(size[0] if isinstance(size[0], Sequence) else size)
+    added = x.ndim - len(target)
+    x = x.sum(tuple(range(added))) if added else x
+    ones = tuple(d for d, n in enumerate(target) if n == 1 != x.shape[d])
+    return x.sum(ones, keepdim=True) if ones else x
+
+
+@composes(torch.slice_scatter, Tensor.slice_scatter, torch.select_scatter, Tensor.select_scatter)
+def scattered(
+    func: Callable[..., Tensor], x: Any, src: Any, dim: int = 0, *place: Any, **named: Any
+) -> Tensor:
+    """A copy of `x` with `src` in a slice or a row of `dim`."""
+    if func.__name__ == "select_scatter":
+        entry = place[0] if place else named["index"]
+    else:
+        given = dict(zip(("start", "end", "step"), place, strict=False)) | named
+        entry = slice(given.get("start"), given.get("end"), given.get("step", 1))
+    found = x.clone()
+    found[(slice(None),) * (dim % found.ndim) + (entry,)] = src
+    return found
+
+
+@composes(torch.constant_pad_nd)
+def constant_pad(
+    func: Callable[..., Tensor], x: Any, pad: Sequence[int], value: float = 0
+) -> Tensor:
+    return F.pad(x, list(pad), value=value)
+
+
+@composes(torch.dist, Tensor.dist)
+def dist(func: Callable[..., Any], x: Any, other: Any, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x - other, p)
+
+
+@composes(F.cosine_embedding_loss)
+def cosine_embedding_loss(
+    func: Callable[..., Any],
+    x: Any,
+    y: Any,
+    target: Any,
+    margin: float = 0,
+    reduction: str = "mean",
+    **_: Any,
+) -> Tensor:
+    """As torch does, with 1e-12 added to the squared lengths."""
+    x, y, target = _autocast(torch.float32, x, y, target)
+    squares = [(t * t).sum(-1) + 1e-12 for t in (x, y)]
+    cosine = (x * y).sum(-1) / (squares[0] * squares[1]).sqrt()
+    apart = torch.where(target == -1, (cosine - margin).clamp(min=0), 0.0)
+    return _reduced(torch.where(target == 1, 1 - cosine, apart), reduction)
+
+
+@composes(F.triplet_margin_loss)
+def triplet_margin_loss(
+    func: Callable[..., Any],
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: str = "mean",
+    **_: Any,
+) -> Tensor:
+    anchor, positive, negative = _autocast(torch.float32, anchor, positive, negative)
+    far = F.pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
+    near = F.pairwise_distance(anchor, positive, p, eps)
+    return _reduced((margin + near - far).clamp(min=0), reduction)
+
+
+def _reduced(x: Tensor, reduction: str) -> Tensor:
+    return x if reduction == "none" else x.mean() if reduction == "mean" else x.sum()
+
+
+def _autocast(dtype: torch.dtype | None, *tensors: Tensor) -> list[Tensor]:
+    """The tensors as autocast gives them to a function that it runs in `dtype` (None: narrow)."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = dtype or torch.get_autocast_dtype(device)
+    return [
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    ]

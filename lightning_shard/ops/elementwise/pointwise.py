@@ -1,0 +1,159 @@
+"""Elementwise functions: every rank computes its own part; nothing moves.
+
+The family is discovered: all of torch's functions whose ATen operator carries the pointwise tag, as
+`torch.f`, `Tensor.f`, `Tensor.f_`, `F.f` and `torch.special.f`, with the operators of `Tensor`.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.become import Became, become_split
+from lightning_shard.ops.registry import implements
+from lightning_shard.processes.torch_internals import OperatorPacket, functions_of_cpp, schemas
+
+OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv "
+    "floordiv rfloordiv ifloordiv mod rmod imod pow rpow ipow neg pos abs invert and rand "
+    "iand or ror ior xor rxor ixor lt le gt ge eq ne lshift rshift ilshift irshift"
+).split()
+# aliases and composites of pointwise operators, which carry no tag of their own
+UNTAGGED = (
+    "absolute negative multiply subtract divide floor_divide fix greater greater_equal less "
+    "less_equal not_equal arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj real imag "
+    "isreal float_power isclose expit gammaln gammainc gammaincc multigammaln ndtr psi "
+    "softsign tanhshrink logsigmoid sigmoid tanh hardswish polar complex "
+    # tagged since later versions than torch 2.11
+    "relu relu6 elu selu celu leaky_relu hardtanh hardsigmoid hardshrink softshrink softplus silu "
+    "mish gelu threshold"
+).split()
+CONVERSIONS = (
+    "to type type_as float double half bfloat16 chalf cfloat cdouble bool int long short char "
+    "byte cpu cuda xpu clone detach detach_ contiguous requires_grad_ resolve_conj "
+    "resolve_neg fill_ zero_ zeros_like ones_like full_like empty_like nan_to_num nan_to_num_"
+).split()
+NOT_POINTWISE_IN_ALL_FORMS = {"max", "min", "equal", "rrelu"}
+
+
+def _named(names: set[str], *owners: Any) -> list[Callable[..., Any]]:
+    found = {getattr(owner, name, None) for name in names for owner in owners}
+    return [f for f in found if callable(f) and not isinstance(f, type)]
+
+
+def _tagged_names() -> set[str]:
+    # all of them: dir(torch.ops.aten) lists only the operators that something has used already
+    named = (schema.name for schema in schemas())
+    aten = {name.removeprefix("aten::") for name in named if name.startswith("aten::")}
+    names = set()
+    for name in aten:
+        packet: Any = getattr(torch.ops.aten, name, None)
+        overloads = packet.overloads() if isinstance(packet, OperatorPacket) else []
+        if any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads):
+            names.add(name.removeprefix("special_"))
+    return names - NOT_POINTWISE_IN_ALL_FORMS
+
+
+def _pointwise_functions() -> list[Callable[..., Any]]:
+    names = _tagged_names() | set(UNTAGGED)
+    names |= {f"{name}_" for name in names}
+    operators = _named({f"__{name}__" for name in OPERATORS}, Tensor)
+    getters = [Tensor.real.__get__, Tensor.imag.__get__]  # pyright: ignore[reportAttributeAccessIssue]
+    functions = _named(names, torch, Tensor, torch.special, F, functions_of_cpp)
+    conversions = set(_named(set(CONVERSIONS), torch, Tensor))
+    return [f for f in {*functions, *operators, *getters} if f not in conversions]
+
+
+@implements(*_pointwise_functions(), checked=False)
+def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Broadcast the layouts, then compute on the local parts."""
+    if func is torch.where and len(args) + len(kwargs) < 3:
+        raise UnsupportedOperationError(
+            "where() of a condition alone has an output of unknown extent"
+        )
+    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Subdomain | Tensor)]
+    first = next(o for o in operands if isinstance(o, Subdomain))
+    layout = first.layout if len(operands) == 1 else common_layout(operands)
+    if is_in_place(func):
+        if not isinstance(args[0], Subdomain) and layout.shape == args[0].shape:
+            return become_split(
+                args[0],
+                first.like(args[0], layout),
+                lambda part: pointwise(func, part, *args[1:], **kwargs),
+            )
+        _refuse_in_place(args[0], layout)
+
+    def local(a: Any) -> Any:
+        return local_part(a, layout) if isinstance(a, Subdomain | Tensor) else a
+
+    result = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    if isinstance(result, tuple):
+        return tuple(first.like(r, layout) for r in result)
+    # an operator of Tensor gives NotImplemented for an operand that it does not know
+    return first.like(result, layout) if isinstance(result, Tensor) else result
+
+
+def elementwise(func: Callable[..., Any], *operands: Subdomain | Tensor) -> Any:
+    """`func` of operands among which there may be no split one."""
+    split = any(isinstance(o, Subdomain) for o in operands)
+    return pointwise(func, *operands) if split else func(*operands)
+
+
+@implements(*_named(set(CONVERSIONS), torch, Tensor), Tensor.data.__get__, checked=False)  # pyright: ignore[reportAttributeAccessIssue]
+def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another dtype, device or content, the same layout; a second tensor only lends its dtype."""
+    args = tuple(a.local if isinstance(a, Subdomain) else a for a in args)
+    if not isinstance(x, Subdomain):
+        return func(x, *args, **kwargs)
+    result = func(x.local, *args, **kwargs)
+    return x.like(result) if isinstance(result, Tensor) else result  # the name of type()
+
+
+@implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
+def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor of the shape that is given: whole on every rank."""
+    return func(x.local, *args, **kwargs)
+
+
+@implements(torch.bucketize, torch.isin, limits="the table must be plain")
+def look_up(
+    func: Callable[..., Tensor], x: Any, table: Any, *args: Any, **kwargs: Any
+) -> Subdomain:
+    """Each element is looked up in a plain table."""
+    if not isinstance(x, Subdomain) or isinstance(table, Subdomain):
+        raise UnsupportedOperationError("only the elements looked up may be split, not the table")
+    return x.like(func(x.local.contiguous(), table, *args, **kwargs))
+
+
+@implements(Tensor.copy_)
+def copy(
+    func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any
+) -> Subdomain | Became:
+    """Copy the rows that this rank holds."""
+    layout = common_layout([x, source])
+    if not isinstance(x, Subdomain) and layout.shape == x.shape:
+        return become_split(x, source.like(x, layout), lambda part: copy(func, part, source))
+    _refuse_in_place(x, layout)
+    return x.like(func(x.local, local_part(source, layout), *args, **kwargs))
+
+
+@lru_cache(maxsize=4096)
+def is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    operator = name.startswith("__i") and name[2:-2] in OPERATORS and name != "__invert__"
+    return operator or (name.endswith("_") and name[-2:] != "__")
+
+
+def _refuse_in_place(target: Any, result: Any) -> None:
+    if not isinstance(target, Subdomain) or target.layout != result:
+        raise UnsupportedOperationError(
+            "an in-place operation cannot change how its tensor is split: the tensor is "
+            f"{target.layout if isinstance(target, Subdomain) else 'whole on every rank'}, the "
+            f"result is {result}"
+        )

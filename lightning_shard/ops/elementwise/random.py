@@ -1,0 +1,348 @@
+"""Random numbers of split tensors: independent on each part, alike on the ranks that hold it.
+
+One seed is drawn from the default generator of the CPU (or from the generator given), so every rank
+advances it equally and code that draws plain tensors stays in step. The numbers then come from a
+generator of their own, seeded by that seed and the place of this rank's part.
+
+Inside `with use_exact_random():` they are those of one process: every rank draws the numbers of the
+whole tensor, in the order of its memory, and keeps its part.
+"""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, gathered, local_part, take_part
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+
+Operand = Subdomain | Tensor
+
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so places give different seeds modulo 2 ** 64
+_ALPHA = 1.7580993408473766  # minus the value that a SELU saturates to
+# dropout of whole channels: the number of dims of a batch; with fewer there is no batch dim
+_BATCHED = {F.dropout1d: 3, F.dropout3d: 5}
+
+
+Draw = Callable[[Tensor, torch.Generator | None], Any]
+
+# of the process, not a ContextVar: backward, which may draw again in a checkpoint, runs in threads
+# that inherit no context
+_exact = False
+
+
+class use_exact_random:  # noqa: N801 - read as a function
+    """Choose, inside a `with` block, whether random numbers equal those of one process.
+
+    By default each rank draws for its own part of a split tensor, reproducibly from the seed, but
+    other numbers than one process. In exact mode dropout, `rand_like`, `normal_` and the like draw
+    the numbers that one process draws from the same state of the generator, which all ranks of a
+    domain must share. That takes the time and the memory of the whole tensor's random numbers on
+    each rank, and gathers the tensors whose elements are probabilities, rates or means
+    (`torch.bernoulli`, `torch.normal`).
+
+    The mode holds for the whole process, in all its threads, and is what it was before once the
+    block ends. A call without `with` sets it for good; that is deprecated.
+
+    Args:
+        mode: Whether the numbers equal those of one process.
+
+    Example:
+        >>> with lightning_shard.use_exact_random():
+        ...     loss = model(x).square().mean()
+    """
+
+    def __init__(self, mode: bool = True) -> None:
+        self.mode = mode
+        self._before: list[bool] | None = None  # None: no block was ever entered
+
+    def __enter__(self) -> None:
+        global _exact
+        self._before = [*(self._before or []), _exact]
+        _exact = self.mode
+
+    def __exit__(self, *_: object) -> None:
+        global _exact
+        assert self._before
+        _exact = self._before.pop()
+
+    def __del__(self) -> None:
+        global _exact
+        if self._before is None:
+            _exact = self.mode
+            warnings.warn(
+                "use_exact_random(mode) as a statement sets the mode for the rest of the process; "
+                "write `with use_exact_random(mode):` instead.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+
+
+def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:
+    """A generator for this rank's part of a tensor that is split as `x`."""
+    if _exact:
+        raise UnsupportedOperationError(
+            "it has no random numbers equal to those of one process, as use_exact_random asks for"
+        )
+    device = "cpu" if generator is None else generator.device
+    seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    place = x.layout.grid.index(x.layout.axes())
+    return torch.Generator(x.local.device).manual_seed((seed + place * _SPREAD) % 2**63)
+
+
+@contextlib.contextmanager
+def own_random_state(x: Subdomain) -> Iterator[None]:
+    """Inside, the default generator of the device draws for this rank's part of `x`."""
+    device = x.local.device
+    own = own_generator(x)
+    default = torch.default_generator
+    if device.type != "cpu":
+        default = torch.get_device_module(device).default_generators[device.index]
+    state = default.get_state()
+    default.manual_seed(own.initial_seed())
+    try:
+        yield
+    finally:
+        default.set_state(state)
+
+
+def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) -> Tensor:
+    """This rank's part of the random numbers that `draw` writes into a tensor like `x`."""
+    local = x.local.detach()
+    if not _exact:
+        result = torch.empty_like(local)
+        draw(result, own_generator(x, generator))
+        return result
+    order = sorted(range(x.ndim), key=lambda d: -local.stride(d))
+    whole = torch.empty_permuted(x.shape, order, dtype=local.dtype, device=local.device)
+    draw(whole, generator)
+    return take_part(whole, x.layout).clone(memory_format=torch.preserve_format)
+
+
+@implements(F.dropout, torch.dropout)
+def dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    return _dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
+
+
+@implements(torch.dropout_)
+def dropout_in_place(func: Callable[..., Tensor], x: Subdomain, p: float, train: bool) -> Subdomain:
+    return _dropped(x, p, train, True, dims=range(x.ndim))
+
+
+@implements(F.alpha_dropout, torch.alpha_dropout)
+def alpha_dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
+
+
+@implements(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+def feature_dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    dims = range(2 if x.ndim >= _BATCHED.get(func, 0) else 1)
+    return _dropped(x, p, named.get("train", training), inplace, dims=dims)
+
+
+@implements(F.feature_alpha_dropout, torch.feature_alpha_dropout)
+def feature_alpha_dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(2))
+
+
+def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range) -> Subdomain:
+    _check_probability(p)
+    if not training or p == 0:
+        return x if inplace else x.like(x.local.clone())
+
+    def draw(t: Tensor, own: torch.Generator | None) -> None:
+        if own is None and not inplace and len(dims) == x.ndim:
+            # one process: by a kernel with numbers of its own on some devices
+            t.copy_(torch.dropout(torch.ones_like(t), p, True) != 0)
+        else:
+            t.bernoulli_(1 - p, generator=own)
+
+    factor = _kept(x, p, dims, draw) / (1 - p if p < 1 else 1)
+    return x.like(x.local.mul_(factor) if inplace else x.local * factor)
+
+
+def _alpha_dropped(
+    x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range
+) -> Subdomain:
+    """Dropped elements get the value at which a SELU saturates; mean and variance are kept."""
+    _check_probability(p)
+    if not training or p == 0:
+        return x if inplace else x.like(x.local.clone())
+    kept = _kept(x, p, dims, lambda t, own: t.bernoulli_(1 - p, generator=own))
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    shift = (kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p
+    factor = kept * scale
+    return x.like(x.local.mul_(factor).add_(shift) if inplace else x.local * factor + shift)
+
+
+def _kept(x: Subdomain, p: float, dims: range, draw: Draw) -> Tensor:
+    """One for what is kept, zero for what is dropped; one number for all dims after `dims`."""
+    if p == 1:  # as torch: without drawing
+        return x.local.new_zeros(())
+    ones = x.layout.with_dims({d: (Factor(1),) for d in range(x.ndim) if d not in dims})
+    like = x.local if len(dims) == x.ndim else x.local.new_empty(ones.local_shape)
+    return drawn(x.like(like, ones), draw)
+
+
+def _check_probability(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+_FILLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    torch.rand_like: Tensor.uniform_,
+    torch.randn_like: Tensor.normal_,
+}
+
+
+@implements(*_FILLS)
+def random_like(func: Callable[..., Tensor], x: Subdomain, **options: Any) -> Subdomain:
+    return _new_numbers(x, _FILLS[func], **options)
+
+
+@implements(torch.randint_like)
+def randint_like(
+    func: Callable[..., Tensor], x: Subdomain, *limits: int, **options: Any
+) -> Subdomain:
+    """`high`, or `low` and `high`."""
+    limits = limits or tuple(options.pop(k) for k in ("low", "high") if k in options)
+    bounds = limits if len(limits) > 1 else (0, *limits)
+    return _new_numbers(x, lambda t, **own: t.random_(*bounds, **own), **options)
+
+
+def _new_numbers(
+    x: Subdomain,
+    fill: Callable[..., Tensor],
+    *,
+    generator: torch.Generator | None = None,
+    requires_grad: bool = False,
+    **options: Any,
+) -> Subdomain:
+    like = x.like(torch.empty_like(x.local, **options))
+    result = drawn(like, lambda t, g: fill(t, generator=g), generator)
+    return x.like(result.requires_grad_(requires_grad))
+
+
+@implements(Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_, Tensor.random_,
+            Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_)  # fmt: skip
+def fill_randomly(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    *args: Any,
+    generator: torch.Generator | None = None,
+    **kwargs: Any,
+) -> Subdomain:
+    if not _exact:
+        args = tuple(local_part(a, x.layout) if _is_tensor(a) else a for a in args)
+        return x.like(func(x.local, *args, **kwargs, generator=own_generator(x, generator)))
+    args = tuple(gathered(a) if isinstance(a, Subdomain) else a for a in args)
+    numbers = drawn(x, lambda t, g: func(t, *args, **kwargs, generator=g), generator)
+    return x.like(x.local.copy_(numbers))
+
+
+@implements(torch.bernoulli, Tensor.bernoulli, torch.poisson)
+def draw_elementwise(
+    func: Callable[..., Tensor], x: Subdomain, *args: Any, generator: torch.Generator | None = None
+) -> Subdomain:
+    """Each element gives its own probability or rate."""
+    return _elementwise(x.layout, [x], lambda t, g: func(t, *args, generator=g), generator)
+
+
+@implements(torch.normal)
+def normal(
+    func: Callable[..., Tensor],
+    mean: Operand | float,
+    std: Operand | float = 1.0,
+    *,
+    generator: torch.Generator | None = None,
+) -> Subdomain:
+    layout = common_layout([o for o in (mean, std) if _is_tensor(o)])
+    return _elementwise(layout, [mean, std], lambda m, s, g: func(m, s, generator=g), generator)
+
+
+@implements(F.rrelu, torch.rrelu)
+def rrelu(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Subdomain:
+    """The slopes of negative elements are random; one process draws none for the others."""
+    if training and _exact:
+        whole = torch.rrelu(gathered(x), lower, upper, True)
+        numbers = take_part(whole, x.layout)
+    elif training:
+        slope = torch.empty_like(x.local).uniform_(lower, upper, generator=own_generator(x))
+        numbers = x.local * torch.where(x.local < 0, slope, 1.0).to(x.dtype).detach()
+    else:
+        numbers = torch.rrelu(x.local, lower, upper)
+    return x.like(x.local.copy_(numbers) if inplace else numbers)
+
+
+@implements(torch.rrelu_)
+def rrelu_in_place(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+) -> Subdomain:
+    return rrelu(func, x, lower, upper, training, inplace=True)
+
+
+def _elementwise(
+    layout: Layout,
+    operands: Sequence[Operand | float],
+    draw: Callable[..., Tensor],
+    generator: torch.Generator | None,
+) -> Subdomain:
+    """Random numbers whose distribution the elements of `operands` give."""
+    first = next(o for o in operands if isinstance(o, Subdomain))
+    if _exact:
+        wholes = [gathered(o) if isinstance(o, Subdomain) else o for o in operands]
+        return first.like(take_part(draw(*wholes, generator), layout), layout)
+    parts = [local_part(o, layout) if _is_tensor(o) else o for o in operands]
+    own = own_generator(first.like(first.local, layout), generator)
+    return first.like(draw(*parts, own), layout)
+
+
+def _is_tensor(value: Any) -> TypeGuard[Operand]:
+    return isinstance(value, Subdomain | Tensor)

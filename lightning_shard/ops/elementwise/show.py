@@ -1,0 +1,69 @@
+"""Split tensors and the rest of Python: text, numbers, truth; never an array of one part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import whole
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.reduce.sums import any_
+from lightning_shard.ops.registry import implements, implements_lazily
+
+
+@implements(Tensor.__repr__, checked=False)
+@implements_lazily(Tensor.__repr__)
+def text(func: Callable[..., str], x: Any, *args: Any, **kwargs: Any) -> str:
+    """Shape, dtype and placement of the whole, values of this rank's part; nothing is sent."""
+    if not isinstance(x, Subdomain):
+        return f"DomainTensor(shape={tuple(x.shape)}, dtype={x.dtype}, a spectrum not computed yet)"
+    placement = str(x.layout).partition(", dim")[2]
+    local = torch.Tensor.__repr__(x.local, *args, **kwargs)
+    whole_of_it = f"shape={x.shape}, dtype={x.dtype}, dim{placement}"
+    return f"DomainTensor({whole_of_it}, this rank's part:\n{local})"
+
+
+@implements(Tensor.__format__, checked=False)
+@implements_lazily(Tensor.__format__)
+def formatted(func: Callable[..., str], x: Any, spec: str) -> str:
+    if spec:
+        raise TypeError(
+            f"unsupported format string {spec!r} for a tensor split over ranks; format item()"
+        )
+    return text(func, x)
+
+
+@implements(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+            Tensor.__complex__, torch.is_nonzero, Tensor.is_nonzero, checked=False)  # fmt: skip
+def number(func: Callable[..., Any], x: Subdomain) -> Any:
+    """The number in a tensor of one element, on every rank."""
+    if any(n != 1 for n in x.shape):
+        return func(x.local.new_zeros(()).expand(x.shape))  # raises torch's error
+    for dim in x.layout.split_dims:
+        x = whole(x, dim)
+    return func(x.local)
+
+
+@implements(Tensor.__contains__)
+def contains(func: Callable[..., bool], x: Subdomain, element: Any) -> bool:
+    found = any_(torch.any, x.like(x.local == element))
+    assert isinstance(found, Tensor)
+    return bool(found.item())
+
+
+@implements(
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.tolist,
+    Tensor.__dlpack__,
+    Tensor.apply_,
+    Tensor.map_,
+    limits="refused: the values lie on several ranks",
+    checked=False,
+)
+def refuse_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedOperationError(
+        "the values lie on several ranks; take lightning_shard.gather(tensor)"
+    )

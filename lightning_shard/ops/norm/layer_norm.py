@@ -1,0 +1,113 @@
+"""Normalisations of each sample: over its last dims, a window of channels, or to unit length."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import empty_attached, sum_over, take_local, volume
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.window import window_rows
+from lightning_shard.ops.norm.batch_norm import as_autocast, moments, normalized
+from lightning_shard.ops.registry import implements, rule_for
+
+
+@implements(F.layer_norm, torch.layer_norm, limits="only the input may be split")
+def layer_norm(
+    func: Callable[..., Tensor],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Subdomain:
+    x, dims = input, _trailing(input, normalized_shape)
+    if not (dims and x.layout.axes(*dims)):
+        return x.like(func(x.local, list(normalized_shape), weight, bias, eps))
+    local = as_autocast(F.layer_norm, x.local)
+    mean, variance = moments(x, dims, local, dims)
+    result = normalized(local, mean, variance, None, None, eps)
+    weight, bias = (_of_dims(x, dims, v) for v in (weight, bias))
+    return x.like(_affine(result, weight, bias))
+
+
+@implements(F.rms_norm, torch.rms_norm, limits="only the input may be split")
+def rms_norm(
+    func: Callable[..., Tensor],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Subdomain:
+    x, dims = input, _trailing(input, normalized_shape)
+    if not (dims and x.layout.axes(*dims)):
+        return x.like(func(x.local, list(normalized_shape), weight, eps))
+    local = as_autocast(F.rms_norm, x.local)
+    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    total = sum_over(x, wide.square().sum(dims, keepdim=True), dims)
+    result = wide * torch.rsqrt(total / volume(x.layout, dims) + eps)
+    return x.like(_affine(result, _of_dims(x, dims, weight), None).to(local.dtype))
+
+
+def _trailing(x: Subdomain, shape: Sequence[int]) -> list[int]:
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    if dims and (dims[0] < 0 or x.shape[dims[0] :] != tuple(shape)):
+        raise RuntimeError(
+            f"Given normalized_shape={list(shape)}, expected input with shape "
+            f"{['*', *shape]}, but got input of size {list(x.shape)}"
+        )
+    return dims
+
+
+def _of_dims(x: Subdomain, dims: Sequence[int], value: Tensor | None) -> Tensor | None:
+    """This rank's part of one value for each place along the last dims `dims`."""
+    for d, dim in enumerate(x.layout.dims[dims[0] :]):
+        if value is not None and any(f.axes for f in dim):
+            value = take_local(value, d, dim, x.layout.grid)
+    return value
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None and bias is not None:
+        return torch.addcmul(bias, x, weight).to(x.dtype)
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+@implements(F.local_response_norm)
+def local_response_norm(
+    func: Callable[..., Tensor],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    size: int,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    k: float = 1.0,
+) -> Subdomain:
+    x = input
+    if x.ndim < 3 or not x.layout.axes(1):
+        return x.like(func(x.local, size, alpha, beta, k))
+    rows = window_rows(x, 1, x.shape[1], kernel=size, stride=1, padding=size // 2).local
+    own = x.local.shape[1]
+    if own == 0:
+        return x.like(empty_attached(x.local.shape, rows))
+    sums = sum(rows.narrow(1, i, own).square() for i in range(size))
+    return x.like(x.local / (sums * (alpha / size) + k) ** beta)
+
+
+@implements(F.normalize)
+def normalize(
+    func: Callable[..., Tensor],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    p: float = 2.0,
+    dim: Any = 1,
+    eps: float = 1e-12,
+) -> Subdomain:
+    norm = rule_for(torch.norm)
+    assert norm is not None
+    size = norm.run(torch.norm, input, p, dim, keepdim=True)
+    size = size.local if isinstance(size, Subdomain) else size
+    return input.like(input.local / size.clamp_min(eps))

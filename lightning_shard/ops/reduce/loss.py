@@ -1,0 +1,107 @@
+"""Losses: per element or per sample on every rank, then the reduction over all ranks."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part, sum_over
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.reduce.sums import mean, sum_
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view.reshape import unsqueeze
+
+Operand = Subdomain | Tensor
+_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their mean divides by the sum of the weights
+
+
+@implements(F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy,
+            F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss,
+            F.hinge_embedding_loss, F.margin_ranking_loss)  # fmt: skip
+def elementwise_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operand:
+    """A pointwise function of its tensors with a reduction after it."""
+    given = _arguments(func, args, kwargs)
+    reduction = given.pop("reduction", "mean")
+    weight = given.pop("weight", None) if func in _WEIGHTED_MEANS else None
+    tensors = {name: v for name, v in given.items() if isinstance(v, Subdomain | Tensor)}
+    layout = common_layout([*tensors.values(), *([] if weight is None else [weight])])
+    given |= {name: local_part(v, layout) for name, v in tensors.items()}
+    owner = next(v for v in (*tensors.values(), weight) if isinstance(v, Subdomain))
+    local = func(**given, reduction="none")
+    if weight is None:
+        return _reduced(owner.like(local, layout), reduction)
+    scale = owner.like(local_part(weight, layout).expand(layout.local_shape), layout)
+    weighted = owner.like(local * scale.local, layout)
+    if reduction != "mean":
+        return _reduced(weighted, reduction)
+    return _over(weighted, _over(scale, 1))
+
+
+@implements(F.cross_entropy, F.nll_loss, limits="the classes (dim 1) must be whole")
+def class_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operand:
+    """Per sample or pixel; the mean divides by the global weight of the classes that count."""
+    given = _arguments(func, args, kwargs)
+    x, target = given.pop("input"), given.pop("target")
+    reduction = given.pop("reduction", "mean")
+    class_dim = min(x.ndim - 1, 1)
+    layout = _class_layout(x, target, class_dim)
+    owner = x if isinstance(x, Subdomain) else target
+    dims = layout.dims[:class_dim] + layout.dims[class_dim + 1 :]
+    samples = Layout(dims, layout.grid)
+    by_index = target.ndim < x.ndim
+    labels = local_part(target, samples if by_index else layout)
+    local = func(local_part(x, layout), labels, **given, reduction="none")
+    per_sample = owner.like(local, samples)
+    if reduction != "mean" or not by_index:
+        return _reduced(per_sample, reduction)
+    counts = labels != given.get("ignore_index", -100)
+    weight = given.get("weight")
+    if weight is None:
+        share = counts.to(local.dtype)
+    else:
+        share = torch.where(counts, weight[torch.where(counts, labels, 0)], 0)
+    return _over(per_sample, sum_over(per_sample, share.sum(), range(samples.ndim)))
+
+
+def _arguments(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, without the deprecated ones."""
+    given = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
+    if any(given.pop(name, None) is not None for name in ("size_average", "reduce")):
+        raise UnsupportedOperationError(
+            "the deprecated arguments size_average and reduce; use reduction"
+        )
+    return given
+
+
+def _class_layout(x: Operand, target: Operand, class_dim: int) -> Layout:
+    """The common layout of input and target; all classes must be on one rank."""
+    if target.ndim < x.ndim:
+        split = isinstance(target, Subdomain)
+        target = (
+            unsqueeze(torch.unsqueeze, target, class_dim) if split else target.unsqueeze(class_dim)
+        )
+    layout = common_layout([x, target])
+    if layout.axes(class_dim):
+        raise UnsupportedOperationError(
+            f"the class dim {class_dim} is split; a loss over classes needs all of them on one rank"
+        )
+    return layout
+
+
+def _reduced(x: Subdomain, reduction: str) -> Operand:
+    if reduction == "none":
+        return x
+    if reduction == "batchmean":
+        return _over(x, x.shape[0])
+    return (mean if reduction == "mean" else sum_)(getattr(torch, reduction), x)
+
+
+def _over(x: Subdomain, divisor: Tensor | int) -> Tensor:
+    total = sum_(torch.sum, x)
+    assert isinstance(total, Tensor)
+    return total / divisor

@@ -1,0 +1,51 @@
+"""Cumulative functions: a local scan, then the carry of the ranks before this one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import simple
+from lightning_shard.domain.fetch import fetch_all
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+
+# total of rows (kept as one row), carry joined with later rows
+_Scan = tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]
+_SUM: _Scan = (lambda x, dim: x.sum(dim, keepdim=True), torch.add)
+_PRODUCT: _Scan = (lambda x, dim: x.prod(dim, keepdim=True), torch.mul)
+_LOG_SUM: _Scan = (lambda x, dim: x.logsumexp(dim, keepdim=True), torch.logaddexp)
+_SCANS: dict[Callable[..., Any], _Scan] = {
+    torch.cumsum: _SUM, Tensor.cumsum: _SUM,
+    torch.cumprod: _PRODUCT, Tensor.cumprod: _PRODUCT,
+    torch.logcumsumexp: _LOG_SUM, Tensor.logcumsumexp: _LOG_SUM,
+}  # fmt: skip
+
+
+@implements(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod)
+@implements(torch.logcumsumexp, Tensor.logcumsumexp, limits="second derivatives are NaN")
+def scan(
+    func: Callable[..., Tensor], x: Subdomain, dim: int, *, dtype: torch.dtype | None = None
+) -> Subdomain:
+    total, join = _SCANS[func]
+    d = x.layout.dim(dim)
+    options: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    if not x.layout.axes(d):
+        return x.like(func(x.local, d, **options))
+    x = simple(x, d)
+    local = func(x.local, d, **options)
+    totals = one_of_each(
+        x, d, total(x.local if dtype is None else x.local.to(dtype), d).to(local.dtype)
+    )
+    before = totals.narrow(d, 0, x.layout.grid.index(x.layout.axes(d)))
+    if not before.shape[d]:  # no carry, but part of the backward's collective
+        return x.like(local + before.sum(d, keepdim=True))
+    return x.like(join(local, total(before, d).to(local.dtype)))
+
+
+def one_of_each(x: Subdomain, dim: int, row: Tensor) -> Tensor:
+    """The one row of `dim` of every rank that splits `dim` of `x`, in order, on every rank."""
+    axes = x.layout.axes(dim)
+    layout = x.layout.with_dim(dim, x.layout.grid.parts(axes), axes)
+    return fetch_all(x.like(row, layout), dim)

@@ -1,0 +1,88 @@
+"""Softmax and its relatives: over a split dim the global maximum, then one sum of exponentials."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import sum_over, volume
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.reduce.extreme import extreme
+from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed
+from lightning_shard.ops.registry import implements
+
+
+@implements(torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, limits="name the dim")
+def softmax(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Subdomain:
+    x, d = _operand(x, dim, _stacklevel, dtype)
+    if not x.layout.axes(d):
+        return x.like(torch.softmax(x.local, d, dtype))
+    powers = (x.local - _maximum(x, (d,))).exp()
+    return x.like(powers / sum_over(x, powers.sum(d, keepdim=True), (d,)))
+
+
+@implements(
+    torch.log_softmax,
+    Tensor.log_softmax,
+    F.log_softmax,
+    torch.special.log_softmax,
+    limits="name the dim",
+)
+def log_softmax(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Subdomain:
+    x, d = _operand(x, dim, _stacklevel, dtype)
+    if not x.layout.axes(d):
+        return x.like(torch.log_softmax(x.local, d, dtype))
+    shifted = x.local - _maximum(x, (d,))
+    return x.like(shifted - sum_over(x, shifted.exp().sum(d, keepdim=True), (d,)).log())
+
+
+@implements(F.softmin)
+def softmin(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain:
+    return softmax(func, x.like(-x.local), *args, **kwargs)
+
+
+@implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+def logsumexp(
+    func: Callable[..., Tensor], x: Subdomain, dim: Dims, keepdim: bool = False
+) -> Subdomain | Tensor:
+    """As torch does, an infinite maximum is not subtracted: the sum then decides."""
+    dims = reduced_dims(x, dim)
+    if not x.layout.axes(*dims) or not volume(x.layout, dims):
+        return result(x, torch.logsumexp(x.local, dims, keepdim), dims, keepdim)
+    top = _maximum(x, dims)
+    top = torch.where(top.isinf(), torch.zeros_like(top), top)
+    total = sum_over(x, (x.local - top).exp().sum(dims, keepdim=True), dims).log() + top
+    return result(x, total if keepdim else squeezed(total, dims), dims, keepdim)
+
+
+def _operand(
+    x: Subdomain, dim: int | None, dtype: Any, named_dtype: torch.dtype | None
+) -> tuple[Subdomain, int]:
+    """The operand in its dtype; `torch.softmax` has the dtype where F.softmax has a number."""
+    if dim is None:
+        raise UnsupportedOperationError(
+            "softmax without a dim, which torch has deprecated; name it"
+        )
+    dtype = named_dtype or (dtype if isinstance(dtype, torch.dtype) else None)
+    return (x if dtype is None else x.like(x.local.to(dtype))), x.layout.dim(dim)
+
+
+def _maximum(x: Subdomain, dims: tuple[int, ...]) -> Tensor:
+    """The maximum over `dims`, which stay with extent 1; a constant for autograd."""
+    top = extreme(torch.amax, x.like(x.local.detach()), dims, True)
+    return top.local if isinstance(top, Subdomain) else top

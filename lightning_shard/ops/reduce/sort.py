@@ -1,0 +1,162 @@
+"""Order statistics: local along whole dims; `topk` over a split dim is of the ranks' own.
+
+A sort, a median or a quantile over a split dim needs all its rows in order on one rank: an
+all-to-all moves the split to another dim. Where no other dim is whole it is refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import empty_attached, simple, split_moved
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch import fetch_all
+from lightning_shard.domain.layout import Factor, Layout, partition
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+
+_ORDERED = "over a split dim only if another dim of 2 or more rows is whole"
+
+
+@implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.cummax, Tensor.cummax,
+            torch.cummin, Tensor.cummin, limits=_ORDERED)  # fmt: skip
+def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    """Functions along one whole dim that keep the shape."""
+    return _ordered_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
+
+
+@implements(torch.msort, Tensor.msort, limits=_ORDERED)
+def msort(func: Callable[..., Any], x: Subdomain) -> Any:
+    return _ordered_along(func, x, 0)
+
+
+def _ordered_along(
+    func: Callable[..., Any], x: Subdomain, along: int | None, *args: Any, **kwargs: Any
+) -> Any:
+    d = _sorted_dim(func, x, along)
+    other = _spare_dim(func, x, d)
+    turned = x if other is None else split_moved(x, d, other)
+    found = func(turned.local, *args, **kwargs)
+
+    def own(value: Tensor) -> Subdomain:
+        return turned.like(value) if other is None else split_moved(turned.like(value), other, d)
+
+    return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
+
+
+@dataclass(frozen=True)
+class _Statistic:
+    """The argument that comes before `dim`, if any, and the dim where none is named."""
+
+    leading: str | None = None
+    default_dim: int | None = None
+
+
+_MEDIAN, _MODE = _Statistic(), _Statistic(default_dim=-1)
+_KTH, _QUANTILE = _Statistic("k", default_dim=-1), _Statistic("q")
+_STATISTICS: dict[Callable[..., Any], _Statistic] = {
+    torch.median: _MEDIAN, Tensor.median: _MEDIAN,
+    torch.nanmedian: _MEDIAN, Tensor.nanmedian: _MEDIAN,
+    torch.mode: _MODE, Tensor.mode: _MODE,
+    torch.kthvalue: _KTH, Tensor.kthvalue: _KTH,
+    torch.quantile: _QUANTILE, Tensor.quantile: _QUANTILE,
+    torch.nanquantile: _QUANTILE, Tensor.nanquantile: _QUANTILE,
+}  # fmt: skip
+
+
+@implements(*_STATISTICS, limits="name a dim; over a split one only if another dim is whole")
+def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    """Functions that reduce one whole dim; `quantile` of several q has them as the first dim."""
+    kind = _STATISTICS[func]
+    after_leading = args if kind.leading is None or kind.leading in kwargs else args[1:]
+    asked = _named_dim(after_leading, kwargs, kind.default_dim)
+    d = _sorted_dim(func, x, asked)
+    other = _spare_dim(func, x, d)
+    x = x if other is None else split_moved(x, d, other)
+    rows = (
+        x.local if x.local.numel() else empty_attached([max(n, 1) for n in x.local.shape], x.local)
+    )
+    found = func(rows, *args, **kwargs)  # some of these functions refuse a tensor without elements
+
+    def layout_of(value: Tensor) -> Layout:
+        missing = x.ndim - value.ndim
+        dims = list(x.layout.dims)
+        dims[d : d + 1] = [(Factor(1),)]
+        several = kind is _QUANTILE and _count(args, kwargs) is not None
+        if missing + several:
+            del dims[d]
+        return Layout((*([(Factor(value.shape[0]),)] if several else []), *dims), x.layout.grid)
+
+    def own(value: Tensor) -> Subdomain:
+        layout = layout_of(value)
+        for dim, n in enumerate(layout.local_shape):
+            value = value.narrow(dim, 0, n)
+        return x.like(value, layout)
+
+    return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
+
+
+@implements(torch.topk, Tensor.topk)
+def topk(
+    func: Callable[..., Any],
+    x: Subdomain,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # noqa: A002 - torch's name of the argument
+) -> Any:
+    """The best of the ranks' own k best: each rank gets up to k rows of every other."""
+    d = x.layout.dim(dim)
+    if k > x.shape[d]:
+        raise RuntimeError(f"selected index k out of range: {k} of {x.shape[d]} rows")
+    layout = x.layout.with_dim(d, k, ())
+    topk_type: Any = torch.return_types.topk
+    if not x.layout.axes(d):
+        return topk_type([x.like(f, layout) for f in func(x.local, k, d, largest, sorted)])
+    x = simple(x, d)
+    low, high = x.layout.dims[d][0].bounds(x.layout.grid)
+    own = func(x.local, min(k, high - low), d, largest, sorted)
+    offsets = partition(x.shape[d], x.layout.grid.parts(x.layout.axes(d)))
+    count = sum(min(k, b - a) for a, b in pairwise(offsets))
+    candidates = x.layout.with_dim(d, count)  # canonical: all ranks give k, or all they have
+    values, indices = (fetch_all(x.like(f, candidates), d) for f in (own[0], own[1] + low))
+    best, place = func(values, k, d, largest, sorted)
+    found = (best, indices.gather(d, place))
+    return topk_type([x.like(f, layout) if layout.split_dims else f for f in found])
+
+
+def _named_dim(args: tuple[Any, ...], kwargs: dict[str, Any], default: int | None) -> int | None:
+    return kwargs.get(
+        "dim", next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), default)
+    )
+
+
+def _sorted_dim(func: Callable[..., Any], x: Subdomain, dim: int | None) -> int:
+    if dim is None:
+        raise UnsupportedOperationError(
+            f"{func.__name__} of all elements needs them in order on one rank; name a dim"
+        )
+    return x.layout.dim(dim)
+
+
+def _spare_dim(func: Callable[..., Any], x: Subdomain, dim: int) -> int | None:
+    """The dim that is to be split in place of `dim`; None if `dim` is whole."""
+    if not x.layout.axes(dim):
+        return None
+    spare = [d for d in range(x.ndim) if x.shape[d] > 1 and not x.layout.axes(d)]
+    if not spare:
+        raise UnsupportedOperationError(
+            f"{func.__name__} needs all rows of the split dim {dim} in order on one rank, and no "
+            "other dim can be split in its place"
+        )
+    return max(spare, key=lambda d: x.shape[d])
+
+
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many q a quantile takes; None for a single number."""
+    q = kwargs.get("q", args[0] if args else None)
+    return q.numel() if isinstance(q, Tensor) and q.ndim else None

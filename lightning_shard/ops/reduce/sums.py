@@ -1,0 +1,198 @@
+"""Reductions: the local part, one all-reduce over the axes that split the reduced dims.
+
+What is reduced over every split dim comes back as a plain tensor, the same on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part, one_of_all, sum_over, volume
+from lightning_shard.domain.layout import Factor
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+
+Dims = int | Sequence[int] | None
+
+
+def reduced_dims(x: Subdomain, dim: Dims) -> tuple[int, ...]:
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(x.ndim))
+    return tuple(x.layout.dim(d) for d in ((dim,) if isinstance(dim, int) else dim))
+
+
+def result(x: Subdomain, local: Tensor, dims: Sequence[int], keepdim: bool) -> Subdomain | Tensor:
+    """Wrap a tensor from which `dims` were reduced on all ranks."""
+    kept = [
+        (Factor(1),) if d in dims else factors
+        for d, factors in enumerate(x.layout.dims)
+        if keepdim or d not in dims
+    ]
+    layout = type(x.layout)(tuple(kept), x.layout.grid)
+    return x.like(local, layout) if layout.split_dims else local
+
+
+@implements(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
+def sum_(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    local = func(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
+    return result(x, sum_over(x, local, dims), dims, keepdim)
+
+
+@implements(torch.mean, Tensor.mean)
+def mean(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    local = torch.sum(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
+    return result(x, sum_over(x, local, dims) / volume(x.layout, dims), dims, keepdim)
+
+
+@implements(torch.var, Tensor.var)
+def var(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Subdomain | Tensor:
+    """Two passes: the global mean, then the squared distances from it."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = reduced_dims(x, dim)
+    correction = float(unbiased) if correction is None else correction
+    count = volume(x.layout, dims)
+    center = sum_over(x, x.local.sum(dims, keepdim=True), dims) / count
+    squares = sum_over(x, (x.local - center).abs().square().sum(dims, keepdim=keepdim), dims)
+    return result(x, squares / max(count - correction, 0), dims, keepdim)
+
+
+@implements(torch.std, Tensor.std)
+def std(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Subdomain | Tensor:
+    found = var(torch.var, x, dim, unbiased, keepdim, correction=correction)
+    return found.like(found.local.sqrt()) if isinstance(found, Subdomain) else found.sqrt()
+
+
+@implements(torch.var_mean)
+def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return var(torch.var, x, *args, **kwargs), _mean_beside(x, *args, **kwargs)
+
+
+@implements(torch.std_mean)
+def std_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return std(torch.std, x, *args, **kwargs), _mean_beside(x, *args, **kwargs)
+
+
+def _mean_beside(x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain | Tensor:
+    """The mean for the arguments of `var`, in any of its forms."""
+    dim = args[0] if args and not isinstance(args[0], bool) else kwargs.get("dim")
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    return mean(torch.mean, x, dim, keepdim)
+
+
+@implements(torch.nanmean, Tensor.nanmean)
+def nanmean(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    total = sum_over(x, torch.nansum(x.local, dims, keepdim, dtype=dtype), dims)
+    return result(
+        x, total / sum_over(x, (~x.local.isnan()).sum(dims, keepdim), dims), dims, keepdim
+    )
+
+
+@implements(torch.count_nonzero, Tensor.count_nonzero)
+def count_nonzero(
+    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None
+) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    return result(x, sum_over(x, (x.local != 0).sum(dims), dims), dims, False)
+
+
+@implements(torch.prod, Tensor.prod)
+def prod(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Subdomain | Tensor:
+    """The product of all ranks' products, so that a zero on one of them has its gradient."""
+    if dim is None:
+        return torch.prod(one_of_all(x, x.layout.axes(), x.local.prod(dtype=dtype)), 0)
+    d = x.layout.dim(dim)
+    local = x.local.prod(d, keepdim, dtype=dtype)
+    if x.layout.axes(d):
+        local = torch.prod(one_of_all(x, x.layout.axes(d), local), 0)
+    return result(x, local, (d,), keepdim)
+
+
+@implements(torch.any, Tensor.any)
+def any_(
+    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False
+) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    return result(x, _count(x, x.local.bool(), dims, keepdim) > 0, dims, keepdim)
+
+
+@implements(torch.all, Tensor.all)
+def all_(
+    func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False
+) -> Subdomain | Tensor:
+    dims = reduced_dims(x, dim)
+    return result(x, _count(x, x.local.logical_not(), dims, keepdim) == 0, dims, keepdim)
+
+
+def _count(x: Subdomain, marks: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """How many of the `marks` of all ranks are true along `dims`."""
+    return sum_over(x, marks.sum(tuple(dims), keepdim=keepdim), dims)
+
+
+@implements(torch.equal, Tensor.equal)
+def equal(func: Callable[..., bool], x: Any, other: Any) -> bool:
+    """Tensors of two shapes differ, also where one could be broadcast to the other."""
+    return tuple(x.shape) == tuple(other.shape) and allclose(func, x, other)
+
+
+@implements(torch.allclose, Tensor.allclose)
+def allclose(func: Callable[..., bool], x: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """One answer for all ranks."""
+    layout = common_layout([x, other])
+    owner = x if isinstance(x, Subdomain) else other
+    agrees = func(local_part(x, layout), local_part(other, layout), *args, **kwargs)
+    wrong = torch.tensor(float(not agrees), device=owner.local.device)
+    return not sum_over(owner.like(owner.local, layout), wrong, range(layout.ndim)).item()
+
+
+def squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
+    return x.reshape([n for d, n in enumerate(x.shape) if d not in dims])

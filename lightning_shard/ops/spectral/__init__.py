@@ -1,0 +1,4 @@
+"""Rules for Fourier transforms."""
+
+from lightning_shard.ops.spectral import fft as fft
+from lightning_shard.ops.spectral import hermitian as hermitian

@@ -1,0 +1,101 @@
+"""Spectra that are written: a complex tensor of zeros to which modes of split tensors are assigned.
+
+In `out = torch.zeros(...); out[slices] = modes` the plain tensor becomes a `Canvas`, which records
+the assignment; the inverse transform reads the recorded modes, and nothing else is ever stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.view.index import expanded_index
+
+Positions = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Modes assigned to a canvas: `modes` stand at `positions` of each dim."""
+
+    modes: Subdomain
+    positions: tuple[Positions, ...]
+
+
+@dataclass
+class Canvas:
+    """A spectrum that is zero but for the recorded assignments.
+
+    A dataclass that is changed in place, because assignment to a tensor is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    writes: list[Write]
+    order: tuple[Positions, ...]  # position in the canvas as it was made, for each index shown now
+    local: Tensor  # without elements, for its device
+    lazy: ClassVar[bool] = True
+
+    @staticmethod
+    def of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Canvas":
+        order = tuple(tuple(range(n)) for n in shape)
+        return Canvas(shape, dtype, [], order, torch.empty(0, dtype=dtype, device=device))
+
+    @staticmethod
+    def like(plain: Tensor) -> "Canvas":
+        if plain.requires_grad or bool(plain.any()):
+            raise UnsupportedOperationError(
+                "modes of a split tensor can be assigned to a plain tensor of zeros only"
+            )
+        return Canvas.of(tuple(plain.shape), plain.dtype, plain.device)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.writes[-1].modes.layout if self.writes else None
+
+    def read(self) -> Subdomain:
+        """Refused: only an inverse transform reads what was assigned."""
+        raise UnsupportedOperationError(
+            "only an inverse transform can follow an assignment of modes"
+        )
+
+    def assign(self, index: Any, value: Subdomain) -> None:
+        entries = expanded_index(len(self.shape), index)
+        if any(not isinstance(e, slice) for e in entries):
+            raise UnsupportedOperationError("modes are assigned to slices of a spectrum")
+        positions = tuple(shown[e] for shown, e in zip(self.order, entries, strict=True))
+        if value.shape != tuple(map(len, positions)):
+            raise UnsupportedOperationError(
+                f"modes of shape {value.shape} assigned to a place of shape "
+                f"{tuple(map(len, positions))}"
+            )
+        for write in self.writes:
+            if all(set(a) & set(b) for a, b in zip(write.positions, positions, strict=True)):
+                raise UnsupportedOperationError("two assignments of modes to the same place")
+        self.writes.append(Write(value.like(value.local.to(self.dtype)), positions))
+
+    def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Canvas":
+        """What is at index i of the result was at index order(i) of this."""
+        moved = []
+        for d, n in enumerate(self.shape):
+            source = order[d](tuple(range(n))) if d in order else tuple(range(n))
+            moved.append({old: new for new, old in enumerate(source)})
+        writes = [
+            Write(
+                w.modes,
+                tuple(tuple(m[p] for p in at) for m, at in zip(moved, w.positions, strict=True)),
+            )
+            for w in self.writes
+        ]
+        canvas = Canvas.of(self.shape, self.dtype, self.local.device)
+        canvas.writes += writes
+        return canvas

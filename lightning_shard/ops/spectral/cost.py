@@ -1,0 +1,175 @@
+"""The cost rule of spectra: in which order the dims are transformed, and each by which method.
+
+A dim of N rows over P ranks is transformed by a matrix product of the k kept frequencies, whose
+partial sums are reduce-scattered over modes, or by an FFT, which needs whole rows: a split dim is
+transposed with the others for it and back. What is truncated first makes the rest cheaper. The rule
+adds up the time of every order and method in a model of the device, and takes the least. It uses
+integers that all ranks share, so all ranks decide alike. Rates and their source: docs/spectral.md.
+"""
+
+import itertools
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+from lightning_shard.domain.layout import partition
+
+Method = Literal["auto", "dft", "fft"]
+Step = tuple[int, bool]  # which of the transformed dims, and whether by an FFT
+
+_METHOD: ContextVar[Method] = ContextVar("spectral_method", default="auto")
+
+
+@contextmanager
+def spectral_method(method: Method) -> Generator[None, None, None]:
+    """Transform split tensors by this method inside the block; results are the same.
+
+    Args:
+        method: "dft": matrix products of the kept frequencies; "fft": FFTs, for which split dims
+            are transposed; "auto": for each dim the cheaper one, as docs/spectral.md says.
+
+    Raises:
+        ValueError: Another name.
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"spectral_method must be one of {get_args(Method)}; got {method!r}.")
+    token = _METHOD.set(method)
+    try:
+        yield
+    finally:
+        _METHOD.reset(token)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Nanoseconds per unit of work of one rank.
+
+    Attributes:
+        flop: Per floating-point operation of a matrix product.
+        touch: Per byte that is read or written once.
+        fft: Per byte that is transformed, at an extent of small prime factors.
+        send: Per byte that goes to another rank.
+        start: Per collective.
+    """
+
+    flop: float
+    touch: float
+    fft: float
+    send: float
+    start: float
+
+
+# cpu: measured on one core of an AMD EPYC with gloo; cuda: from data sheets of an H200 with NVLink
+RATES = {
+    "cpu": Rates(flop=0.015, touch=0.25, fft=0.9, send=0.8, start=1e5),
+    "cuda": Rates(flop=2.5e-5, touch=3e-4, fft=1e-3, send=3e-3, start=2e4),
+}
+AWKWARD = 3.5  # times an FFT takes longer at extents with a prime factor above 13
+
+
+def rates_of(device: str) -> Rates:
+    """Of a device type; other accelerators are taken for CUDA devices."""
+    return RATES.get(device, RATES["cuda"])
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A dim to be transformed: `rows` of the field over `parts` ranks, `kept` of N frequencies."""
+
+    points: int
+    rows: int
+    kept: int
+    parts: int
+
+
+def plan(
+    extents: tuple[Extent, ...], others: int, real_bytes: int, real: bool, device: str
+) -> tuple[Step, ...]:
+    """The steps from field to modes, in order; from modes to field they are taken in reverse.
+
+    Args:
+        extents: The transformed dims.
+        others: The number of elements along all other dims, on this rank.
+        real_bytes: Bytes of a real number.
+        real: Whether the field is real.
+        device: Its type.
+    """
+    return _plan(extents, others, real_bytes, real, device, _METHOD.get())
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    extents: tuple[Extent, ...],
+    others: int,
+    real_bytes: int,
+    real: bool,
+    device: str,
+    method: Method,
+) -> tuple[Step, ...]:
+    rates = rates_of(device)
+    methods = [
+        (False,) if method == "dft" or not e.kept else (True,) if method == "fft" else (False, True)
+        for e in extents
+    ]
+    natural = range(len(extents) - 1, -1, -1)  # the last dim first: of a real field it is one-sided
+    candidates = (
+        tuple(zip(order, (chosen[i] for i in order), strict=True))
+        for chosen in itertools.product(*methods)
+        for order in itertools.permutations(natural)
+    )
+    return min(candidates, key=lambda steps: _cost(steps, extents, others, real_bytes, real, rates))
+
+
+def _cost(
+    steps: tuple[Step, ...],
+    extents: tuple[Extent, ...],
+    others: int,
+    real_bytes: int,
+    real: bool,
+    rates: Rates,
+) -> float:
+    sizes = [_largest(e.rows, e.parts) for e in extents]
+    width = real_bytes if real else 2 * real_bytes
+    total, unsummed = 0.0, []
+
+    def volume() -> int:
+        count = others
+        for size in sizes:
+            count *= size
+        return count
+
+    def sent(parts: int) -> float:
+        return rates.send * volume() * width * (parts - 1) / parts + rates.start
+
+    for i, fft in steps:
+        e = extents[i]
+        if fft:
+            work = rates.fft * (AWKWARD if _awkward(e.points) else 1.0)
+            total += volume() * width * (work + 2 * rates.touch * (e.parts > 1))
+            total += sent(e.parts) if e.parts > 1 else 0.0
+            sizes[i], width = _largest(e.kept, e.parts), 2 * real_bytes
+            total += sent(e.parts) if e.parts > 1 else 0.0
+        else:
+            flops = (4 if width == real_bytes else 8) * e.kept
+            total += volume() * (rates.flop * flops + rates.touch * width)
+            sizes[i], width = e.kept, 2 * real_bytes
+            unsummed += [i] if e.parts > 1 else []
+    for i in unsummed:
+        total += sent(extents[i].parts)
+        sizes[i] = _largest(extents[i].kept, extents[i].parts)
+    return total
+
+
+def _largest(extent: int, parts: int) -> int:
+    return partition(extent, parts)[1]
+
+
+@lru_cache(maxsize=1024)
+def _awkward(extent: int) -> bool:
+    for prime in (2, 3, 5, 7, 11, 13):
+        while extent % prime == 0 and extent > 1:
+            extent //= prime
+    return extent > 1

@@ -1,0 +1,186 @@
+"""torch.fft on split tensors, by lazy spectra (ops/spectral/spectrum.py)."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.become import Became, refuse_shared
+from lightning_shard.ops.registry import implements, implements_lazily
+from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
+from lightning_shard.ops.spectral.dft import scale
+from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
+from lightning_shard.ops.view.index import expanded_index, getitem
+from lightning_shard.ops.window.shift import roll
+
+Lazy = Spectrum | Canvas
+LIMITS = "modes assigned twice to a place, or to a part of a dim that is not transformed"
+
+
+def _plan(
+    x: Any, args: Sequence[Any], kwargs: dict[str, Any], rank: int | None
+) -> tuple[Any, list[int], str | None]:
+    """(sizes or None, dims, norm) of a torch.fft call of 1, 2 or n dims."""
+    names = ("n", "dim", "norm") if rank == 1 else ("s", "dim", "norm")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if set(given) - set(names):
+        raise UnsupportedOperationError(f"arguments {sorted(set(given) - set(names))} of torch.fft")
+    sizes, dims = given.get(names[0]), given.get("dim")
+    if isinstance(sizes, int):
+        sizes = [sizes]
+    if rank == 1:
+        dims = -1 if dims is None else dims
+    if isinstance(dims, int):
+        dims = [dims]
+    elif dims is None:
+        last = 2 if rank == 2 else x.ndim if sizes is None else len(sizes)
+        dims = list(range(-last, 0))
+    return sizes, [d % x.ndim for d in dims], given.get("norm")
+
+
+def _forward(
+    func: Callable[..., Any],
+    x: Subdomain,
+    rank: int | None,
+    one_sided: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    sizes, dims, norm = _plan(x, args, kwargs, rank)
+    extents = tuple(
+        x.shape[d] if sizes is None or sizes[i] == -1 else int(sizes[i]) for i, d in enumerate(dims)
+    )
+    frequencies = [tuple(range(n)) for n in extents]
+    if one_sided:
+        if x.dtype.is_complex:
+            raise RuntimeError(f"{func.__name__} expects a real input; got {x.dtype}")
+        frequencies[-1] = tuple(range(extents[-1] // 2 + 1))
+    factor = scale(norm, extents, forward=True)
+    return Spectrum(x, tuple(dims), extents, tuple(frequencies), factor, _complex(x.dtype))
+
+
+def _backward(
+    func: Callable[..., Any], x: Any, rank: int | None, one_sided: bool, *args: Any, **kwargs: Any
+) -> Any:
+    sizes, dims, norm = _plan(x, args, kwargs, rank)
+    shape = [x.shape[d] for d in dims]
+    if one_sided:
+        shape[-1] = 2 * (shape[-1] - 1)
+    extents = [n if sizes is None or sizes[i] == -1 else int(sizes[i]) for i, n in enumerate(shape)]
+    if isinstance(x, Spectrum):
+        x = x.read()
+    if isinstance(x, Subdomain):
+        x = x if x.dtype.is_complex else x.like(x.local.to(_complex(x.dtype)))
+        writes = [Write(x, tuple(tuple(range(n)) for n in x.shape))]
+    else:
+        writes = x.writes
+        for write in writes:
+            if any(len(at) < x.shape[d] for d, at in enumerate(write.positions) if d not in dims):
+                raise UnsupportedOperationError(
+                    "modes assigned to a part of a dim that is not transformed"
+                )
+    if not writes:
+        raise UnsupportedOperationError("an inverse transform of a spectrum without modes")
+    return inverse(writes, dims, extents, norm, one_sided)
+
+
+def _call(
+    kind: Callable[..., Any],
+    rank: int | None,
+    one_sided: bool,
+    func: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    x = kwargs.pop("input", None)
+    return kind(func, *(args[:1] or (x,)), rank, one_sided, *args[1:], **kwargs)
+
+
+def _register() -> None:
+    for name, rank in (("fft", 1), ("fft2", 2), ("fftn", None)):
+        for prefix, kind, one_sided in (
+            ("", _forward, False),
+            ("r", _forward, True),
+            ("i", _backward, False),
+            ("ir", _backward, True),
+        ):
+            function = getattr(torch.fft, prefix + name)
+
+            rule = functools.partial(_call, kind, rank, one_sided)
+            implements(function, limits=LIMITS if kind is _backward else "")(rule)
+            if kind is _backward:
+                implements_lazily(function)(rule)
+
+
+_register()
+
+
+@implements_lazily(torch.fft.fftshift, torch.fft.ifftshift)
+def lazy_shift(func: Callable[..., Any], x: Lazy, dim: Any = None) -> Lazy:
+    return x.moved_by({d: _rotation(func) for d in _dims(x, dim)})
+
+
+@implements(torch.fft.fftshift, torch.fft.ifftshift)
+def shift(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Subdomain:
+    dims = _dims(x, dim)
+    forward = func is torch.fft.fftshift
+    return roll(func, x, [x.shape[d] // 2 if forward else -(x.shape[d] // 2) for d in dims], dims)
+
+
+def _rotation(func: Callable[..., Any]) -> Callable[[Positions], Positions]:
+    def rotate(kept: Positions) -> Positions:
+        n = len(kept)
+        start = (n + 1) // 2 if func is torch.fft.fftshift else n // 2
+        return kept[start:] + kept[:start]
+
+    return rotate
+
+
+def _dims(x: Any, dim: Any) -> list[int]:
+    chosen = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    return [d % x.ndim for d in chosen]
+
+
+@implements_lazily(Tensor.__getitem__)
+def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
+    """Slices along transformed dims choose frequencies; the modes are then computed."""
+    if isinstance(x, Canvas):
+        raise UnsupportedOperationError("reading a spectrum to which modes were assigned")
+    entries = expanded_index(x.ndim, index)
+    slices = {d: e for d, e in enumerate(entries) if isinstance(e, slice)}
+    if len(slices) == len(entries):
+        x = x.moved_by({d: lambda kept, e=e: kept[e] for d, e in slices.items()})
+        entries = [slice(None) if d in x.dims else e for d, e in enumerate(entries)]
+    return getitem(func, x.read(), tuple(entries))
+
+
+@implements_lazily(Tensor.__setitem__)
+def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became | None:
+    """A plain complex tensor of zeros becomes a canvas with its first modes."""
+    spectral = isinstance(x, Canvas) or (isinstance(x, Tensor) and x.is_complex())
+    if not spectral or not isinstance(value, Subdomain | Spectrum):
+        raise UnsupportedOperationError("assignment into the spectrum of a split tensor")
+    if isinstance(x, Canvas):
+        x.assign(index, value.read())
+        return None
+    refuse_shared(x)
+    canvas = Canvas.like(x)
+    canvas.assign(index, value.read())
+    return Became(x, canvas)
+
+
+@implements_lazily(Tensor.chalf, Tensor.to)
+def lazy_convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(x, Spectrum):
+        raise UnsupportedOperationError("conversion of a spectrum to which modes were assigned")
+    x = x.read()
+    return x.like(func(x.local, *args, **kwargs))
+
+
+def _complex(dtype: torch.dtype) -> torch.dtype:
+    wide = {torch.float64: torch.complex128, torch.float16: torch.complex32}
+    return dtype if dtype.is_complex else wide.get(dtype, torch.complex64)

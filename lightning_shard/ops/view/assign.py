@@ -1,0 +1,145 @@
+"""Assignment by index: each rank writes the assigned rows that it owns."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import local_part, simple, split_differently, subdomains, whole
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch import Span, fetch, needs_of
+from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.become import Became, become_split
+from lightning_shard.ops.registry import implements, rule_for
+from lightning_shard.ops.view.index import expanded_index, range_of, row_of
+from lightning_shard.ops.view.reshape import unsqueeze
+
+
+@implements(Tensor.__setitem__, limits="no None; a mask takes one value")
+def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became | None:
+    """Each rank writes the assigned rows that it owns."""
+    if not isinstance(x, Subdomain):
+        return _written_to_plain(func, x, index, value)
+    if isinstance(index, Subdomain | Tensor) and index.dtype == torch.bool and index.ndim:
+        return _fill_where(x, index, value)
+    entries = expanded_index(x.ndim, index)
+    if None in entries:
+        raise UnsupportedOperationError("assignment through an index with None")
+    rows = [_rows(x, d, entry) for d, entry in enumerate(entries)]
+    if isinstance(value, Subdomain | Tensor) and value.ndim:
+        value = _with_dims(func, value, [isinstance(e, int) for e in entries])
+    value = _split_as(x, value) if isinstance(value, Subdomain) else value
+    place: list[slice] = []
+    for d, chosen in enumerate(rows):
+        if not x.layout.axes(d):
+            place.append(slice(chosen.start, chosen.stop, chosen.step))
+            continue
+        x = simple(x, d)
+        value, where = _owned(x, d, chosen, value)
+        place.append(where)
+    x.local[tuple(place)] = value.local if isinstance(value, Subdomain) else value
+    return None
+
+
+def _written_to_plain(func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Became:
+    """The plain tensor `x` becomes split; a complex one becomes a spectrum of assigned modes."""
+    spectral = rule_for(func, lazy=True)
+    if spectral is not None and x.is_complex() and isinstance(value, Subdomain):
+        return spectral.run(func, x, index, value)
+    target = subdomains([index, value])[0].like(x, _layout_of_target(x, index, value))
+    return become_split(x, target, lambda part: setitem(func, part, index, value))
+
+
+def _layout_of_target(x: Tensor, index: Any, value: Any) -> Layout:
+    """How the plain tensor `x` is to be split so that it can take split rows, or a split mask."""
+    if isinstance(index, Subdomain):
+        whole_dims = tuple((Factor(n),) for n in x.shape[index.ndim :])
+        return Layout(index.layout.dims + whole_dims, index.layout.grid)
+    kept = [d for d, e in enumerate(expanded_index(x.ndim, index)) if isinstance(e, slice)]
+    splits = {}
+    for d in value.layout.split_dims if isinstance(value, Subdomain) else ():
+        if value.shape[d] > 1 and value.ndim - d <= len(kept):
+            splits[kept[d - value.ndim]] = value.layout.axes(d)
+    return Layout.of(x.shape, splits, subdomains([index, value])[0].layout.grid)
+
+
+def _rows(x: Subdomain, dim: int, entry: int | slice) -> range:
+    if isinstance(entry, slice):
+        return range_of(x.shape[dim], entry)
+    row = row_of(x, dim, entry)
+    return range(row, row + 1)
+
+
+def _fill_where(x: Subdomain, mask: Any, value: Any) -> None:
+    """Write one number where the mask, of the first dims of `x`, is true."""
+    if isinstance(value, Subdomain) or (isinstance(value, Tensor) and value.ndim):
+        raise UnsupportedOperationError(
+            "assignment of many values through a mask: which of them go to this rank is not known "
+            "before"
+        )
+    for _ in range(x.ndim - mask.ndim):
+        mask = (
+            unsqueeze(torch.unsqueeze, mask, mask.ndim)
+            if isinstance(mask, Subdomain)
+            else mask.unsqueeze(-1)
+        )
+    x.local.masked_fill_(local_part(mask, x.layout), value)
+
+
+def _split_as(x: Subdomain, value: Subdomain) -> Subdomain:
+    """`value` with dims that are split over the ranks of the same dims of `x`, or whole."""
+    for d in value.layout.split_dims:
+        target = d - value.ndim + x.ndim
+        if value.shape[d] == 1:
+            value = whole(value, d)
+        elif target < 0 or x.layout.axes(target) != value.layout.axes(d):
+            raise split_differently([x, value])
+    return value
+
+
+def _with_dims(func: Callable[..., Any], value: Any, single_rows: Sequence[bool]) -> Any:
+    """`value` with a dim of extent 1 for each dim that is indexed by one row."""
+    own = value.ndim
+    for d in range(len(single_rows) - 1, -1, -1):
+        if single_rows[d]:
+            value = (
+                unsqueeze(func, value, own)
+                if isinstance(value, Subdomain)
+                else value.unsqueeze(own)
+            )
+        elif own == 0:
+            break
+        else:
+            own -= 1
+    return value
+
+
+def _owned(x: Subdomain, dim: int, rows: range, value: Any) -> tuple[Any, slice]:
+    """The part of `value` that goes to this rank's rows among `rows`, and their local places."""
+    ((factor,), grid) = x.layout.dims[dim], x.layout.grid
+    parts = grid.parts(factor.axes)
+
+    def positions(low: int, high: int) -> list[Span]:
+        first = -(-max(low - rows.start, 0) // rows.step)
+        last = min(-(-max(high - rows.start, 0) // rows.step), len(rows))
+        return [(first, last)] if first < last else []
+
+    low, high = factor.bounds(grid)
+    mine = positions(low, high) if high > low else []
+    first, last = mine[0] if mine else (0, 0)
+    where = slice(0, 0)
+    if mine:
+        where = slice(rows[first] - low, rows[last - 1] - low + 1, rows.step)
+    own = dim - x.ndim if isinstance(value, Subdomain | Tensor) else 0
+    if not own or value.ndim < -own or value.shape[own] == 1 != len(rows):
+        return value, where
+    d = value.ndim + own
+    if isinstance(value, Subdomain) and value.layout.axes(d):
+        value = simple(value, d)
+        local = fetch(value, d, needs_of(factor.extent, parts, positions))
+        return value.like(local, value.layout.with_dim(d, len(rows), axes=())), where
+    if isinstance(value, Subdomain):
+        return value.like(value.local.narrow(d, first, last - first)), where
+    return value.narrow(d, first, last - first), where

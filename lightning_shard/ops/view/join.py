@@ -1,0 +1,127 @@
+"""Concatenation: along whole dims locally; along a split dim each rank fetches its output rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import (
+    broadcasting,
+    common_layout,
+    concatenated,
+    local_part,
+    simple,
+)
+from lightning_shard.domain.fetch import Span, fetch, needs_of
+from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view.reshape import unsqueeze
+
+Operand = Subdomain | Tensor
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kwargs: Any) -> Any:
+    dim = kwargs.get("axis", dim)
+    joined = [t for t in tensors if tuple(t.shape) != (0,)]  # torch leaves these out, of any rank
+    tensors = joined or tensors
+    first = next((t for t in tensors if isinstance(t, Subdomain)), None)
+    if first is None:
+        return torch.cat([t for t in tensors if isinstance(t, Tensor)], dim)
+    dim = first.layout.dim(dim)
+    layout = _without(tensors, dim)
+    axes = _axes_of_joined(tensors, dim, layout)
+    extent = sum(t.shape[dim] for t in tensors)
+    target = layout.with_dim(dim, extent, axes)
+    parts, start = [], 0
+    for t in tensors:
+        local = (
+            local_part(t, layout.with_dim(dim, t.shape[dim], ()))
+            if not axes
+            else _rows(t, dim, start, target)
+        )
+        parts.append(local)
+        start += t.shape[dim]
+    return first.like(concatenated(parts, dim), target)
+
+
+def _axes_of_joined(tensors: Sequence[Operand], dim: int, layout: Layout) -> tuple[int, ...]:
+    """The mesh axes that split the joined `dim`: those of the operands, if they agree.
+
+    None where `layout`, of the other dims, has one of them: an axis splits one dim only.
+    """
+    kinds = {t.layout.axes(dim) for t in tensors if isinstance(t, Subdomain)} - {()}
+    if len(kinds) != 1 or set(*kinds) & set(layout.axes()):
+        return ()
+    return kinds.pop()
+
+
+def _without(tensors: Sequence[Operand], dim: int) -> Layout:
+    """The common layout of all dims but `dim`."""
+    return common_layout([broadcasting(t, {dim}) for t in tensors])
+
+
+def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
+    """The rows of `t`, which begin at `start` of the result, that this rank's output holds."""
+    own = target.with_dim(dim, t.shape[dim], ())
+    (factor,) = target.dims[dim]
+    grid = target.grid
+
+    def inside(low: int, high: int) -> list[Span]:
+        first, last = max(low - start, 0), min(high - start, t.shape[dim])
+        return [(first, last)] if first < last else []
+
+    low, high = factor.bounds(grid)
+    if isinstance(t, Subdomain) and t.layout.axes(dim):
+        t = simple(t, dim)
+        rows = fetch(t, dim, needs_of(factor.extent, grid.parts(factor.axes), inside))
+        t = t.like(rows, t.layout.with_dim(dim, t.shape[dim], ()))
+        return local_part(t, own)
+    first, last = (inside(low, high) or [(0, 0)])[0]
+    return local_part(t, own).narrow(dim, first, last - first)
+
+
+@implements(torch.stack)
+def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) -> Any:
+    d = dim % (tensors[0].ndim + 1)
+    raised = [
+        unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors
+    ]
+    return cat(torch.cat, raised, d)
+
+
+@dataclass(frozen=True)
+class _Stacking:
+    """How a function of numpy's joins: along `dim`, after tensors of fewer dims have `least`."""
+
+    least: int
+    dim: int
+    columns: bool = False
+
+
+_STACKINGS: dict[Callable[..., Any], _Stacking] = {
+    torch.hstack: _Stacking(least=1, dim=1),
+    torch.column_stack: _Stacking(least=2, dim=1, columns=True),
+    torch.vstack: _Stacking(least=2, dim=0),
+    torch.row_stack: _Stacking(least=2, dim=0),
+    torch.dstack: _Stacking(least=3, dim=2),
+}
+
+
+@implements(*_STACKINGS)
+def stack_by_name(func: Callable[..., Any], tensors: Sequence[Operand]) -> Any:
+    """Tensors of fewer dims get dims of extent 1 first, as numpy has it."""
+    stacking = _STACKINGS[func]
+    raised = [_raised(t, stacking.least, columns=stacking.columns) for t in tensors]
+    return cat(torch.cat, raised, min(raised[0].ndim - 1, stacking.dim))
+
+
+def _raised(x: Operand, least: int, *, columns: bool) -> Operand:
+    """A row is (1, n) and (1, n, 1); for `column_stack` a column (n, 1)."""
+    while x.ndim < least:
+        at = x.ndim if columns or x.ndim == 2 else 0
+        x = unsqueeze(torch.unsqueeze, x, at) if isinstance(x, Subdomain) else x.unsqueeze(at)
+    return x

@@ -1,0 +1,220 @@
+"""Reshapes and permutations: factors are regrouped, data stays.
+
+Merging dims always keeps every element where it is: the merged dim remembers its factors.
+Splitting a split dim of N rows into (n, N / n) moves rows between neighbours only where the
+partition of N rows is not that of n times N / n. A reshape that cuts across dims, as (3, 4) to
+(2, 6), moves rows to the canonical partition of their product.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part, simple, whole
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch import fetch, route_of
+from lightning_shard.domain.layout import Dim, Factor, Layout, merge, partition
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+
+
+def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
+    """Regroup the factors of `x` into dims of `shape` (one entry may be -1)."""
+    shape = _resolved(x.shape, [int(n) for n in shape])
+    if shape == x.shape:
+        return x
+    factors = list(merge([f for dim in x.layout.dims for f in dim]))
+    flat = x.view(x.local, Layout(tuple((f,) for f in factors), x.layout.grid))
+    flat = flat.view(x.local.reshape(flat.layout.local_shape), flat.layout)
+    dims: list[Dim] = []
+    done = 0  # factors of `flat` already taken
+    for extent in shape:
+        start, need = done, extent
+        while done < flat.ndim and (
+            need > 1 or (extent == flat.shape[done] == 1 and done == start)
+        ):
+            if need % flat.shape[done]:
+                flat = _split_factor(flat, done, need)
+            need //= flat.shape[done]
+            done += 1
+        dims.append(merge([f for dim in flat.layout.dims[start:done] for f in dim]))
+    rest = [f for dim in flat.layout.dims[done:] for f in dim]  # split factors of extent 1
+    if rest and dims:
+        dims[-1] = merge([*dims[-1], *rest])
+    elif rest:
+        flat = whole(flat, 0)
+    layout = Layout(tuple(dims), x.layout.grid)
+    return flat.view(flat.local.reshape(layout.local_shape), layout)
+
+
+def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
+    """Split factor `dim` of extent N into (outer, N / outer), the outer one split as N was.
+
+    Where `outer` does not divide N, as in (3, 4) to (2, 6), N is merged with the factor after it.
+    """
+    while flat.shape[dim] % outer:
+        dims = [*flat.layout.dims]
+        dims[dim : dim + 2] = [merge([*dims[dim], *dims[dim + 1]])]
+        layout = Layout(tuple(dims), flat.layout.grid)
+        flat = simple(flat.view(flat.local.reshape(layout.local_shape), layout), dim)
+    ((factor,), grid) = flat.layout.dims[dim], flat.layout.grid
+    inner = factor.extent // outer
+    local, moved = flat.local, flat.moved
+    if factor.axes:
+        offsets = [inner * n for n in partition(outer, grid.parts(factor.axes))]
+        needs = tuple(((low, high),) if high > low else () for low, high in pairwise(offsets))
+        moved |= route_of(flat, dim, needs).moves
+        local = fetch(flat, dim, needs)
+    dims = [*flat.layout.dims]
+    dims[dim : dim + 1] = [(Factor(outer, factor.axes),), (Factor(inner),)]
+    layout = Layout(tuple(dims), grid)
+    return Subdomain(local.reshape(layout.local_shape), layout, flat.domain, moved)
+
+
+def _resolved(shape: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
+    known = math.prod(n for n in target if n != -1)
+    total = math.prod(shape)
+    if -1 in target and known and total % known == 0:
+        target = [total // known if n == -1 else n for n in target]
+    if math.prod(target) != total or -1 in target:
+        raise RuntimeError(f"shape '{list(target)}' is invalid for input of shape {tuple(shape)}")
+    return tuple(target)
+
+
+@implements(torch.reshape, Tensor.reshape, Tensor.view, limits="no view of another dtype")
+def reshape(func: Callable[..., Any], x: Subdomain, *shape: Any, **kwargs: Any) -> Subdomain:
+    shape = shape or tuple(kwargs.values())
+    if isinstance(shape[0], torch.dtype):
+        raise UnsupportedOperationError("view of another dtype; use to(dtype)")
+    return reshape_to(x, shape[0] if isinstance(shape[0], Sequence) else shape)
+
+
+@implements(Tensor.view_as, Tensor.reshape_as)
+def reshape_as(func: Callable[..., Any], x: Subdomain | Tensor, other: Any) -> Subdomain | Tensor:
+    if isinstance(x, Tensor):  # of a split one it only needs the shape
+        return x.reshape(other.shape)
+    return reshape_to(x, other.shape)
+
+
+@implements(torch.flatten, Tensor.flatten, torch.ravel, Tensor.ravel)
+def flatten(
+    func: Callable[..., Any], x: Subdomain, start_dim: int = 0, end_dim: int = -1
+) -> Subdomain:
+    first, last = x.layout.dim(start_dim), x.layout.dim(end_dim)
+    if first > last:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    merged = merge([f for dim in x.layout.dims[first : last + 1] for f in dim])
+    layout = Layout((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
+    return x.view(x.local.reshape(layout.local_shape), layout)
+
+
+@implements(torch.unflatten, Tensor.unflatten)
+def unflatten(func: Callable[..., Any], x: Subdomain, dim: int, sizes: Sequence[int]) -> Subdomain:
+    d = x.layout.dim(dim)
+    return reshape_to(x, [*x.shape[:d], *_resolved([x.shape[d]], sizes), *x.shape[d + 1 :]])
+
+
+def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
+    layout = Layout(tuple(x.layout.dims[d] for d in order), x.layout.grid)
+    return x.view(x.local.permute(*order), layout)
+
+
+@implements(torch.permute, Tensor.permute)
+def permute(func: Callable[..., Any], x: Subdomain, *dims: Any, **kwargs: Any) -> Subdomain:
+    dims = dims or tuple(kwargs.values())
+    order = dims[0] if isinstance(dims[0], Sequence) else dims
+    return permuted(x, [x.layout.dim(d) for d in order])
+
+
+@implements(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims,
+            Tensor.swapdims)  # fmt: skip
+def transpose(func: Callable[..., Any], x: Subdomain, dim0: int, dim1: int) -> Subdomain:
+    order = list(range(x.ndim))
+    a, b = x.layout.dim(dim0), x.layout.dim(dim1)
+    order[a], order[b] = b, a
+    return permuted(x, order)
+
+
+@implements(torch.t, Tensor.t, Tensor.T.__get__, Tensor.mT.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+def matrix_transpose(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    return transpose(func, x, -2, -1) if x.ndim > 1 else x
+
+
+@implements(torch.adjoint, Tensor.adjoint, Tensor.mH.__get__, Tensor.H.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+def adjoint(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    turned = transpose(func, x, -2, -1)
+    return turned.view(turned.local.conj(), turned.layout)
+
+
+@implements(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis)
+def movedim(func: Callable[..., Any], x: Subdomain, source: Any, destination: Any) -> Subdomain:
+    meta = torch.empty(tuple(range(x.ndim)), device="meta")  # extents that name the dims
+    return permuted(x, torch.movedim(meta, source, destination).shape)
+
+
+@implements(torch.unsqueeze, Tensor.unsqueeze)
+def unsqueeze(func: Callable[..., Any], x: Subdomain, dim: int) -> Subdomain:
+    d = dim % (x.ndim + 1)
+    dims = (*x.layout.dims[:d], (Factor(1),), *x.layout.dims[d:])
+    return x.view(x.local.unsqueeze(d), Layout(dims, x.layout.grid))
+
+
+@implements(torch.squeeze, Tensor.squeeze)
+def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
+    asked = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {d for d in map(x.layout.dim, asked) if x.shape[d] == 1}
+    for d in gone:
+        x = whole(x, d)
+    dims = tuple(factors for d, factors in enumerate(x.layout.dims) if d not in gone)
+    return x.view(x.local.squeeze(tuple(gone)), Layout(dims, x.layout.grid))
+
+
+_LEAST = {torch.atleast_1d: 1, torch.atleast_2d: 2, torch.atleast_3d: 3}
+
+
+@implements(*_LEAST)
+def atleast(func: Callable[..., Any], *tensors: Any) -> Any:
+    """New dims as torch adds them: (n) is (1, n) and (1, n, 1), (n, m) is (n, m, 1)."""
+    x, least = next(iter(tensors)), _LEAST[func]
+    if len(tensors) > 1 or isinstance(x, list | tuple):
+        raise UnsupportedOperationError("several tensors at once; call it for each")
+    if x.ndim < min(least, 2):
+        x = unsqueeze(torch.unsqueeze, x, 0)
+    return unsqueeze(torch.unsqueeze, x, 2) if x.ndim < least else x
+
+
+@implements(torch.view_as_real)
+def view_as_real(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """The pairs of real and imaginary parts are the last dim, which is whole."""
+    return x.view(func(x.local), Layout((*x.layout.dims, (Factor(2),)), x.layout.grid))
+
+
+@implements(torch.view_as_complex)
+def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    return x.view(func(whole(x, x.ndim - 1).local), Layout(x.layout.dims[:-1], x.layout.grid))
+
+
+@implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)
+def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subdomain:
+    first = (sizes or tuple(kwargs.values()))[0]
+    if isinstance(x, Tensor):  # like a split tensor
+        layout = common_layout([x, first])
+        return first.like(local_part(x, layout).expand(layout.local_shape), layout)
+    first = first.shape if isinstance(first, Tensor | Subdomain) else first
+    target = [int(n) for n in (first if isinstance(first, Sequence) else sizes)]
+    added = len(target) - x.ndim
+    shape = (*[1] * added, *x.shape)
+    target = [old if new == -1 else new for old, new in zip(shape, target, strict=True)]
+    for d in x.layout.split_dims:
+        if x.shape[d] == 1 != target[added + d]:
+            x = whole(x, d)
+    dims = tuple(
+        (Factor(new),) if d < added or new != shape[d] else x.layout.dims[d - added]
+        for d, new in enumerate(target)
+    )
+    layout = Layout(dims, x.layout.grid)
+    return x.view(x.local.expand(layout.local_shape), layout)

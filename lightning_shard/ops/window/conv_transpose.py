@@ -1,0 +1,62 @@
+"""Transposed convolutions: each rank fetches the input rows that reach its own output rows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import empty_attached
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.window import per_dim, spread_rows
+from lightning_shard.ops.registry import implements
+
+
+@implements(
+    torch.conv_transpose1d,
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
+    limits="channels and weights must be whole",
+)
+def conv_transpose(
+    func: Callable[..., Tensor],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Subdomain:
+    x, n = input, weight.ndim - 2
+    if not isinstance(x, Subdomain) or isinstance(weight, Subdomain):
+        raise UnsupportedOperationError("only the input may be split, not the weight")
+    first = x.ndim - n  # the first spatial dim; 1 for an input without batch
+    if x.layout.axes(first - 1):
+        raise UnsupportedOperationError(f"convolution over split channels (dim {first - 1})")
+    strides, dilations = per_dim(stride, n), per_dim(dilation, n)
+    inner, extra = per_dim(padding, n), per_dim(output_padding, n)
+    layout = x.layout.with_dim(first - 1, weight.shape[1] * groups)
+    starts = {}
+    for i, (k, s, p, d) in enumerate(zip(weight.shape[2:], strides, inner, dilations, strict=True)):
+        dim = first + i
+        output = (x.shape[dim] - 1) * s - 2 * p + d * (k - 1) + extra[i] + 1
+        if extra[i] >= max(s, d) or output < 1:
+            raise RuntimeError(
+                f"{func.__name__}: output padding must be smaller than stride or dilation, and the "
+                f"output must have rows; got output_padding {extra[i]}, stride {s}, dilation {d} "
+                f"and {output} rows in dim {dim}"
+            )
+        if x.layout.axes(dim) and (k, s, p, extra[i]) != (1, 1, 0, 0):
+            x, starts[dim] = spread_rows(x, dim, output, kernel=k, stride=s, padding=p, dilation=d)
+            inner[i] = extra[i] = 0
+            layout = layout.with_dims({dim: x.layout.dims[dim]})
+        elif not x.layout.axes(dim):
+            layout = layout.with_dim(dim, output)
+    if 0 in layout.local_shape:
+        return x.like(empty_attached(layout.local_shape, x.local, weight, bias), layout)
+    local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
+    for dim, start in starts.items():
+        local = local.narrow(dim, start, layout.local_shape[dim])
+    return x.like(local, layout)

@@ -1,0 +1,217 @@
+"""Interpolation: each dim is a product with a narrow band of weights, which torch's kernel tells.
+
+Every mode works dim by dim. For a split dim the kernel itself is run once on combs of zeros and
+ones: its answers are the weights with which it reads the rows, rounded as it rounds them. A rank
+then fetches the rows under its output rows. Dims that are whole go through torch's function.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.align import empty_attached, simple
+from lightning_shard.domain.cache import made_once
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch import Needs, Span, fetch, needs_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.window.adaptive_pool import average_rows
+
+HALF_WIDTH = {"nearest": 0.5, "nearest-exact": 0.5, "linear": 1, "bilinear": 1, "trilinear": 1,
+              "bicubic": 2}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How one dim is interpolated, in torch's words."""
+
+    mode: str
+    align_corners: bool | None
+    antialias: bool
+
+    def __call__(self, x: Tensor, output: int, scale: float | None) -> Tensor:
+        """Interpolate the last dim: (1, C, 1, N) -> (1, C, 1, output)."""
+        mode = "bilinear" if self.mode in ("linear", "trilinear") else self.mode
+        size: dict[str, Any] = (
+            {"size": (1, output)} if scale is None else {"scale_factor": (1.0, scale)}
+        )
+        return F.interpolate(
+            x, **size, mode=mode, align_corners=self.align_corners, antialias=self.antialias
+        )
+
+
+@dataclass(frozen=True)
+class Band:
+    """Output row o is the sum over t of `weights[o, t]` times input row `starts[o] + t`."""
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    weights: Tensor  # (output rows, taps)
+
+
+@dataclass(frozen=True)
+class Resize:
+    """What the weights of one interpolated dim depend on."""
+
+    extent: int
+    output: int
+    scale: float | None
+    kernel: Kernel
+    dtype: torch.dtype
+    device: torch.device
+
+
+@made_once
+def band(resize: Resize) -> Band:
+    """Ask the kernel for its weights.
+
+    It interpolates a ramp, which tells where an output row lies, and combs with one row in `period`
+    set, which tell the weights of all rows near there.
+    """
+    extent, output, scale, kernel = resize.extent, resize.output, resize.scale, resize.kernel
+    dtype, device = resize.dtype, resize.device
+    ratio = max(extent / output, 1 / scale if scale else 0, 1) if kernel.antialias else 1
+    period = min(4 * math.ceil(HALF_WIDTH[kernel.mode] * ratio) + 6, extent)
+    with torch.autocast(device.type, enabled=False):
+        rows = torch.arange(extent, device=device)
+        center = kernel(rows.to(dtype).view(1, 1, 1, -1), output, scale).view(-1)
+        base = (center.floor().long() - period // 2).clamp(0, extent - period)
+        combs = (rows % period == torch.arange(period, device=device)[:, None]).to(dtype)
+        answers = kernel(combs[None, :, None], output, scale).view(period, output)
+        near = base[:, None] + torch.arange(period, device=device)
+        weights = answers.t().gather(1, near % period)
+        used = (weights != 0).int()
+        first, last = used.argmax(1), period - 1 - used.flip(1).argmax(1)
+        taps = first[:, None] + torch.arange(int((last - first).max()) + 1, device=device)
+        weights = weights.gather(1, taps.clamp(max=period - 1)) * (taps < period)
+    return Band(tuple((base + first).tolist()), tuple((base + last + 1).tolist()), weights)
+
+
+@lru_cache(maxsize=1024)
+def _needs(resize: Resize, parts: int) -> Needs:
+    of = band(resize)
+
+    def spans(low: int, high: int) -> list[Span]:
+        return [(min(of.starts[low:high]), max(of.stops[low:high]))]
+
+    return needs_of(len(of.starts), parts, spans)
+
+
+@made_once
+def _local_rows(resize: Resize, span: Span, low: int, high: int) -> Tensor:
+    """(output rows, taps): the places among fetched rows `span` of the rows to be weighted."""
+    of = band(resize)
+    starts = torch.tensor(of.starts[low:high], device=resize.device) - span[0]
+    taps = torch.arange(of.weights.shape[1], device=resize.device)
+    return (starts[:, None] + taps).clamp(max=span[1] - span[0] - 1)
+
+
+def _interpolate_dim(
+    x: Subdomain, dim: int, output: int, scale: float | None, kernel: Kernel
+) -> Subdomain:
+    x = simple(x, dim)
+    grid, layout = x.layout.grid, x.layout.with_dim(dim, output)
+    (factor,) = layout.dims[dim]
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    wide = x.dtype if x.dtype.is_floating_point and not half else torch.float32
+    resize = Resize(x.shape[dim], output, scale, kernel, wide, x.local.device)
+    needs = _needs(resize, grid.parts(factor.axes))
+    rows = fetch(x, dim, needs) if factor.axes else x.local
+    low, high = factor.bounds(grid)
+    if low == high:
+        return x.like(rows, layout)
+    span = needs[grid.index(factor.axes)][0] if factor.axes else (0, x.shape[dim])
+    places = _local_rows(resize, span, low, high)
+    if kernel.mode.startswith("nearest"):
+        return x.like(rows.index_select(dim, places[:, 0]), layout)
+    weights = band(resize).weights[low:high].view(high - low, -1, *[1] * (x.ndim - dim - 1))
+    local = rows.index_select(dim, places[:, 0]) * weights[:, 0]
+    for t in range(1, places.shape[1]):
+        local = torch.addcmul(local, rows.index_select(dim, places[:, t]), weights[:, t])
+    return x.like(local.to(x.dtype), layout)
+
+
+@implements(F.interpolate)
+def interpolate(
+    func: Callable[..., Tensor],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Subdomain | Tensor:
+    """Split dims by their bands, whole ones by torch's function (with factor 1 for the others)."""
+    x, n = input, input.ndim - 2
+    size = size if size is None or isinstance(size, int) else tuple(map(int, size))
+    factors = None if scale_factor is None else tuple(_per_dim(scale_factor, n))
+    kernel = Kernel(mode, align_corners, antialias)
+    shape = _output_shape(x.shape, x.dtype, size, factors, kernel, bool(recompute_scale_factor))
+    if mode not in (*HALF_WIDTH, "area"):
+        raise UnsupportedOperationError(f"interpolation with mode {mode!r}")
+    if not (x.dtype.is_floating_point or mode.startswith("nearest")):
+        raise UnsupportedOperationError(f"interpolation of {x.dtype} with mode {mode!r}")
+    if mode == "area":
+        return average_rows(x, shape[2:])
+    scales: list[float | None] = [None] * n
+    if factors and not recompute_scale_factor:
+        scales = list(factors)
+    for dim in range(2, x.ndim):
+        # torch 2.15's antialiased kernel is wrong on the CPU for outputs of width 1: never use it
+        if x.layout.axes(dim) or antialias:
+            x = _interpolate_dim(x, dim, shape[dim], scales[dim - 2], kernel)
+    return x if antialias else _whole_dims(x, shape, scales, kernel)
+
+
+def _whole_dims(
+    x: Subdomain, shape: Sequence[int], scales: Sequence[float | None], kernel: Kernel
+) -> Subdomain:
+    """Interpolate the dims that are not split."""
+    dims = [d for d in range(2, x.ndim) if not x.layout.axes(d)]
+    if all(shape[d] == x.shape[d] and scales[d - 2] in (None, 1) for d in dims):
+        return x
+    layout = x.layout
+    for dim in dims:
+        layout = layout.with_dim(dim, shape[dim])
+    if 0 in layout.local_shape:
+        return x.like(empty_attached(layout.local_shape, x.local), layout)
+    given: dict[str, Any] = {"size": layout.local_shape[2:]}
+    if None not in scales:
+        given = {"scale_factor": [s if d in dims else 1.0 for d, s in enumerate(scales, 2)]}
+    local = F.interpolate(x.local, **given, mode=kernel.mode, align_corners=kernel.align_corners)
+    return x.like(local, layout)
+
+
+@lru_cache(maxsize=1024)
+def _output_shape(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    size: int | tuple[int, ...] | None,
+    factors: tuple[float, ...] | None,
+    kernel: Kernel,
+    recompute: bool,
+) -> tuple[int, ...]:
+    """As torch computes it; its own errors for arguments that do not fit."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return tuple(
+        F.interpolate(
+            meta,
+            size,
+            factors,
+            kernel.mode,
+            kernel.align_corners,
+            recompute_scale_factor=recompute or None,
+            antialias=kernel.antialias,
+        ).shape
+    )
+
+
+def _per_dim(value: float | Sequence[float], count: int) -> list[float]:
+    return [value] * count if isinstance(value, int | float) else list(value)

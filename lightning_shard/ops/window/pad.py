@@ -1,0 +1,75 @@
+"""Padding and cropping: whole dims locally, split ones row by row of the padded output."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+
+from lightning_shard.domain.align import empty_attached, simple
+from lightning_shard.domain.fetch import Span, fetch, needs_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view.index import chosen_rows, strided
+from lightning_shard.processes.torch_internals import functions_of_cpp
+
+
+@implements(F.pad, functions_of_cpp.pad)
+def pad(
+    func: Callable[..., Any],
+    input: Subdomain,  # noqa: A002 - torch's name of the argument
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> Subdomain:
+    """Whole dims are padded locally, split ones row by row of the padded output."""
+    x, pad, inner = input, [int(n) for n in pad], [0] * len(pad)
+    for i in range(len(pad) // 2):
+        dim, before, after = x.ndim - 1 - i, pad[2 * i], pad[2 * i + 1]
+        if not x.layout.axes(dim):
+            inner[2 * i : 2 * i + 2] = before, after
+        elif before or after:
+            x = _pad_split(x, dim, before, after, mode, value)
+    if not any(inner):
+        return x
+    layout = x.layout
+    for i in range(len(pad) // 2):
+        if any(inner[2 * i : 2 * i + 2]):
+            dim = x.ndim - 1 - i
+            layout = layout.with_dim(dim, x.shape[dim] + sum(inner[2 * i : 2 * i + 2]))
+    if mode != "constant" and 0 in layout.local_shape:  # torch refuses to mirror no rows
+        return x.like(empty_attached(layout.local_shape, x.local), layout)
+    return x.like(F.pad(x.local, inner, mode, value), layout)
+
+
+def _pad_split(
+    x: Subdomain, dim: int, before: int, after: int, mode: str, value: float | None
+) -> Subdomain:
+    if mode == "circular" and min(before, after) < 0:  # torch crops first, then wraps the rest
+        x = strided(x, dim, range(max(-before, 0), x.shape[dim] - max(-after, 0)))
+        before, after = max(before, 0), max(after, 0)
+    n = x.shape[dim]
+    extent = n + before + after
+    if mode != "constant":
+        limit = {"reflect": n - 1, "circular": n, "replicate": max(before, after)}[mode]
+        if max(before, after) > limit:
+            raise RuntimeError(f"{mode} padding ({before}, {after}) is too large for size {n}")
+        period = max(2 * (n - 1), 1)
+        source = {
+            "reflect": lambda o: n - 1 - abs(n - 1 - (o - before) % period),
+            "replicate": lambda o: min(max(o - before, 0), n - 1),
+            "circular": lambda o: (o - before) % n,
+        }[mode]
+        return chosen_rows(x, dim, extent, source)
+    x = simple(x, dim)
+    layout = x.layout.with_dim(dim, extent)
+    low, high = layout.dims[dim][0].bounds(layout.grid)
+
+    def inside(low: int, high: int) -> list[Span]:
+        first, last = max(low - before, 0), min(high - before, n)
+        return [(first, last)] if first < last else []
+
+    rows = fetch(x, dim, needs_of(extent, layout.grid.parts(layout.axes(dim)), inside))
+    missing = high - low - rows.shape[dim]
+    head = min(max(before - low, 0), missing)
+    local = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [head, missing - head], value=value)
+    return x.like(local, layout)

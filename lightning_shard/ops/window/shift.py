@@ -1,0 +1,97 @@
+"""Rows in another order (rolled, mirrored, turned), and differences of neighbouring rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import simple
+from lightning_shard.domain.fetch import fetch, needs_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.elementwise.pointwise import pointwise
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view.index import chosen_rows, strided
+from lightning_shard.ops.view.join import cat
+from lightning_shard.ops.view.reshape import reshape_to, transpose
+
+
+@implements(torch.roll, Tensor.roll)
+def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) -> Subdomain:
+    if 0 in x.shape:
+        return x
+    if dims is None or dims in ((), []):
+        return reshape_to(roll(func, reshape_to(x, [-1]), shifts, 0), x.shape)
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    dims = [dims] if isinstance(dims, int) else dims
+    for shift, dim in zip(shifts, map(x.layout.dim, dims), strict=True):
+        if x.layout.axes(dim):
+            n = x.shape[dim]
+            x = chosen_rows(x, dim, n, lambda o, n=n, shift=shift: (o - shift) % n)
+        else:
+            x = x.like(x.local.roll(shift, dim))
+    return x
+
+
+@implements(torch.flip, Tensor.flip)
+def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -> Subdomain:
+    dims = places or dims
+    for dim in map(x.layout.dim, dims[0] if dims and isinstance(dims[0], Sequence) else dims):
+        n, axes = x.shape[dim], x.layout.axes(dim)
+        local = x.local
+        if axes:
+            x = simple(x, dim)
+            needs = needs_of(
+                n, x.layout.grid.parts(axes), lambda low, high, n=n: [(n - high, n - low)]
+            )
+            local = fetch(x, dim, needs)
+        x = x.like(local.flip(dim))
+    return x
+
+
+@implements(torch.fliplr, Tensor.fliplr)
+def fliplr(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    return flip(torch.flip, x, [1])
+
+
+@implements(torch.flipud, Tensor.flipud)
+def flipud(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    return flip(torch.flip, x, [0])
+
+
+@implements(torch.rot90, Tensor.rot90)
+def rot90(
+    func: Callable[..., Any], x: Subdomain, k: int = 1, dims: Sequence[int] = (0, 1)
+) -> Subdomain:
+    a, b = map(x.layout.dim, dims)
+    if k % 4 == 2:
+        return flip(torch.flip, x, [a, b])
+    if k % 4 == 1:
+        return transpose(torch.transpose, flip(torch.flip, x, [b]), a, b)
+    return (
+        flip(torch.flip, transpose(torch.transpose, x, a, b), [b])
+        if k % 4
+        else x.like(x.local.clone())
+    )
+
+
+@implements(torch.diff, Tensor.diff)
+def diff(
+    func: Callable[..., Any],
+    x: Any,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Any = None,
+    append: Any = None,
+) -> Any:
+    d = dim % x.ndim
+    if not n:
+        return x
+    pieces = [t for t in (prepend, x, append) if t is not None]
+    x = cat(torch.cat, pieces, d) if len(pieces) > 1 else x
+    step = torch.ne if x.dtype == torch.bool else torch.sub
+    for _ in range(min(n, x.shape[d])):
+        x = pointwise(
+            step, strided(x, d, range(1, x.shape[d])), strided(x, d, range(x.shape[d] - 1))
+        )
+    return x

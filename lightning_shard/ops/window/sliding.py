@@ -1,0 +1,38 @@
+"""Overlapping windows of one dim, as `Tensor.unfold` shows them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.domain.align import empty_attached, simple
+from lightning_shard.domain.fetch import fetch, route_of
+from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.window import window_needs
+from lightning_shard.ops.registry import implements
+
+
+@implements(Tensor.unfold)
+def windows(
+    func: Callable[..., Any], x: Subdomain, dimension: int, size: int, step: int
+) -> Subdomain:
+    """Windows of `size` rows, `step` apart: (..., N, ...) -> (..., windows, ..., size).
+
+    Each rank fetches the rows under its windows.
+    """
+    d = x.layout.dim(dimension)
+    if size > x.shape[d] or size < 0 or step <= 0:
+        raise RuntimeError(f"unfold of dim {d} with {x.shape[d]} rows: size {size}, step {step}")
+    count = (x.shape[d] - size) // step + 1
+    local, moved = x.local, x.moved
+    layout = x.layout.with_dim(d, count)
+    if x.layout.axes(d):
+        x = simple(x, d)
+        parts = x.layout.grid.parts(x.layout.axes(d))
+        needs = window_needs(x.shape[d], parts, count, size, step, 0, 1)
+        local, moved = fetch(x, d, needs), moved or route_of(x, d, needs).moves
+    layout = Layout((*layout.dims, (Factor(size),)), layout.grid)
+    if 0 in layout.local_shape:
+        return x.like(empty_attached(layout.local_shape, local), layout)
+    return Subdomain(local.unfold(d, size, step), layout, x.domain, moved)

@@ -1,0 +1,158 @@
+"""What all ranks must have alike is compared in their store, before a collective could hang on it.
+
+Each rank writes a digest of what it has; rank 0 reads all and writes a verdict, which every rank
+raises.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_shard.processes.torch_internals import default_store
+
+STAY_S = 2.0  # of rank 0, after a difference was found
+SHOWN = 200  # characters of a value
+
+
+class DisagreementError(ValueError):
+    """Ranks differ in what they must have alike; every rank raises it."""
+
+
+def store_of_attempt() -> Any:
+    """The store of the process group, with names of this attempt of an elastic launcher.
+
+    torchrun's agent keeps its store when it starts the processes again. Without the number of the
+    attempt they would find what the processes before them have left there.
+    """
+    return of_attempt(default_store())
+
+
+def of_attempt(store: Any) -> Any:
+    """A view of `store` whose names are those of this attempt."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torch documents dist.PrefixStore
+    return dist.PrefixStore(f"lightning_shard/attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def agree(
+    store: Any,
+    name: str,
+    same: Mapping[str, str],
+    *,
+    rank: int,
+    world_size: int,
+    remedy: str,
+    timeout_s: float,
+    device: str | None = None,
+) -> None:
+    """Raise on all ranks if they differ. All ranks must call it.
+
+    Args:
+        store: A torch.distributed store that all ranks reach.
+        name: Of this comparison; each is made once.
+        same: What has to be alike, by name.
+        rank: Of this process.
+        world_size: Number of processes.
+        remedy: What to do about a difference.
+        timeout_s: Seconds to wait for the others.
+        device: What no two ranks may have alike.
+
+    Raises:
+        DisagreementError: Two ranks differ; the first difference.
+        TimeoutError: A rank is missing after `timeout_s`.
+    """
+    text = json.dumps({"the number of processes": str(world_size), **same})
+    store.set(f"{name}/{rank}/facts", text)
+    store.set(f"{name}/{rank}", json.dumps([_digest(text), device]))
+    if rank == 0:
+        try:
+            verdict = _verdict(store, name, world_size, timeout_s, remedy)
+        except TimeoutError as err:
+            store.set(f"{name}/verdict", json.dumps([str(err), world_size]))
+            _stay_until_read(store, name, world_size)
+            raise
+        store.set(f"{name}/verdict", json.dumps([verdict, world_size]))
+        if verdict:
+            _stay_until_read(store, name, world_size)
+    else:
+        key = f"{name}/verdict"
+        try:
+            store.wait([key], timedelta(seconds=timeout_s + 10))  # rank 0 says first who is missing
+        except RuntimeError as err:
+            raise TimeoutError(
+                f"rank {rank} has waited {timeout_s:.0f} s for rank 0, which has failed, or was "
+                f"not started with the same number of processes, {world_size}."
+            ) from err
+        verdict, expected = json.loads(store.get(key))
+        if verdict:
+            store.add(f"{name}/read", 1)
+        if not verdict and expected != world_size:
+            verdict = (
+                f"the number of processes is {expected} on rank 0 and {world_size} on rank {rank}; "
+                "start all processes with the same number."
+            )
+    if verdict:
+        raise DisagreementError(verdict)
+
+
+def _stay_until_read(store: Any, name: str, world_size: int) -> None:
+    """Wait until the others know what is wrong: rank 0 may hold the store, which ends with it."""
+    deadline = time.monotonic() + STAY_S
+    while store.add(f"{name}/read", 0) < world_size - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _verdict(store: Any, name: str, world_size: int, timeout_s: float, remedy: str) -> str:
+    """The first difference; "" if there is none."""
+    told = _read(store, name, world_size, timeout_s)
+    holder: dict[str, int] = {}
+    for rank, (digest, device) in enumerate(told):
+        if digest != told[0][0]:
+            first, other = (json.loads(store.get(f"{name}/{r}/facts")) for r in (0, rank))
+            key = next(key for key in [*first, *other] if first.get(key) != other.get(key))
+            return (
+                f"{key} is {_shown(first.get(key))} on rank 0 and {_shown(other.get(key))} on "
+                f"rank {rank}; {remedy}."
+            )
+        if device is not None and holder.setdefault(device, rank) != rank:
+            return (
+                f"ranks {holder[device]} and {rank} use the same device, {device}; start one "
+                "process for each device of a node, and let each see its own or all of them."
+            )
+    for rank in range(world_size):
+        store.delete_key(f"{name}/{rank}/facts")
+    return ""
+
+
+def _read(store: Any, name: str, world_size: int, timeout_s: float) -> list[Any]:
+    """What each rank has written."""
+    deadline = time.monotonic() + timeout_s
+    told = []
+    for rank in range(world_size):
+        key = f"{name}/{rank}"
+        try:
+            store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        except RuntimeError as err:
+            missing = [r for r in range(rank, world_size) if not store.check([f"{name}/{r}"])]
+            raise TimeoutError(
+                f"the ranks {missing} of {world_size} have not arrived after {timeout_s:.0f} s; "
+                "see what they have printed, and whether they were started."
+            ) from err
+        told.append(json.loads(store.get(key)))
+    return told
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "not there"
+    return value if len(value) <= SHOWN else f"{value[:SHOWN]}..."

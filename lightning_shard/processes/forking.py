@@ -1,0 +1,80 @@
+"""What a fork of an interpreter that has computed may and may not do."""
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.processes.process_info import NOTEBOOK, process_info
+from lightning_shard.processes.torch_internals import open_groups
+from lightning_shard.processes.variables import joined
+
+_OF_PARENT: dict[Any, Any] = {}  # kept, because their destructors wait for threads
+
+
+def initialised_accelerator() -> str | None:
+    """The accelerator that this process has begun to use, which would not work in a fork of it."""
+    modules = {"CUDA": torch.cuda, "XPU": torch.xpu}
+    return next((name for name, module in modules.items() if module.is_initialized()), None)
+
+
+def belongs_to_a_group() -> bool:
+    """Whether this process is one of several that another process started."""
+    _, ranks = joined() or (0, 1)
+    return max(process_info().world_size, ranks) > 1
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """While open, processes are forked without Python 3.12's warning of threads.
+
+    The threads are those of torch and of a notebook's kernel; a rank uses none of them.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+        yield
+
+
+@contextmanager
+def store_of_ranks() -> Iterator[int]:
+    """Hold the store in which ranks of this machine meet; its port."""
+    # torch documents dist.TCPStore
+    TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] # noqa: N806
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        yield store.port
+    finally:
+        del store  # not with a traceback, later, in a fork that would wait for the store's thread
+
+
+def become_rank(rank: int, processes: int, port: int) -> None:
+    """Set the variables of torchrun, whose process groups too meet in a store of the parent."""
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(processes), "GROUP_RANK": "0",
+        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": NOTEBOOK, "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
+def begin_forked_rank() -> None:
+    """Call first in a forked process.
+
+    It computes with one thread: libgomp waits forever for the threads that the parent computed
+    with. Signals are its own: the parent's event loop reads of them in a socket that both have. A
+    process group of the parent alone is forgotten, for what ends it waits for the parent's threads.
+    """
+    if dist.is_initialized():
+        _OF_PARENT.update(open_groups())
+        dist.destroy_process_group()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # Lightning sets the number of threads where this is not

@@ -1,0 +1,175 @@
+"""The process group of a script without a Trainer, and of the Trainer."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.processes.agreement import agree, of_attempt
+from lightning_shard.processes.device import default_backend
+from lightning_shard.processes.process_info import process_info
+from lightning_shard.processes.variables import ProcessInfo
+
+
+def start_process_group(
+    device_type: str | None = None, *, backend: str | None = None, timeout_s: float = 1800.0
+) -> ProcessInfo:
+    """Start torch's default process group, under any launcher.
+
+    The current device is set first. Before the first collective the ranks compare, through their
+    store, their number, their versions of torch and of this package, and their devices.
+
+    Args:
+        device_type: "cuda", "xpu" or "cpu"; by default the first that this machine has.
+        backend: By default the device's: nccl, xccl or gloo.
+        timeout_s: Seconds to wait for the other processes, now and in collectives.
+
+    Returns:
+        Where this process is; ask `process_info()` again wherever it is needed.
+
+    Raises:
+        ValueError: The ranks differ, two of them use one device, or the backend is unknown.
+        RuntimeError: There is no such device, or rank 0 is not reached.
+        TimeoutError: Not all processes arrive.
+    """
+    info = process_info()
+    device = _own_device(device_type or _available(), info)
+    backend = backend or default_backend(device)
+    join(
+        info.rank,
+        info.world_size,
+        f"{info.address}:{info.port}",
+        device=device,
+        backend=backend,
+        timeout_s=timeout_s,
+    )
+    return info
+
+
+def _available() -> str:
+    return next((t for t in ("cuda", "xpu") if getattr(torch, t).is_available()), "cpu")
+
+
+def _own_device(device_type: str, info: ProcessInfo) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.get_device_module(device_type).device_count()
+    index = 0 if count == 1 else info.local_rank  # a launcher may show each process its own only
+    if index >= count:
+        what = "no device" if count == 0 else f"{count} devices"
+        raise RuntimeError(
+            f"this machine has {what} of type {device_type!r} for its {info.local_world_size} "
+            f"processes; start {count or 'them with device_type cpu, or on a machine with devices'}"
+            f"{' processes for each node' if count else ''}."
+        )
+    device = torch.device(device_type, index)
+    torch.get_device_module(device_type).set_device(device)
+    return device
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that this torch does not have, of `nccl` or `cpu:gloo,cuda:nccl`.
+
+    Raises:
+        ValueError: With the names of those that it has.
+    """
+    for part in backend.split(","):
+        name = part.rpartition(":")[2].lower()
+        if not dist.is_backend_available(name):
+            known = [b for b in dist.Backend.backend_list if dist.is_backend_available(b)]
+            raise ValueError(
+                f"process group backend {backend!r}: {name!r} is unknown to this torch, "
+                f"{torch.__version__}; use one of {', '.join(known)}."
+            )
+
+
+def join(
+    rank: int,
+    world_size: int,
+    address: str,
+    *,
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+) -> None:
+    """Meet the other ranks at `address` (host:port), compare, and start the process group."""
+    check_backend(backend)
+    timeout = timedelta(seconds=timeout_s)
+    store = _store(rank, world_size, address, timeout)
+    carries_devices = device.type != "cpu" and "gloo" not in backend.split(",")
+    agree(
+        store,
+        "lightning_shard/start",
+        {"the version of torch": torch.__version__, "the process group backend": backend},
+        rank=rank,
+        world_size=world_size,
+        remedy="start all ranks with the same software and options",
+        timeout_s=timeout_s,
+        device=_identity(device) if carries_devices else None,
+    )
+    place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **place
+    )
+
+
+def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+    if world_size == 1:  # nobody to meet, and no port that another program could have taken
+        # torch documents dist.HashStore
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    host, _, port = address.rpartition(":")
+    # torch documents dist.TCPStore
+    TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] # noqa: N806
+    holds = rank == 0 and not _launcher_holds_store(host, port)
+    try:
+        if not holds:
+            _wait_for_port(host, int(port), timeout.total_seconds())
+        # `agree` waits for the others, and says which of them do not come
+        store = TCPStore(
+            host, int(port), None, holds, timeout, wait_for_workers=False, multi_tenant=True
+        )
+        return of_attempt(store)
+    except (RuntimeError, OSError) as err:
+        if "EADDRINUSE" in str(err):
+            raise RuntimeError(
+                f"port {address} is taken on this machine; set MASTER_PORT to another, equal on "
+                "all ranks."
+            ) from err
+        raise RuntimeError(
+            f"rank {rank} did not reach rank 0 at {address} ({err}); MASTER_ADDR and MASTER_PORT "
+            "must be those of rank 0, and its port open to the other nodes."
+        ) from err
+
+
+def _launcher_holds_store(host: str, port: str) -> bool:
+    """Whether torchrun's agent, or `launch`, holds the store at this address."""
+    env = os.environ
+    at = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and at == (host, port)
+
+
+def _wait_for_port(host: str, port: int, timeout_s: float) -> None:
+    """Wait until rank 0 listens; torch's store would try for three times as long."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((host, port), timeout=left).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _identity(device: torch.device) -> str:
+    """What two processes have alike only if they use the same device."""
+    properties = torch.get_device_module(device.type).get_device_properties(device)
+    if uuid := getattr(properties, "uuid", None):
+        return f"{properties.name} {uuid} of {socket.gethostname()}"
+    shown = os.environ.get("ZE_AFFINITY_MASK", "")
+    return f"{device} ({shown}) of {socket.gethostname()}"

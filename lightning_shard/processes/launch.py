@@ -1,0 +1,198 @@
+"""Processes of this machine as the ranks of one function, from a notebook or a script.
+
+A rank is a fork of this process where that is possible, so that functions of a notebook's cells
+run in it; where an accelerator has been initialised it is a new interpreter. The process that
+launches holds the store in which the ranks meet, as torchrun does, so no free port is guessed.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+from lightning_shard.processes.forking import (
+    become_rank,
+    begin_forked_rank,
+    belongs_to_a_group,
+    forking,
+    initialised_accelerator,
+    store_of_ranks,
+)
+from lightning_shard.processes.group import start_process_group
+from lightning_shard.processes.rank_output import Stream, Writers, streams, write_to
+
+FAIL_S = 1.0  # for the others to fail, too: a rank that dumps its core ends after those it leaves
+END_S = 5.0  # for a rank to end once it is told to
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    processes: int = 2,
+    device_type: str = "cpu",
+    timeout_s: float = 1800.0,
+) -> list[Any]:
+    """Run `function(*args)` in several processes that form a process group.
+
+    In a rank `torch.distributed` is initialised, the device is set, and the environment is that of
+    torchrun, so that meshes and a Trainer work in it. What rank 0 prints is shown as it is, lines
+    of the others begin with their rank. A forked rank computes with one thread.
+
+    Args:
+        function: May be defined in a notebook's cell. Where this process has initialised an
+            accelerator, it must be importable instead.
+        args: Its arguments, on each rank the same.
+        processes: Number of ranks.
+        device_type: "cpu", or "cuda" or "xpu" with one device for each rank.
+        timeout_s: Seconds after which a collective that does not end fails.
+
+    Returns:
+        What each rank returned, in the order of the ranks; tensors on the CPU.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: A rank failed; with its traceback. All ranks
+            have been ended, as they are for the next two.
+        torch.multiprocessing.ProcessExitedException: A rank died.
+        KeyboardInterrupt: Ctrl-C, or the notebook's button.
+        RuntimeError: Ranks cannot be started from here.
+        ValueError: `processes` is smaller than 1.
+    """
+    if processes < 1:
+        raise ValueError(f"processes must be 1 or more; got {processes}.")
+    if belongs_to_a_group():
+        raise RuntimeError(
+            "launch starts the processes of a group, but this process already belongs to one of "
+            "several; call the function itself, or launch from a process that no launcher started."
+        )
+    method = "fork"
+    if device := initialised_accelerator():
+        method = "spawn"
+        if function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+            raise RuntimeError(
+                f"{device} has been initialised in this process, which therefore cannot be forked, "
+                f"and the function {function.__name__} exists only in it; restart the kernel and "
+                "launch before anything uses the device, or import the function from a file."
+            )
+    with tempfile.TemporaryDirectory() as folder:
+        with store_of_ranks() as port, streams(processes) as (shown, writers), forking():
+            task = _Task(processes, device_type, timeout_s, port, Path(folder), method)
+            ranks = start_processes(
+                _run, (task, writers, function, args), processes, join=False, start_method=method
+            )
+            assert ranks is not None
+            try:
+                failure = _first_failure(ranks, task, shown)
+            finally:
+                _end(ranks)
+        if failure:
+            raise failure
+        files = [task.result(rank) for rank in range(processes)]
+        return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a rank is told beside its number."""
+
+    processes: int
+    device_type: str
+    timeout_s: float
+    port: int  # of the store
+    folder: Path
+    method: str
+
+    def result(self, rank: int) -> Path:
+        return self.folder / str(rank)
+
+
+def _run(
+    rank: int,
+    task: _Task,
+    writers: list[Writers],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    if task.method == "fork":
+        begin_forked_rank()
+    elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // task.processes))
+    write_to(writers[rank])
+    become_rank(rank, task.processes, task.port)
+    start_process_group(task.device_type, timeout_s=task.timeout_s)
+    dist.barrier()  # so that none ends before all have met
+    value = function(*args)
+    try:
+        torch.save(value, task.result(rank))
+    except (pickle.PicklingError, TypeError, AttributeError) as err:
+        raise TypeError(
+            f"{function.__name__} returned {type(value).__name__}, which cannot be sent to the "
+            f"process that launched it ({err}); return tensors, numbers and collections of them."
+        ) from err
+    dist.destroy_process_group()
+
+
+def _first_failure(ranks: ProcessContext, task: _Task, shown: list[Stream]) -> Exception | None:
+    """Show what the ranks print until one of them fails or all have ended."""
+    running = {process.sentinel: rank for rank, process in enumerate(ranks.processes)}
+    by_file: dict[Any, Stream] = {stream.fileno(): stream for stream in shown}
+    while running:
+        for ready in wait([*running, *by_file]):
+            if ready in by_file:
+                by_file[ready].show()
+                continue
+            rank = running.pop(ready)
+            ranks.processes[rank].join()
+            if not task.result(rank).exists() or ranks.processes[rank].exitcode:
+                return _failure(ranks, rank)
+    return None
+
+
+def _failure(ranks: ProcessContext, rank: int) -> Exception:
+    """Of the ranks that fail the first: those that lose a peer fail in turn."""
+    _join(ranks, FAIL_S)
+    failed = {r for r, process in enumerate(ranks.processes) if process.exitcode} | {rank}
+    files = {r: Path(ranks.error_files[r]) for r in failed}
+    if died := [r for r in failed if not files[r].exists()]:
+        process = ranks.processes[died[0]]
+        how = f"exit code {process.exitcode}"
+        if process.exitcode < 0:
+            how = signal.Signals(-process.exitcode).name
+        text = f"rank {died[0]} ended with {how} and no result, so all ranks were ended."
+        return ProcessExitedException(text, died[0], process.pid, process.exitcode)
+    first = min(failed, key=lambda r: files[r].stat().st_mtime_ns)
+    traceback = pickle.loads(files[first].read_bytes())
+    text = f"rank {first} failed, so all ranks were ended:\n\n{traceback}"
+    return ProcessRaisedException(text, first, ranks.processes[first].pid)
+
+
+def _end(ranks: ProcessContext) -> None:
+    for process in ranks.processes:
+        process.terminate()
+    _join(ranks, END_S)
+    for process in ranks.processes:
+        process.kill()
+        process.join()
+    for file in ranks.error_files:
+        Path(file).unlink(missing_ok=True)
+
+
+def _join(ranks: ProcessContext, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in ranks.processes:
+        process.join(max(0.0, deadline - time.monotonic()))

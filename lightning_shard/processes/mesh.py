@@ -1,0 +1,191 @@
+"""The processes as a mesh of named axes, and the axes over which parameters are sharded.
+
+Ranks of one node share a domain, so that halos stay within it where they can (nodes.py); then come
+the ranks that share one set of parameters.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_shard.processes.groups import making_groups
+from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_crossing
+from lightning_shard.processes.torch_internals import flattened
+
+Sharding = Literal["full", "gradients", "none", "hybrid"]
+
+
+def make_mesh(
+    device_type: str, data: int, domain: Sequence[int], *, shard_size: int | None = None
+) -> DeviceMesh:
+    """The mesh `("data", "domain")`, or `("data", "domain_0", "domain_1", ...)` for several dims.
+
+    Args:
+        device_type: Of all ranks: "cuda", "xpu" or "cpu".
+        data: Number of data replicas.
+        domain: Number of ranks along each split dim.
+        shard_size: Number of ranks, those of a domain included, that share one set of parameters.
+            The mesh is then `("replicate", "shard", "domain", ...)`, and `mesh["data"]` is made of
+            its first two axes.
+
+    Raises:
+        ValueError: The sizes do not multiply to the number of processes.
+    """
+    world, per_sample = dist.get_world_size(), math.prod(domain)
+    if data * per_sample != world:
+        raise ValueError(
+            f"data_parallel_size {data} x domain_parallel_size {' x '.join(map(str, domain))} must "
+            f"be the number of processes, {world}; change one of the sizes or start "
+            f"{data * per_sample} processes."
+        )
+    names = mesh_names(len(domain))
+    if shard_size is None:
+        return _made(device_type, (data, *domain), names, dist.group.WORLD)
+    if shard_size < 1 or shard_size % per_sample or world % shard_size:
+        fitting = [n for n in range(per_sample, world + 1, per_sample) if world % n == 0]
+        raise ValueError(
+            f"shard_size {shard_size} must be a multiple of the {per_sample} processes of a domain "
+            f"and divide the {world} processes; use one of {fitting}."
+        )
+    sizes = (world // shard_size, shard_size // per_sample, *domain)
+    names = ("replicate", "shard", *names[1:])
+    return _made(device_type, sizes, names, dist.group.WORLD)
+
+
+def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> DeviceMesh:
+    """The mesh of all processes with axes of your names, wherever it is asked for.
+
+    The same sizes give the same mesh, in a Trainer its strategy's. `mesh["domain"]` is the group of
+    this rank along an axis, `mesh["ensemble", "data"]` that along several; `shard`, `parallelize`
+    and torch's own functions take either.
+
+    Args:
+        sizes: Of each axis, by name; -1 for one of them: what is left. Ranks along the last axis
+            are nearest to each other: on one node, where they can be. Axes along which samples are
+            split are named "domain", or "domain_0", "domain_1", ...; of other names `parallelize`
+            must be told (its argument `domain`).
+        device_type: "cpu", "cuda" or "xpu"; by default that of the process group.
+
+    Raises:
+        ValueError: The sizes do not multiply to the number of processes.
+        RuntimeError: There is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group to make a mesh of; call start_process_group() first, or ask "
+            "from within a Trainer or a launched function."
+        )
+    world, known = dist.get_world_size(), math.prod(n for n in sizes.values() if n != -1)
+    free = [name for name, size in sizes.items() if size == -1]
+    filled = {n: world // max(known, 1) if size == -1 else size for n, size in sizes.items()}
+    if len(free) > 1 or min(filled.values(), default=0) < 1 or math.prod(filled.values()) != world:
+        raise ValueError(
+            f"the sizes of the mesh, {dict(sizes)}, must multiply to the number of processes, "
+            f"{world}; change one, or give one of them as -1."
+        )
+    shape, names = tuple(filled.values()), tuple(filled)
+    return _made(device_type or _carried(), shape, names, dist.group.WORLD)
+
+
+def _carried() -> str:
+    """The device type of the process group: gloo, which can carry all, is for the CPU."""
+    pairs = [part.split(":") for part in dist.get_backend_config().split(",")]
+    return next((device for device, backend in pairs if backend != "gloo"), "cpu")
+
+
+@lru_cache(maxsize=64)
+def _made(
+    device_type: str, sizes: tuple[int, ...], names: tuple[str, ...], _: dist.ProcessGroup | None
+) -> DeviceMesh:
+    """Once for each set of processes: every new mesh has communicators and threads of its own."""
+    nodes = nodes_of_ranks()
+    ranks = nearest_first(nodes, sizes)
+    domain = math.prod(n for n, name in zip(sizes, names, strict=True) if _is_domain(name))
+    reason = why_crossing(ranks.reshape(-1, domain), nodes)
+    if reason is not None and dist.get_rank() == 0:
+        warnings.warn(reason, stacklevel=4)
+    with making_groups():
+        if torch.equal(ranks.flatten(), torch.arange(len(nodes))):
+            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        else:
+            mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        if names[:2] == ("replicate", "shard"):
+            flattened(mesh["replicate", "shard"], "data")
+    return mesh
+
+
+def _is_domain(name: str) -> bool:
+    return name == "domain" or name.startswith("domain_")
+
+
+def mesh_names(domain_axes: int) -> tuple[str, ...]:
+    if domain_axes == 1:
+        return ("data", "domain")
+    return ("data", *(f"domain_{axis}" for axis in range(domain_axes)))
+
+
+def domain_axes(mesh: DeviceMesh, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """The axes along which samples are split: those `named`, by default those called domain.
+
+    Raises:
+        ValueError: The mesh has no axis of such a name.
+    """
+    names = mesh.mesh_dim_names or ()
+    if missing := [name for name in named if name not in names]:
+        raise ValueError(f"the mesh has no axis {missing[0]!r}; its axes are {list(names)}.")
+    return tuple(name for name in names if (name in named if named else _is_domain(name)))
+
+
+def domain_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh | None:
+    """The domain axes of a mesh that has others, too."""
+    names = domain_axes(mesh, named)
+    return mesh[names] if names and len(names) < mesh.ndim else None
+
+
+def replica_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh:
+    """The other axes: `data`, or `replicate` and `shard`."""
+    domain = domain_axes(mesh, named)
+    return mesh[tuple(n for n in mesh.mesh_dim_names or () if n not in domain)]
+
+
+def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks of the mesh on one axis, in the order that their process group has."""
+    return mesh if mesh.ndim == 1 else _flat_mesh(mesh, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _flat_mesh(mesh: DeviceMesh, _: dist.ProcessGroup | None) -> DeviceMesh:
+    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
+    ranks = mesh.mesh.flatten()
+    with making_groups():
+        if (ranks.diff() > 0).all():
+            return flattened(mesh, "all_ranks")
+        return DeviceMesh(mesh.device_type, ranks.sort().values, mesh_dim_names=("all_ranks",))
+
+
+def parameter_mesh(mesh: DeviceMesh, sharding: Sharding) -> DeviceMesh:
+    """What FSDP2 takes: one axis that shards, or one that replicates and one that shards."""
+    return _parameter_mesh(mesh, sharding, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _parameter_mesh(
+    mesh: DeviceMesh, sharding: Sharding, _: dist.ProcessGroup | None
+) -> DeviceMesh:
+    """As `_flat_mesh`."""
+    names = mesh.mesh_dim_names or ()
+    if sharding == "none":
+        copies = mesh.size()
+    elif names[:2] == ("replicate", "shard"):
+        copies = mesh.size(0)
+    else:
+        return flat_mesh(mesh)
+    ranks = mesh.mesh.reshape(copies, -1).sort(dim=1).values
+    with making_groups():
+        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", "parts"))

@@ -1,0 +1,147 @@
+"""A module's own collectives count each domain once.
+
+A module that calls torch.distributed itself, as a codebook does that keeps statistics over all
+processes, adds up results of which each process has its own. The ranks of a domain hold copies of
+one result, so over all processes it would be counted once for each of them. While a step runs, the
+default group of such a call is therefore that of the data replicas: of each domain the rank at the
+same place. `get_world_size()` and `get_rank()` count replicas, and so do `src` and `dst`.
+
+Only calls without a group from the user's modules are meant. torch's own parallelism, Lightning,
+torchmetrics and this package ask for the group that they want, and get it.
+
+torch has no public way to say what the default group is. Two functions of its
+`distributed_c10d` decide it for all collectives, however a module has imported these; they are
+replaced when the first step with a domain runs (seen in torch 2.11 to 2.15).
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.processes.groups import making_groups
+from lightning_shard.processes.mesh import domain_axes, domain_mesh
+
+_INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
+                   "torchmetrics.", "lightning_shard.")  # fmt: skip
+# modules between a collective and its caller
+_CARRIERS = ("contextlib", "torch.distributed.c10d_logger", functional.__name__, c10d.__name__)
+
+# of the process, not a ContextVar: backward runs in threads that inherit none
+_active: dist.ProcessGroup | None = None
+_refused: dist.ProcessGroup | None = None  # all processes, where they are more than one domain
+
+
+@contextlib.contextmanager
+def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Iterator[None]:
+    """Inside, collectives of the user's modules go over the data replicas of `mesh`.
+
+    `parallelize` opens it around the module's forward pass and its steps, the strategy also around
+    the backward pass.
+
+    Args:
+        mesh: The whole mesh, data and domain axes. Nothing changes for a mesh without a domain.
+        domain: The axes along which samples are split; by default those called domain.
+    """
+    global _active, _refused
+    split = None if mesh is None else domain_mesh(mesh, domain)
+    if mesh is None or split is None or split.size() == 1:
+        yield
+        return
+    _install()
+    world = c10d.GroupMember.WORLD
+    before = _active, _refused
+    _active = _replicas_of(mesh, tuple(domain), world)
+    _refused = None if _active.size() == 1 else world
+    try:
+        yield
+    finally:
+        _active, _refused = before
+
+
+@lru_cache(maxsize=16)
+def _replicas_of(
+    mesh: DeviceMesh, named: tuple[str, ...], _: dist.ProcessGroup | None
+) -> dist.ProcessGroup:
+    """The group of this rank, whose ranks are called by their number in it, also as `src`."""
+    domain = domain_axes(mesh, named)
+    axes = [axis for axis, name in enumerate(mesh.mesh_dim_names or ()) if name in domain]
+    places = mesh.mesh.movedim(axes, list(range(len(axes))))
+    columns = places.flatten(0, len(axes) - 1).flatten(1).tolist()
+    with making_groups():
+        group = dist.new_subgroups_by_enumeration(columns)[0]
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    return group
+
+
+@lru_cache(maxsize=1)
+def _install() -> None:
+    """Replace the functions of torch that choose a default group, for good."""
+    of_all = c10d._get_default_group
+
+    def default_group() -> dist.ProcessGroup:
+        caller = sys._getframe(1)
+        if _active is not None:
+            given = caller.f_locals.get("group", ...)
+            if given is _active or (given is None and _asked_by_user(caller) is not None):
+                return _active
+        return of_all()
+
+    c10d._get_default_group = default_group
+    c10d._rank_not_in_group = _refusing(c10d._rank_not_in_group)
+    for name in ("_resolve_group", "_resolve_group_name"):  # the first since torch 2.12
+        if resolve := getattr(functional, name, None):
+            setattr(functional, name, _refusing(resolve))
+            break
+    for collective in vars(differentiable).values():  # they name a group made before their import
+        if isinstance(collective, FunctionType):
+            given = collective.__defaults__ or ()
+            world = c10d.GroupMember.WORLD
+            collective.__defaults__ = tuple(None if each is world else each for each in given)
+
+
+def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """`resolve`, which refuses the group of all processes if a step of the user asks for it."""
+
+    def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            group is not None
+            and group is _refused
+            and (called := _asked_by_user(sys._getframe(1))) is not None
+        ):
+            raise RuntimeError(
+                f"{called} over torch.distributed.group.WORLD inside a step would "
+                "count each rank of a domain, which hold copies of one result. Leave the group "
+                "out: it is then that of the data replicas; or name the group."
+            )
+        return resolve(group, *args, **kwargs)
+
+    return checked
+
+
+def _asked_by_user(frame: FrameType | None) -> str | None:
+    """The collective that was called, if it was called by a module that is no infrastructure.
+
+    What torch.distributed.nn does in backward has no caller of its own; nobody else uses it.
+    """
+    called = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.distributed.nn."):
+            return called
+        if module not in _CARRIERS:
+            return None if module.startswith(_INFRASTRUCTURE) else called
+        if frame.f_code.co_name == "_get_msg_dict":  # torch reports an error of a collective
+            return None
+        called = called if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
+        frame = frame.f_back
+    return None

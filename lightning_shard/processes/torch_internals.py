@@ -1,0 +1,161 @@
+"""Every private name of torch that this package uses, seen in torch 2.11 to 2.15.
+
+It lies in the lowest room because all rooms above may import it, and a new release of torch is read
+in one file. `INTERNALS` says of each name what breaks without it. Where a release has removed some,
+importing this module raises one ImportError that lists all of them.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# name -> what breaks without it
+INTERNALS = {
+    # dispatch of split tensors (tensor/tensor.py)
+    "torch.Tensor._make_wrapper_subclass": "a split tensor has a shape and no memory",
+    "torch._C.DisableTorchFunctionSubclass": "facts of the wrapper are read without a rule",
+    "torch._C.TensorBase": "getters and setters of requires_grad and grad_fn are told apart",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "rules are not traced by torch.compile",
+    "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
+    "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
+    "torch._C._len_torch_dispatch_stack": "trial calls do not run under modes that count",
+    # the table of rules (ops)
+    "torch._C._jit_get_all_schemas": "pointwise functions are found by their tag",
+    "torch._ops.OpOverload": "operators of torch.ops are named in messages",
+    "torch._ops.OpOverloadPacket": "pointwise functions are found by their tag",
+    "torch._C._nn": "pad and the activations of C++ have rules",
+    "torch._C._VariableFunctions.meshgrid": "torch.meshgrid has a rule",
+    "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
+    "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
+    "torch._C._storage_Use_Count": "a tensor whose memory others see does not become split",
+    # autograd.Functions (tensor/autograd_function.py)
+    "torch.autograd.Function._backward_cls": "a Function's node of the graph is known by its class",
+    "torch.autograd.function.BackwardCFunction": "a Function's own backward runs inside ours",
+    "torch.nn.modules._functions.SyncBatchNorm": "nn.SyncBatchNorm has a rule",
+    "torch.nn.modules._functions.BackwardHookFunction": "full backward hooks see split tensors",
+    "torch.utils.checkpoint.CheckpointFunction": "reentrant checkpoints take split tensors",
+    # parameters and gradients (fsdp, checkpoint)
+    "torch._C._are_functorch_transforms_active": "spectral layers leave torch.func alone",
+    "torch._C._current_graph_task_id": "plain gradients are averaged once in a backward pass",
+    "torch.autograd.Variable._execution_engine": "plain gradients are averaged after the last one",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset":
+        "weights are loaded into DTensors",
+    # processes
+    "torch.distributed.device_mesh.DeviceMesh._flatten": "all axes of a mesh have one group",
+    "torch.distributed.distributed_c10d._get_default_store": "ranks report failures to each other",
+    "torch.distributed.distributed_c10d._world.pg_map": "a fork forgets its parent's groups",
+    "torch.distributed.ProcessGroup._get_backend": "meshes are made where a group cannot be split",
+    "torch.distributed.ProcessGroup.bound_device_id":
+        "meshes are made where a group cannot be split",
+    "torch.distributed.Backend.backend_capability": "gloo stands beside xccl",
+}  # fmt: skip
+
+
+def missing() -> list[str]:
+    """The names that this torch lacks, each with what breaks without it."""
+    return [f"{path}: {use}" for path, use in INTERNALS.items() if not _has(path)]
+
+
+def _has(path: str) -> bool:
+    try:
+        _find(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _find(path: str) -> Any:
+    """The object at a dotted path, the first names of which are modules."""
+    name, *rest = path.split(".")
+    found: Any = importlib.import_module(name)
+    for part in rest:
+        name = f"{name}.{part}"
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
+    return found
+
+
+@functools.cache
+def internal(path: str) -> Any:
+    """The object of that name, which `INTERNALS` lists.
+
+    Raises:
+        ImportError: This torch lacks it; the message lists all that it lacks.
+    """
+    assert path in INTERNALS, path
+    if not _has(path):
+        lost = "".join(f"\n  {line}" for line in missing())
+        raise ImportError(f"torch {torch.__version__} lacks what lightning_shard uses:{lost}")
+    return _find(path)
+
+
+make_wrapper: Callable[..., Any] = internal("torch.Tensor._make_wrapper_subclass")
+without_rules: Callable[[], Any] = internal("torch._C.DisableTorchFunctionSubclass")
+frame_callback: Callable[[], Any] = internal("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+untraced: Callable[..., Any] = internal("torch._compile._disable_dynamo")
+is_autocast: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
+modes_on_stack: Callable[[], int] = internal("torch._C._len_torch_dispatch_stack")
+schemas: Callable[[], list[Any]] = internal("torch._C._jit_get_all_schemas")
+functions_of_cpp: Any = internal("torch._C._nn")
+meshgrid: Callable[..., Any] = internal("torch._C._VariableFunctions.meshgrid")
+left_aligned: Callable[..., Any] = internal("torch._nested_tensor_from_mask_left_aligned")
+in_transform: Callable[[], bool] = internal("torch._C._are_functorch_transforms_active")
+backward_pass: Callable[[], int] = internal("torch._C._current_graph_task_id")
+default_store: Callable[[], Any] = internal("torch.distributed.distributed_c10d._get_default_store")
+BackwardNode: Any = internal("torch.autograd.function.BackwardCFunction")
+Operator: Any = internal("torch._ops.OpOverload")
+OperatorPacket: Any = internal("torch._ops.OpOverloadPacket")
+SyncBatchNorm: Any = internal("torch.nn.modules._functions.SyncBatchNorm")
+BackwardHookFunction: Any = internal("torch.nn.modules._functions.BackwardHookFunction")
+CheckpointFunction: Any = internal("torch.utils.checkpoint.CheckpointFunction")
+
+
+def accessors(name: str) -> Any:
+    """The descriptor of an attribute of tensors, as `__torch_function__` is given its methods."""
+    return vars(internal("torch._C.TensorBase"))[name]
+
+
+def is_view(x: Tensor) -> bool:
+    return internal("torch.Tensor._is_view")(x)
+
+
+def storage_users(x: Tensor) -> int:
+    """How many objects hold the memory of `x`, among them the storage object of this line."""
+    return internal("torch._C._storage_Use_Count")(x.untyped_storage()._cdata)
+
+
+def node_class(function: Any) -> Any:
+    """The class of an autograd.Function's nodes in the graph."""
+    assert "torch.autograd.Function._backward_cls" in INTERNALS
+    return function._backward_cls
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward pass that is under way."""
+    internal("torch.autograd.Variable._execution_engine").queue_callback(callback)
+
+
+def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of this rank's part of a DTensor; imported late, for it loads much."""
+    path = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
+    return internal(path)(*of_tensor)
+
+
+def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
+    """The mesh of one axis with the same ranks."""
+    return internal("torch.distributed.device_mesh.DeviceMesh._flatten")(mesh, name)
+
+
+def open_groups() -> dict[Any, Any]:
+    """All process groups of this process, with their stores."""
+    return internal("torch.distributed.distributed_c10d._world.pg_map")
+
+
+def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether groups for that device can be split off the group."""
+    return internal("torch.distributed.ProcessGroup._get_backend")(group, device).supports_splitting

@@ -1,0 +1,1 @@
+"""One step of training, tried on this machine before the real run."""

@@ -1,0 +1,108 @@
+"""The batches on which each step of a module is rehearsed."""
+
+import itertools
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+Data = LightningDataModule | DataLoader[Any]
+Stage = Literal["fit", "validate", "test", "predict"]
+
+# of each stage: the step of the module, and the hook that gives its loaders
+STEPS: dict[Stage, tuple[str, str]] = {
+    "fit": ("training_step", "train_dataloader"),
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": ("predict_step", "predict_dataloader"),
+}
+
+
+class NotRehearsedError(Exception):
+    """Why a step cannot be rehearsed, in words."""
+
+
+def has_own_loaders(module: LightningModule, data: Data, stage: Stage) -> bool:
+    """Whether `data`, or else the module, has loaders of the stage."""
+    return is_overridden(STEPS[stage][1], _owner(module, data))
+
+
+def stages_of(module: LightningModule) -> list[Stage]:
+    """The stages besides training for which the module defines a step."""
+    others: tuple[Stage, ...] = ("validate", "test", "predict")
+    return [stage for stage in others if is_overridden(STEPS[stage][0], module)]
+
+
+def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any]:
+    """The first batch of each loader of the stage, drawn alike in every call.
+
+    A lone DataLoader gives its batch to all stages for which the module has no loaders.
+
+    Raises:
+        ValueError: There is no DataLoader of training batches.
+        NotRehearsedError: There are no batches of another stage.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if stage != "fit" and has_own_loaders(module, data, stage):
+            return _of_own_loaders(_owner(module, data), stage)
+        if isinstance(data, LightningDataModule):
+            if stage != "fit":
+                raise NotRehearsedError(f"{type(data).__name__} has no {STEPS[stage][1]}")
+            data.prepare_data()
+            data.setup("fit")
+        loader: Any = data.train_dataloader() if isinstance(data, LightningDataModule) else data
+        if not isinstance(loader, DataLoader):
+            raise ValueError(
+                f"one DataLoader of training batches is needed; got {type(loader).__name__}. Give "
+                "one that yields what training_step takes."
+            )
+        return [next(iter(loader))]
+
+
+def _of_own_loaders(owner: Any, stage: Stage) -> list[Any]:
+    try:
+        if isinstance(owner, LightningDataModule):
+            owner.prepare_data()
+            owner.setup("fit" if stage == "validate" else stage)
+        loaders: Any = getattr(owner, STEPS[stage][1])()
+        several: list[Any] = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+        found = list(itertools.chain.from_iterable(map(_one, several)))
+    except Exception as error:  # the user's code, which may lack files here: said, not hidden
+        raise NotRehearsedError(f"its batches: {type(error).__name__}: {error}") from error
+    if len(found) < len(several) or not found:
+        raise NotRehearsedError("a loader has no batch")
+    return found
+
+
+def _one(loader: Any) -> list[Any]:
+    return list(itertools.islice(iter(loader), 1))
+
+
+def _owner(module: LightningModule, data: Data) -> LightningDataModule | LightningModule:
+    return data if isinstance(data, LightningDataModule) else module
+
+
+def _only(items: list[Any]) -> Any:
+    return items[0]
+
+
+def feed(
+    module: LightningModule, data: LightningDataModule | None, stage: Stage, batches: list[Any]
+) -> dict[str, Any]:
+    """What makes a Trainer run on these batches; a module may ask its data module for more."""
+    loaders = [_loader(batch, stage) for batch in batches]
+    given: Any = loaders[0] if len(loaders) == 1 else loaders
+    if data is None:
+        return {"train_dataloaders" if stage == "fit" else "dataloaders": given}
+    setattr(data, STEPS[stage][1], lambda: given)
+    return {"datamodule": data}
+
+
+def _loader(batch: Any, stage: Stage) -> DataLoader[Any]:
+    dataset: Any = [batch]  # a list serves as a dataset
+    if stage == "predict":  # its samples are numbered, for which there must be a batch sampler
+        return DataLoader(dataset, batch_size=1, collate_fn=_only)
+    return DataLoader(dataset, batch_size=None)

@@ -1,0 +1,1 @@
+"""DomainTensor: a tensor split over ranks, as users see it."""

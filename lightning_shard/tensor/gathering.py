@@ -1,0 +1,79 @@
+"""Functions without a rule run on whole tensors, on every rank, where `allow_gather` permits."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.domain.align import gathered
+from lightning_shard.ops import name_of
+from lightning_shard.ops.elementwise.pointwise import is_in_place
+from lightning_shard.tensor.part import Part, part_of
+
+gather_allowed: ContextVar[bool] = ContextVar("gather_allowed", default=False)
+
+_warned: set[Any] = set()
+
+
+def split_in(values: Any, kind: type[Tensor]) -> Iterator[Any]:
+    """The tensors of a class in nested lists, tuples and dicts."""
+    if isinstance(values, kind):
+        yield values
+    elif isinstance(values, dict):
+        yield from split_in(list(values.values()), kind)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from split_in(value, kind)
+
+
+def writes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the function changes a tensor that it is given, so that a copy will not do."""
+    name = getattr(func, "__name__", "")
+    if is_in_place(func) or name in ("__setitem__", "__set__", "__delete__"):
+        return True
+    try:
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # a function of C++ tells no signature
+        given = kwargs
+    return given.get("out") is not None or bool(given.get("inplace"))
+
+
+def on_whole_tensors(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    kind: type[Tensor],
+    *,
+    name: Any = None,
+) -> Any:
+    """Run `func` with every split tensor gathered; the result is plain, and warned of once.
+
+    Args:
+        func: A torch function, or the `apply` of an autograd Function.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        kind: The class of split tensors.
+        name: What the warning names, where that is not `func`.
+    """
+    parts: dict[int, Part] = {id(t): part_of(t) for t in split_in([args, kwargs], kind)}
+    shown = name or func
+    if shown not in _warned:
+        _warned.add(shown)
+        size = sum(math.prod(p.shape) * p.dtype.itemsize for p in parts.values())
+        warnings.warn(
+            f"{name_of(shown)} has no rule for split tensors; it runs on gathered ones, {size:,} "
+            "bytes on every rank, as lightning_shard.allow_gather() permits.",
+            stacklevel=3,
+        )
+    whole = {key: gathered(part.read()) for key, part in parts.items()}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, kind):
+            return whole[id(value)]
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+    return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})

@@ -1,0 +1,69 @@
+"""What a split tensor holds: this rank's part, in one of several forms."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.torch_internals import without_rules
+
+# How to read a tensor with a history of its own, by the class of its grad_fn. The module
+# autograd_function.py enters the Functions that it serves.
+followed: dict[type, Callable[[Any], "Part"]] = {}
+
+
+@runtime_checkable
+class Part(Protocol):
+    """Rows that this rank holds (`Subdomain`), or the recipe of rows that nobody has read yet.
+
+    Attributes:
+        shape: The global shape.
+        dtype: What users see.
+        layout: How the tensor is split, once that is known.
+        local: A local tensor that tells the device, and whether gradients are wanted.
+        lazy: Whether the part must be read before a rule that knows only `Subdomain` can take it.
+    """
+
+    lazy: ClassVar[bool]
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def layout(self) -> Layout | None: ...
+    @property
+    def local(self) -> Tensor: ...
+    def read(self) -> Subdomain:
+        """The rows of this rank.
+
+        Raises:
+            UnsupportedOperationError: There is no such thing as its rows.
+        """
+        ...
+
+
+def part_of(tensor: Any) -> Part:
+    """The part of a split tensor.
+
+    Raises:
+        UnsupportedOperationError: A foreign autograd.Function put its history on the wrapper.
+    """
+    with without_rules():
+        foreign = tensor.grad_fn
+    if foreign is None:
+        return tensor._part
+    follow = followed.get(type(foreign))
+    if follow is None:
+        name = type(foreign).__name__.removesuffix("Backward")
+        raise UnsupportedOperationError(
+            f"the autograd.Function {name} was applied to a tensor split over ranks; its gradients "
+            "would be lost. Allow it with lightning_shard.allow_function if it computes with torch "
+            "functions, run it on each rank's rows with lightning_shard.local_map, or on whole "
+            "tensors with lightning_shard.allow_gather"
+        )
+    return follow(tensor)

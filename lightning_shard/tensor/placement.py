@@ -1,0 +1,93 @@
+"""Splitting a tensor over a domain mesh, and putting it together again."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.domain.align import gathered, take_part
+from lightning_shard.domain.layout import Layout, splits_of
+from lightning_shard.domain.subdomain import Subdomain, domain_of
+from lightning_shard.domain.uneven import to_canonical
+from lightning_shard.tensor.tensor import DomainTensor
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> DomainTensor:
+    """Split a tensor that every rank holds whole.
+
+    Args:
+        tensor: The full tensor, equal on all ranks of `mesh`.
+        mesh: The domain mesh, of one or several axes.
+        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
+
+    Returns:
+        The same values as a `DomainTensor`; each rank keeps its rows (a view of `tensor`). Any
+        extent can be split over any number of ranks: rows are shared out as by
+        `torch.tensor_split`.
+
+    Raises:
+        ValueError: `dims` does not fit the mesh or the tensor.
+    """
+    domain = domain_of(mesh)
+    layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
+    return DomainTensor(Subdomain(take_part(tensor, layout), layout, domain))
+
+
+def from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    dims: int | Sequence[int],
+    shape: Sequence[int] | None = None,
+) -> DomainTensor:
+    """Wrap this rank's part of a split tensor.
+
+    Args:
+        local: This rank's rows: as many as `torch.tensor_split` gives it if `shape` is given, any
+            number otherwise.
+        mesh: The domain mesh, of one or several axes.
+        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
+        shape: The global shape. Without it the ranks tell each other the shapes of their parts, and
+            rows move to where `torch.tensor_split` puts them; all ranks must then call.
+
+    Raises:
+        ValueError: `local` is not this rank's part of a tensor of `shape`, or the parts do not make
+            up a whole.
+    """
+    domain = domain_of(mesh)
+    if shape is None:
+        splits = splits_of(local.ndim, domain.grid.sizes, dims)
+        local, shape = to_canonical(local, domain, [*splits])
+    layout = Layout.of(shape, splits_of(len(shape), domain.grid.sizes, dims), domain.grid)
+    if tuple(local.shape) != layout.local_shape:
+        raise ValueError(
+            f"this rank's part of a tensor of {layout} has shape {layout.local_shape}; got "
+            f"{tuple(local.shape)}. Split the rows as torch.tensor_split does, or leave the shape "
+            "out: rows then move to where they belong."
+        )
+    return DomainTensor(Subdomain(local, layout, domain))
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The full tensor on every rank; a plain tensor comes back unchanged.
+
+    Differentiable: each rank's gradient of the full tensor is a partial one, which is added up and
+    split again.
+    """
+    if not isinstance(tensor, DomainTensor):
+        return tensor
+    part = tensor.subdomain
+    travels_on = part.domain.mesh.device_type
+    if part.local.device.type == "cpu" != travels_on:  # where Lightning puts predictions
+        return gathered(replace(part, local=part.local.to(travels_on))).cpu()
+    return gathered(part)
+
+
+def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:
+    """The local tensor, and what `pack` needs to wrap another one like it."""
+    part = tensor.subdomain
+    return part.local, part
+
+
+def pack(local: Tensor, like: Subdomain) -> DomainTensor:
+    return DomainTensor(replace(like, local=local))

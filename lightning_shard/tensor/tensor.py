@@ -1,0 +1,266 @@
+"""DomainTensor: a tensor that shows the global shape and holds this rank's part.
+
+It is a `torch.Tensor` subclass without storage. Every function on it arrives at
+`__torch_function__` and is served by its rule, on local tensors; autograd records only those. What
+has no rule raises: nothing ever falls through to a kernel that would see a part and take it for the
+whole.
+"""
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops import name_of, rule_for
+from lightning_shard.ops.become import Became
+from lightning_shard.ops.elementwise.pointwise import is_in_place, pointwise
+from lightning_shard.ops.registry import canonical_names, run_rule
+from lightning_shard.processes.torch_internals import (
+    accessors,
+    frame_callback,
+    make_wrapper,
+    untraced,
+    without_rules,
+)
+from lightning_shard.tensor.facts import FACTS
+from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors, split_in, writes
+from lightning_shard.tensor.out import write_out
+from lightning_shard.tensor.part import Part, part_of
+from lightning_shard.tensor.wrong_calls import refuse_wrong_call
+
+Function = Callable[..., Any]
+
+_SET_REQUIRES_GRAD = accessors("requires_grad").__set__
+aten = torch.ops.aten
+
+
+class DomainTensor(Tensor):
+    """A tensor split over a domain mesh; made by `shard` and `from_local`.
+
+    `shape`, `size()`, `numel()` are those of the global tensor; `to_local()` is this rank's part.
+    """
+
+    _part: Part
+
+    @staticmethod
+    def __new__(cls, part: Part, device: torch.device | None = None) -> "DomainTensor":
+        _prepare()
+        # the wrapper requires grad too: a foreign autograd.Function then marks it, see `part_of`
+        local = part.local
+        wrapper: Any = make_wrapper(
+            cls,
+            part.shape,
+            dtype=part.dtype,
+            device=device or local.device,
+            requires_grad=local.requires_grad,
+        )
+        wrapper._part = part
+        return wrapper
+
+    def to_local(self) -> Tensor:
+        """This rank's part: a plain tensor, connected to the autograd graph."""
+        return self.subdomain.local
+
+    @property
+    def subdomain(self) -> Subdomain:
+        """This rank's part with its layout; a lazy spectrum is computed."""
+        return part_of(self).read()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # torch.compile: rules are not traced, they run as they are
+        if torch.compiler.is_compiling() or frame_callback() is not None:
+            return _dispatch_uncompiled(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Only what autograd does with the wrappers of a Function, see autograd_function.py."""
+        if func is aten.detach.default:
+            part = args[0]._part.read()
+            return DomainTensor(part.like(part.local.detach()))
+        if func is aten.add.Tensor and all(isinstance(a, DomainTensor) for a in args):
+            return _wrap(pointwise(torch.add, *(a._part for a in args)), {})
+        raise UnsupportedOperationError(
+            f"{func} reached a tensor split over ranks without passing a rule. "
+            "Register one (lightning_shard.register_rule) or gather first (lightning_shard.gather)."
+        )
+
+    def __copy__(self) -> "DomainTensor":
+        part = self.subdomain
+        return DomainTensor(part.like(copy.copy(part.local)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DomainTensor":
+        """A copy of this rank's part; as in torch, only of a leaf."""
+        part = self.subdomain
+        copied = DomainTensor(part.like(part.local.__deepcopy__(memo)))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DomainTensor holds one rank's part and cannot be pickled; pickle "
+            "lightning_shard.gather(tensor) instead."
+        )
+
+
+@functools.cache
+def _prepare() -> None:
+    """Some Functions of torch are changed when the first split tensor is made, and not before."""
+    importlib.import_module("lightning_shard.tensor.autograd_function").install()
+
+
+def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A fact that the tensor knows; else what the rule gives; else what `allow_gather` permits."""
+    fact = FACTS.get(func)
+    if fact is not None:
+        return fact(func, *args, **kwargs)
+    try:
+        if "out" in kwargs:
+            return _into_out(func, args, kwargs)
+        return _by_rule(func, args, kwargs)
+    except UnsupportedOperationError as error:
+        if gather_allowed.get() and not writes(func, args, kwargs):
+            return on_whole_tensors(func, args, kwargs, DomainTensor)
+        if error.is_named:
+            raise
+        raise _refusal(func, [args, kwargs], str(error)) from error
+
+
+@untraced  # torch.compiler.disable, which would import the compiler here and now
+def _dispatch_uncompiled(*call: Any) -> Any:
+    return _dispatch(*call)
+
+
+def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Unwrap the split tensors, run the rule, wrap its results."""
+    rule = rule_for(func)
+    if rule is None or rule.checked:
+        refuse_wrong_call(func, args, kwargs, DomainTensor)
+    if kwargs:
+        args, kwargs = canonical_names(tuple(args), kwargs)
+    if rule is not None and rule.composes:
+        return run_rule(rule, func, tuple(args), kwargs)
+    wrappers: dict[int, DomainTensor] = {}
+    local_args = tuple([_unwrap(a, wrappers) for a in args])
+    local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()} if kwargs else {}
+    for wrapper in wrappers.values():
+        if wrapper._part.lazy:
+            lazy = rule_for(func, lazy=True)
+            rule = lazy or rule
+            if lazy is None:
+                local_args = _read(local_args)
+                local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
+            break
+    if rule is None:
+        raise UnsupportedOperationError("it has no rule for split tensors")
+    if is_in_place(func):
+        _refuse_copy(local_args[0])
+    result = _wrap(run_rule(rule, func, local_args, local_kwargs), wrappers)
+    if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
+        _show_requires_grad(args[0])
+    return result
+
+
+def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    out = kwargs["out"]
+    if out is not None:
+        refuse_wrong_call(func, args, kwargs, DomainTensor)
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    if out is None:
+        return _by_rule(func, args, kwargs)
+    return write_out(_by_rule(func, args, kwargs), out, [args, kwargs], DomainTensor)
+
+
+def _refuse_copy(target: Any) -> None:
+    if isinstance(target, Subdomain) and target.moved:
+        raise UnsupportedOperationError(
+            "it would write into a copy, not into the tensor that the rows came from; assign with "
+            "x[index] = value"
+        )
+
+
+def _set_requires_grad(func: Function, *args: Any) -> Any:
+    """Of the wrapper too, see `DomainTensor.__new__`."""
+    with without_rules():
+        func(*args)
+    return _by_rule(func, args, {})
+
+
+FACTS[_SET_REQUIRES_GRAD] = _set_requires_grad
+
+
+def _show_requires_grad(tensor: DomainTensor) -> None:
+    """After a write in place the wrapper says what its part says, see `part_of`."""
+    if isinstance(tensor._part, Subdomain):
+        with without_rules():
+            if tensor.grad_fn is None:
+                tensor.requires_grad_(tensor._part.local.requires_grad)
+
+
+def _read(value: Any) -> Any:
+    """`value` with lazy parts read."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    if isinstance(value, Subdomain | Tensor):
+        return value
+    return value.read() if isinstance(value, Part) else value
+
+
+def _refusal(func: Function, arguments: Any, reason: str) -> UnsupportedOperationError:
+    layouts = (t._part.layout for t in split_in(arguments, DomainTensor))
+    placements = "; ".join(dict.fromkeys(str(layout) for layout in layouts if layout))
+    error = UnsupportedOperationError(
+        f"cannot run {name_of(func)} on a tensor split over ranks ({placements}): {reason}. "
+        "Two ways out: register a rule with lightning_shard.register_rule, or compute on the whole "
+        "tensor with lightning_shard.gather and split the result again with lightning_shard.shard."
+    )
+    error.is_named = True
+    return error
+
+
+def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
+    if isinstance(value, DomainTensor):
+        part = part_of(value)
+        wrappers[id(part.local)] = value
+        return part
+    cls = type(value)
+    return cls([_unwrap(v, wrappers) for v in value]) if cls is list or cls is tuple else value
+
+
+def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
+    if isinstance(value, Subdomain):
+        same = wrappers.get(id(value.local))
+        if same is not None and not same._part.lazy and same._part.layout == value.layout:
+            _show_requires_grad(same)
+            return same  # an in-place operation gives back its tensor
+        return DomainTensor(value)
+    if value is None or isinstance(value, Tensor):
+        return value
+    if type(value) in (list, tuple) or type(value).__module__ == "torch.return_types":
+        return type(value)([_wrap(v, wrappers) for v in value])
+    if isinstance(value, Became):
+        return _swapped(value)
+    return DomainTensor(value) if isinstance(value, Part) else value
+
+
+def _swapped(became: Became) -> Tensor:
+    """The caller's plain tensor, which is the same Python object and a split tensor from now on."""
+    try:
+        torch.utils.swap_tensors(became.plain, DomainTensor(became.part))
+    except RuntimeError as error:
+        raise UnsupportedOperationError(
+            "a plain tensor that autograd has saved cannot take split rows; make it like the split "
+            "tensor (torch.zeros_like)"
+        ) from error
+    return became.plain

@@ -1,0 +1,122 @@
+"""The one place that asks torch whether it would refuse a call, before any rank computes.
+
+The function runs on meta tensors of the global shapes, which costs neither memory nor arithmetic.
+What passes is remembered by function, shapes, dtypes and the other arguments, so a training loop
+asks once. What fails there is tried on real tensors of random numbers, because not every function
+of torch knows meta tensors; what fails there too is raised, on every rank alike and with torch's
+own error.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.processes.torch_internals import is_autocast, modes_on_stack
+from lightning_shard.tensor.gathering import split_in
+
+LARGEST = 2**22  # elements up to which a call that meta tensors refuse is tried on real ones
+KEPT = 2**14  # calls to remember
+
+_accepted: set[Any] = set()
+
+
+def refuse_wrong_call(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], kind: type[Tensor]
+) -> None:
+    """Raise what torch raises for this call in one process, if it does so whatever the values.
+
+    Args:
+        func: The torch function.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        kind: The class of split tensors.
+    """
+    try:
+        key = func, is_autocast(), *[_key(a, kind) for a in args]
+        if kwargs:
+            key += *kwargs, *[_key(value, kind) for value in kwargs.values()]
+        if key in _accepted:
+            return
+    except TypeError:  # an argument without a hash: whatever it is, torch's kernels see it
+        return
+    if modes_on_stack():  # someone counts what runs: not this
+        return
+    _try(func, args, kwargs)
+    if len(_accepted) >= KEPT:
+        _accepted.clear()
+    _accepted.add(key)
+
+
+def _key(value: Any, kind: type[Tensor]) -> Any:
+    cls = type(value)
+    if cls is kind:
+        part = value._part
+        return part.shape, part.dtype
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if cls is tuple or cls is list:
+        return cls, *[_key(v, kind) for v in value]
+    if cls is slice:
+        return cls, value.start, value.stop, value.step
+    return cls, value  # 1, 1.0 and True are equal
+
+
+def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    try:
+        _run(func, args, kwargs, _on_meta)
+    except Exception as error:  # of any kind: the real function decides below
+        tensors = list(split_in([args, kwargs], Tensor))
+        if sum(t.numel() for t in tensors) <= LARGEST:
+            with _random_numbers_kept(t.device for t in tensors):
+                _run_on_numbers(func, args, kwargs)
+        elif isinstance(error, IndexError | ValueError | TypeError):
+            raise
+
+
+def _run_on_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Integers are zeros, which any index may be, else ones, which any weight may be."""
+    try:
+        _run(func, args, kwargs, functools.partial(_random, integer=0))
+    except Exception:  # of any kind; where ones fail too, theirs is raised
+        _run(func, args, kwargs, functools.partial(_random, integer=1))
+
+
+def _run(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    make: Callable[[Tensor], Tensor],
+) -> None:
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return make(value)
+        return type(value)(map(stand_in, value)) if type(value) in (list, tuple) else value
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        func(*map(stand_in, args), **{name: stand_in(v) for name, v in kwargs.items()})
+
+
+def _random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Afterwards the generators of random numbers are where they were."""
+    other = next((d for d in devices if d.type not in ("cpu", "meta")), None)
+    if other is None:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[other.index], device_type=other.type)
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+
+
+def _random(x: Tensor, integer: int) -> Tensor:
+    """Numbers between 0 and 1, and integers that are all the same."""
+    shape = tuple(x.shape)
+    if x.is_floating_point() or x.is_complex():
+        return torch.rand(shape, device=x.device).to(x.dtype)
+    return torch.full(shape, integer, dtype=x.dtype, device=x.device)

@@ -1,0 +1,1 @@
+"""Lightning's contracts: the strategy, its batches, steps and callbacks."""

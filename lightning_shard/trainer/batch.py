@@ -1,0 +1,183 @@
+"""Which dims of which batch entries a domain splits, and keeping this rank's part of them."""
+
+import copy
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+from lightning_shard.tensor.placement import from_local, shard
+from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.slab import Dims, LocalPart, ShardDims, dims_of
+
+
+def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> Any:
+    """`batch` with its fields split over the domain mesh; all else stays whole on every rank.
+
+    Args:
+        batch: Nested dicts, lists and tuples of tensors, equal on all ranks of the domain, or of
+            parts that each rank has read for itself (trainer/slab.py).
+        mesh: The domain mesh, of one or several axes.
+        shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims,
+            one for each mesh axis. An int, or one for each mesh axis: these dims of every
+            floating-point tensor of 3 dims or more. In both cases a tensor of another dtype, or
+            without channels, that has the samples and the spatial extents of such a field is split
+            with it, as (B, H, W) classes with a (B, C, H, W) image. A mapping: for each key of the
+            batch (the position, for a tuple) its dims, or None to leave the entry whole, as are
+            entries that are not named.
+
+    Raises:
+        ValueError: A dim is named that an entry does not have, or a key that the batch does not
+            have.
+    """
+    if isinstance(shard_dims, Mapping):
+        entries = _entries(batch)
+        if missing := [key for key in shard_dims if str(key) not in entries]:
+            raise ValueError(
+                f"shard_dims names the batch entry {missing[0]!r}, but the batch has "
+                f"{list(entries)}; use one of these."
+            )
+        split = {key: _apply(value, mesh, shard_dims, key) for key, value in entries.items()}
+        return _rebuild(batch, split)
+    return _apply(batch, mesh, shard_dims, "", _fields(batch, shard_dims, mesh.ndim))
+
+
+def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
+    """Compare what the ranks of the domain have read, of which all must call this.
+
+    Raises:
+        ValueError: They have read different samples, whose parts make up no field.
+    """
+    leaves = tree_flatten_with_path(batch)[0]
+    read = {keystr(p): _identity(x) for p, x in leaves if isinstance(x, Tensor | LocalPart)}
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        everywhere: list[dict[str, Any]] = [{}] * mesh.size(axis)
+        dist.all_gather_object(everywhere, read, group)
+        for entry in read:
+            if len({each.get(entry) for each in everywhere}) > 1:
+                raise ValueError(
+                    f"the ranks {dist.get_process_group_ranks(group)} share each sample, but read "
+                    f"different batches (entry {entry}); give them the same samples in the same "
+                    "order (trainer.distributed_sampler_kwargs says which replica reads what) and "
+                    "draw augmentations from the same seed."
+                )
+
+
+def _identity(x: Tensor | LocalPart) -> tuple[Any, ...]:
+    """What equals on all ranks that have read the same samples."""
+    if isinstance(x, LocalPart):
+        return (x.shape, str(x.tensor.dtype), x.samples)
+    values = torch.view_as_real(x) if x.is_complex() else x
+    values = values.detach().cpu().contiguous()
+    return (
+        tuple(x.shape),
+        str(x.dtype),
+        zlib.crc32(values.flatten().view(torch.uint8).numpy().tobytes()),
+    )
+
+
+def split_dims(shard_dims: ShardDims) -> tuple[int, ...] | None:
+    """The dims along which all named fields are split, counted from the front; None: not known."""
+    named = list(shard_dims.values()) if isinstance(shard_dims, Mapping) else [shard_dims]
+    chosen = {(d,) if isinstance(d, int) else tuple(d) for d in named if d is not None}
+    dims = chosen.pop() if len(chosen) == 1 else ()
+    return dims if dims and min(dims) >= 0 else None
+
+
+def _apply(
+    value: Any, mesh: DeviceMesh, shard_dims: ShardDims, key: str, fields: Sequence["_Field"] = ()
+) -> Any:
+    what = f"batch entry {key!r}" if key else "a batch entry"
+
+    def field(x: Tensor | LocalPart) -> Tensor:
+        rows = x.tensor if isinstance(x, LocalPart) else x
+        dims = dims_of(shard_dims, key, len(x.shape), rows.dtype, mesh.ndim)
+        if isinstance(x, Tensor) and (dims is None or shard_dims is None):
+            dims = next((f.dims_of_map(x.shape) for f in fields if f.has_map(x.shape)), dims)
+        if dims is not None:
+            return _split(x, mesh, dims, what)
+        if isinstance(x, LocalPart):
+            raise ValueError(
+                f"{what} of shape {tuple(x.shape)} was read in parts, but shard_dims leaves it "
+                "whole; give slab_of the key under which the batch has it."
+            )
+        return x
+
+    return apply_to_collection(value, (Tensor, LocalPart), field)
+
+
+class _Field(NamedTuple):
+    """A field (B, C, *spatial) that is split along spatial dims."""
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def has_map(self, shape: Sequence[int]) -> bool:
+        """Whether `shape` is (B, *spatial), or (B, any, *spatial), of this field."""
+        spatial = self.shape[2:]
+        without_channels = tuple(shape[1:]) == spatial
+        same_dims = len(shape) == len(self.shape) and tuple(shape[2:]) == spatial
+        return tuple(shape[:1]) == self.shape[:1] and (without_channels or same_dims)
+
+    def dims_of_map(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(dim - len(self.shape) + len(shape) for dim in self.dims)
+
+
+def _fields(batch: Any, shard_dims: ShardDims, axes: int) -> list[_Field]:
+    """The fields that are split by themselves along spatial dims, and are no map of another."""
+    found: set[_Field] = set()
+    for x in tree_leaves(batch):
+        if isinstance(x, Tensor | LocalPart):
+            dtype = x.tensor.dtype if isinstance(x, LocalPart) else x.dtype
+            dims = dims_of(shard_dims, "", len(x.shape), dtype, axes)
+            chosen = (dims,) if isinstance(dims, int) else tuple(dims or ())
+            chosen = tuple(d if d >= 0 else d + len(x.shape) for d in chosen)
+            if chosen and min(chosen) >= 2 and max(chosen) < len(x.shape):
+                found.add(_Field(tuple(x.shape), chosen))
+    return [
+        f
+        for f in found
+        if not any(len(g.shape) > len(f.shape) and g.has_map(f.shape) for g in found)
+    ]
+
+
+def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Tensor:
+    if isinstance(x, DomainTensor):
+        return x
+    chosen, ndim = [dims] if isinstance(dims, int) else list(dims), len(x.shape)
+    if any(not -ndim <= d < ndim for d in chosen):
+        raise ValueError(
+            f"shard_dims {chosen} of {what} must lie in its shape {tuple(x.shape)}; name dims "
+            f"from 0 to {ndim - 1}."
+        )
+    if isinstance(x, LocalPart):
+        return x.split(mesh, dims)
+    local = shard(x, mesh, dims).to_local().clone()  # a copy, so that the whole sample can be freed
+    return from_local(local, mesh, dims, x.shape)
+
+
+def _entries(batch: Any) -> dict[str, Any]:
+    if isinstance(batch, Mapping):
+        return {str(key): value for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return {str(i): value for i, value in enumerate(batch)}
+    return {"0": batch}
+
+
+def _rebuild(batch: Any, entries: dict[str, Any]) -> Any:
+    """A collection of the type of `batch` with other values."""
+    if isinstance(batch, Mapping):
+        rebuilt = copy.copy(batch)
+        rebuilt.update({key: entries[str(key)] for key in batch})  # pyright: ignore[reportAttributeAccessIssue]
+        return rebuilt
+    if isinstance(batch, list | tuple):
+        values = list(entries.values())
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return entries["0"]

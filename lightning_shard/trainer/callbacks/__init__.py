@@ -1,0 +1,1 @@
+"""Callbacks: predictions, samples per second, times on the device."""

@@ -1,0 +1,140 @@
+"""A line for each epoch, and at the end of training where everything lies and how to go on."""
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_shard.trainer.callbacks.samples_per_second import samples_of_all
+
+
+class EpochReport(Callback):
+    """Prints a line for each epoch and a summary when training ends, and logs what it measured.
+
+    The line has the metrics of the progress bar, as means over the epoch and over all ranks where
+    the module logs them so. `epoch_s` is in seconds, validation included. `epoch_samples/s` counts
+    the samples of all data replicas, without the time of validation. `peak_memory_mib` is the
+    largest value of any rank: what tensors held at most on its device in this epoch, or on the CPU
+    what the process has held at most since it began.
+
+    Source: PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel", which
+    tracks duration and memory.
+    """
+
+    def __init__(self) -> None:
+        """Nothing to choose."""
+        self._fit_began_s = self._began_s = self._trained_until_s = time.perf_counter()
+        self._validating_s = 0.0
+        self._samples = 0
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fit_began_s = time.perf_counter()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began_s = self._trained_until_s = time.perf_counter()
+        self._validating_s, self._samples = 0.0, 0
+        if trainer.strategy.root_device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._samples += samples_of_all(trainer, batch)
+        self._trained_until_s = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        now_s = time.perf_counter()
+        self._validating_s += now_s - self._trained_until_s
+        self._trained_until_s = now_s
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        now_s = time.perf_counter()
+        training_s = self._trained_until_s - self._began_s - self._validating_s
+        mib = torch.tensor(peak_memory_mib(trainer.strategy.root_device))
+        measured = {
+            "epoch_s": now_s - self._began_s,
+            "epoch_samples/s": self._samples / max(training_s, 1e-9),
+            "peak_memory_mib": float(trainer.strategy.reduce(mib, reduce_op="max")),
+        }
+        metrics = _epoch_means(trainer)  # a collective
+        for logger in trainer.loggers:
+            logger.log_metrics(measured, step=trainer.global_step)
+        if trainer.is_global_zero:
+            values = "".join(f", {name} {value:.4g}" for name, value in metrics.items())
+            print(
+                f"Epoch {trainer.current_epoch}: {measured['epoch_s']:.1f} s{values}, "
+                f"{measured['epoch_samples/s']:.4g} samples/s, "
+                f"peak memory {measured['peak_memory_mib']:.0f} MiB"
+            )
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = trainer.log_dir or trainer.default_root_dir  # a collective
+        if not trainer.is_global_zero or _command_line_speaks(trainer):
+            return
+        seconds = time.perf_counter() - self._fit_began_s
+        print(
+            f"Training ended at step {trainer.global_step} after {duration(seconds)}. "
+            f"Everything is in {folder}"
+        )
+        print("\n".join(checkpoint_lines(trainer)))
+
+
+def _epoch_means(trainer: Trainer) -> dict[str, float]:
+    """What the bar shows, without values of the last batch where there is a mean of them."""
+    metrics = {k: v for k, v in trainer.progress_bar_metrics.items() if isinstance(v, float)}
+    without_steps = {k: v for k, v in metrics.items() if not k.endswith("_step")}
+    return {k: v for k, v in without_steps.items() if k != "samples/s"}
+
+
+def checkpoint_lines(trainer: Trainer) -> list[str]:
+    """Where the best checkpoint lies and what it scored, and how to test and to resume."""
+    lines: list[str] = []
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            best, score = callback.best_model_path, callback.best_model_score
+            scored = "" if score is None else f" ({callback.monitor} {float(score):.4g})"
+            if best:
+                lines += [
+                    f"Best checkpoint: {best}{scored}",
+                    f"Test: {_call('test', best)}",
+                ]
+            if newest := callback.last_model_path or best:
+                lines.append(f"Resume: {_call('fit', newest)}")
+    return lines or ["No checkpoint was kept; add lightning.pytorch.callbacks.ModelCheckpoint."]
+
+
+def _call(stage: str, checkpoint: str) -> str:
+    return f"trainer.{stage}(module, data, ckpt_path={checkpoint!r})"
+
+
+def _command_line_speaks(trainer: Trainer) -> bool:
+    """Whether `python -m lightning_shard` runs this, which ends with the same in its own words."""
+    folders = [Path(getattr(c, "dirpath", None) or "") for c in trainer.checkpoint_callbacks]
+    return any((folder / "config.yaml").is_file() for folder in folders)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, such as 2 min 5 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """What tensors have held of a device at most, or the process of the CPU's memory, in MiB."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+    return torch.accelerator.max_memory_allocated(device) / 2**20

@@ -1,0 +1,73 @@
+"""Lightning's file format, written and read without second copies: an own `CheckpointIO`.
+
+A file appears whole or not at all: it is written beside its place under another name and renamed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from typing_extensions import override
+
+from lightning_shard.checkpoint.atomic import remove, written_file
+from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
+from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
+from lightning_shard.processes.exchange import together
+
+
+def is_local(path: str | Path) -> bool:
+    """Whether `path` is on a mounted file system, not behind a URL."""
+    return isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+
+
+def local_path(path: str | Path) -> Path:
+    """The path of a file on a mounted file system, which may be written as a `file://` URL."""
+    return Path(url_to_fs(str(path))[1])
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """Lightning's files, streamed to disk and mapped into memory; URLs as Lightning does it."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a file; on failure what was there before stays."""
+        if storage_options is not None or not is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = local_path(path)
+        with written_file(path) as file:
+            torch.save(checkpoint, file)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a file; code in it runs only if `weights_only` is False."""
+        weights_only = weights_only is not False
+        if not is_local(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        path = local_path(path)
+        if path.name.endswith(SAFETENSORS):
+            return {"state_dict": {name: v.whole() for name, v in read_safetensors(path).items()}}
+        if not dist.is_initialized():
+            return read_torch_file(path, weights_only)
+        together(lambda: check_records(path, dist.get_rank(), dist.get_world_size()))
+        return read_torch_file(path, weights_only, checked=True)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a file or a directory."""
+        if is_local(path):
+            remove(local_path(path))
+        else:
+            super().remove_checkpoint(path)

@@ -1,0 +1,29 @@
+"""The ranks of a domain see the same samples: metrics and rates count them once."""
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from torchmetrics import Metric
+
+from lightning_shard.trainer.host import throughputs
+
+
+def count_domains_once(
+    trainer: Trainer, module: LightningModule, data_group: dist.ProcessGroup | None, replicas: int
+) -> None:
+    """Let metrics and throughput monitors add up over data replicas, not over all ranks.
+
+    A torchmetrics metric that was given a process group keeps it.
+    """
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for owner in (module, *callbacks):
+        values = owner.modules() if owner is module else vars(owner).values()
+        for metric in values:
+            if isinstance(metric, Metric) and metric.process_group is None:
+                metric.process_group = data_group
+    for callback in callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in throughputs(callback):
+                throughput.world_size = replicas

@@ -1,0 +1,101 @@
+"""Launchers that Lightning 2.6 does not know, or knows only with mpi4py."""
+
+import os
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from typing_extensions import override
+
+from lightning_shard.processes.process_info import ALONE, launcher, process_info
+from lightning_shard.processes.variables import ProcessInfo
+
+
+class LauncherEnvironment(ClusterEnvironment):
+    """What `process_info` finds, in Lightning's terms."""
+
+    def __init__(self, info: ProcessInfo) -> None:
+        super().__init__()
+        self.info = info
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self.info.address
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self.info.port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return process_info().world_size > 1
+
+    @override
+    def world_size(self) -> int:
+        return self.info.world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """The launcher has set it."""
+
+    @override
+    def global_rank(self) -> int:
+        return self.info.rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """The launcher has set it."""
+
+    @override
+    def local_rank(self) -> int:
+        return self.info.local_rank
+
+    @override
+    def node_rank(self) -> int:
+        return self.info.node
+
+
+def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
+    """The environment of the launcher, where Lightning has `found` none or the one outside of it.
+
+    Raises:
+        ValueError: The launcher's variables are incomplete or wrong, or SLURM's tasks were not
+            started.
+    """
+    if type(found) not in (LightningEnvironment, SLURMEnvironment):
+        return found
+    started_by = launcher()
+    if started_by.starts_all and not started_by.known_to_lightning:
+        info = process_info()
+        return LauncherEnvironment(info) if info.world_size > 1 else found
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if isinstance(found, SLURMEnvironment) and started_by is ALONE and tasks != "1":
+        raise ValueError(
+            f"SLURM has {tasks} tasks for this job, but this process was not started by srun and "
+            "would wait for the others; write `srun python ...` in the job's script."
+        )
+    return found
+
+
+def check_processes(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
+    """Compare what a launcher has started with what the Trainer was told.
+
+    Raises:
+        ValueError: They differ.
+    """
+    started = environment.world_size()
+    if environment.creates_processes_externally and started != devices * nodes > 0:
+        local = max(1, started // nodes)
+        raise ValueError(
+            f"{launcher().title} started {started} processes, but the Trainer has "
+            f"devices={devices} and num_nodes={nodes}; use Trainer(devices={local}, "
+            f"num_nodes={started // local}), or start {devices * nodes}."
+        )

@@ -1,0 +1,41 @@
+"""What to do about errors of torch and Lightning that only say what happened inside them."""
+
+import traceback
+
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+
+_BY_MESSAGE = {
+    "got mixed torch.Tensor and DTensor": (
+        "A parameter was used outside of the steps of the LightningModule, where each rank holds a "
+        "shard of it: call the module itself, or read parameters inside "
+        "`with lightning_shard.whole_parameters(module):`."
+    ),
+    "FSDP does not support deepcopy": (
+        "A module that was trained by this strategy cannot be copied, which a callback such as "
+        "StochasticWeightAveraging does at the start of each stage: give the callback to the first "
+        "fit only, and use another Trainer, or trainer.callbacks without it, for what follows."
+    ),
+}
+
+
+def _is_of_too_small_a_dataset(error: AssertionError) -> bool:
+    """Whether a sampler of Lightning's, which makes it before a strategy sees it, refuses."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    sampler = frames[-1][0].f_locals.get("self") if frames else None
+    return (
+        isinstance(sampler, UnrepeatedDistributedSampler)
+        and len(sampler.dataset) < sampler.num_replicas  # pyright: ignore[reportArgumentType]
+    )
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to `error`, which its traceback then ends with, if we know more."""
+    notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
+    if isinstance(error, AssertionError) and _is_of_too_small_a_dataset(error):
+        notes.append(
+            "The dataset has fewer samples than there are data replicas; use fewer processes, a "
+            "larger domain_parallel_size, or more samples."
+        )
+    for note in notes:
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)

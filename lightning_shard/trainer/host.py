@@ -1,0 +1,98 @@
+"""Lightning's private names that this package uses, all of them, as seen in Lightning 2.6.6.
+
+Nothing else in the package imports a name of Lightning's that begins with an underscore, or reads
+such an attribute. What breaks without a name stands above it, so that a new release of Lightning
+is read on this page. `tests/trainer/test_host.py` lists the names that a release has removed.
+"""
+
+import signal
+from typing import Any
+
+import torch
+
+# Without it a run that is resumed inside an epoch reads the samples of another epoch.
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+
+# Without it torch warns at the exit of a run on NVIDIA GPUs of groups that were not ended;
+# Lightning ignores Ctrl-C meanwhile.
+from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection as destroy_process_group,
+)
+
+# Without it the states that a user gave to an optimizer stay on the CPU.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+# Without it hooks of DDP are not registered on Intel GPUs.
+from lightning.pytorch.overrides.distributed import (
+    _register_ddp_comm_hook as register_ddp_comm_hook,
+)
+
+# Without it a plug-in that wraps a CheckpointIO, such as AsyncCheckpointIO, writes Lightning's
+# files instead of ours.
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+
+# Without these the Trainer cannot start the processes of a script or of a notebook by itself; under
+# torchrun, srun and mpirun nothing changes.
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+__all__ = [
+    "Launcher",
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "WorkerOutput",
+    "WrappingCheckpointIO",
+    "begin_requeue",
+    "chosen_devices",
+    "destroy_process_group",
+    "optimizers_to_device",
+    "plain_optimizer",
+    "register_ddp_comm_hook",
+    "set_sampler_epoch",
+    "tell_device",
+    "tell_mesh",
+    "throughputs",
+]
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that Lightning has wrapped: the wrapper's state cannot be saved by name."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def tell_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Let `self.device_mesh` of the module be the mesh; without it that property raises."""
+    module._device_mesh = mesh
+
+
+def tell_device(module: LightningModule, device: torch.device) -> None:
+    """Let `self.device` be the device, also where no parameter was moved: shards stay in place."""
+    module._device = device
+
+
+def chosen_devices(trainer: Trainer) -> list[torch.device]:
+    """The devices that the Trainer was asked for, where Lightning took the CPU instead of them."""
+    devices: list[Any] = trainer._accelerator_connector._parallel_devices
+    return devices
+
+
+def begin_requeue(trainer: Trainer, received: signal.Signals) -> None:
+    """Do what Lightning does when SLURM says that a job ends: save, and queue the job again."""
+    handler: Any = trainer._signal_connector._slurm_sigusr_handler_fn
+    handler(received, None)
+
+
+def throughputs(monitor: ThroughputMonitor) -> list[Any]:
+    """The counters of a monitor, of which each multiplies by a number of processes."""
+    return list(monitor._throughputs.values())

@@ -1,0 +1,127 @@
+"""The collectives that Lightning asks of a strategy, and the end of all ranks when one fails."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.processes.failure import Failure, FailureWatch
+from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.reduce import divide, reduce
+
+
+class Peers:
+    """The other processes of a run: what they add up, send and wait for.
+
+    Once this rank fails alone, the collectives of Lightning and of its callbacks return at once,
+    since no other rank would take part in them.
+    """
+
+    def __init__(self, interrupted: Callable[[], bool]) -> None:
+        """Begin without a watch.
+
+        Args:
+            interrupted: Whether the run is ending by an exception.
+        """
+        self._interrupted = interrupted
+        self._watch: FailureWatch | None = None
+        self._alone: bool | None = None  # whether only this rank fails; None: not asked yet
+
+    def watch(self, timeout_s: float = 1800.0) -> None:
+        """Follow the failures of other ranks, until `close`.
+
+        Args:
+            timeout_s: Seconds without an answer of rank 0's store, after which this process ends.
+        """
+        if self._watch is None and dist.get_world_size() > 1:
+            self._watch, self._alone = FailureWatch(dist.get_rank(), timeout_s=timeout_s), None
+
+    def leave(self, text: str, code: int) -> Failure | None:
+        """Tell all ranks to end with this exit status; None where nobody watches.
+
+        Returns:
+            What was told first, perhaps by another rank.
+        """
+        self._alone = True
+        return None if self._watch is None else self._watch.leave(text, code)
+
+    def close(self) -> None:
+        """End the watch; the next run begins another."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def cut_off(self) -> bool:
+        """Whether an exception on some of the ranks forbids collectives."""
+        if self._watch is None or not self._interrupted():
+            return False
+        if self._alone is None:  # callbacks hear of an exception before the strategy does
+            self._alone = self._watch.reported_alone(sys.exception())
+        return self._alone
+
+    def barrier(self, device: torch.device) -> None:
+        """Wait for all ranks."""
+        if self.cut_off() or not dist.is_initialized():
+            return
+        if device.index is None:
+            dist.barrier()
+        else:
+            dist.barrier(device_ids=[device.index])
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object that rank `src` has."""
+        if self.cut_off() or not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(
+        self,
+        tensor: Any,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None,
+        reduce_op: Any,
+        copies: int = 1,
+    ) -> Any:
+        """Reduce a tensor over the ranks of `group`; what is no tensor comes back as it is.
+
+        Args:
+            tensor: Equal on the ranks that share samples.
+            device: Where the collectives of this run find it.
+            group: None: all ranks.
+            reduce_op: "sum", "mean", "max" and the like, or a ReduceOp.
+            copies: Number of ranks that share samples. The word "sum" over all ranks, with which
+                `self.log` counts, counts them once.
+        """
+        if self.cut_off() or not isinstance(tensor, Tensor):
+            return tensor
+        reduced = reduce(tensor, device, group, reduce_op)
+        return divide(reduced, copies) if group is None and reduce_op == "sum" else reduced
+
+    def all_gather(
+        self,
+        tensor: Tensor,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None,
+        sync_grads: bool = False,
+    ) -> Tensor:
+        """One entry of each rank of `group`: (ranks, *shape).
+
+        Raises:
+            UnsupportedOperationError: The tensor is split over a domain.
+        """
+        if isinstance(tensor, DomainTensor):
+            raise UnsupportedOperationError("all_gather of a split tensor; gather(tensor) it first")
+        tensor = tensor.to(device).contiguous()
+        if not dist.is_initialized():
+            return tensor
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return torch.stack(all_gather(tensor, group))

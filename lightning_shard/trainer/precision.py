@@ -1,0 +1,110 @@
+"""What Lightning's precision plug-ins need to be right of sharded and of complex parameters."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
+
+
+class ShardedGradScaler(GradScaler):
+    """All ranks skip a step, and change the scale, if any of them holds a gradient not finite.
+
+    torch has the same for FSDP1 (torch.distributed.fsdp.sharded_grad_scaler); here gradients are
+    DTensors of several meshes, and plain ones.
+    """
+
+    @property
+    def device_type(self) -> str:
+        """Of the gradients."""
+        return self._device
+
+    @classmethod
+    def like(cls, scaler: GradScaler, device_type: str) -> "ShardedGradScaler":
+        """One with the settings of `scaler`, of gradients on the device."""
+        if not scaler.is_enabled():  # it was made for a device that is not there
+            return cls(device_type)
+        return cls(
+            device_type,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+        )
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        local: Any = _LocalShards(optimizer)
+        found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
+        anywhere = torch.stack([found_inf, *(f.to(found_inf.device) for f in found.values())])
+        anywhere = anywhere.amax(0)
+        if dist.is_initialized():
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        devices = found.keys() or [found_inf.device]
+        return {device: anywhere.to(device) for device in devices}
+
+
+class _LocalShards:
+    """What the scaler looks at of an optimizer: this rank's part of each gradient."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = [{"params": []} for _ in optimizer.param_groups]
+        for mine, group in zip(self.param_groups, optimizer.param_groups, strict=True):
+            for p in group["params"]:
+                if p.grad is not None:
+                    grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                    holder = grad.detach()
+                    holder.grad = grad
+                    mine["params"].append(holder)
+
+
+def use_device(plugin: Precision, device_type: str) -> None:
+    """Autocast, and scale gradients, for the device that trains.
+
+    Lightning 2.6 makes its plug-in of mixed precision for CUDA where the accelerator is no CPU; on
+    other devices autocast would then do nothing, and the scaler would be disabled.
+    """
+    if isinstance(plugin, MixedPrecision):
+        plugin.device = device_type
+        scaler = plugin.scaler
+        if scaler is not None and not (
+            isinstance(scaler, ShardedGradScaler) and scaler.device_type == device_type
+        ):
+            plugin.scaler = ShardedGradScaler.like(scaler, device_type)
+
+
+def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None:
+    """Of complex parameters, `module.to(torch.bfloat16)` keeps the real part.
+
+    Raises:
+        ValueError: `plugin` would do that.
+    """
+    dropped = [name for name, p in module.named_parameters() if p.is_complex()]
+    if dropped and isinstance(plugin, HalfPrecision):
+        raise ValueError(
+            f"precision {plugin.precision!r} would drop the imaginary part of complex parameters "
+            f"({', '.join(dropped[:3])}); use precision 'bf16-mixed', or '32-true' with "
+            "mp_policy={'param_dtype': 'bfloat16'}."
+        )
+
+
+def clip_over_shards(plugin: Precision) -> None:
+    """Let the plug-in clip gradients by their norm over all shards.
+
+    Lightning asks the plug-in, of which it makes one of several classes, not the strategy.
+    """
+
+    def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+
+    def by_value(optimizer: Optimizer, clip_val: float) -> None:
+        clip_grad_value_(plugin.main_params(optimizer), clip_val)
+
+    plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, by_value

@@ -1,0 +1,252 @@
+"""The processes of a Trainer: how they are started, joined, and arranged as a mesh."""
+
+import atexit
+import itertools
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core import rank_zero as utilities_rank_zero
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.processes.agreement import agree, store_of_attempt
+from lightning_shard.processes.device import default_backend
+from lightning_shard.processes.group import join
+from lightning_shard.processes.mesh import make_mesh, mesh_names
+from lightning_shard.trainer.environment import check_processes
+from lightning_shard.trainer.host import (
+    Launcher,
+    SubprocessScriptLauncher,
+    destroy_process_group,
+)
+from lightning_shard.trainer.notebook import NotebookLauncher
+
+# Ranks that differ in these would call other collectives, or train other weights.
+TRAINER_OPTIONS = (
+    "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val",
+    "gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch",
+    "num_sanity_val_steps", "num_nodes",
+)  # fmt: skip
+
+# lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
+_RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
+
+_comparisons = itertools.count()  # the ranks make theirs in the same order
+
+
+class Processes:
+    """One process per device, arranged as data replicas x domain ranks.
+
+    Attributes:
+        data_parallel_size: Number of data replicas; "auto": what the domain leaves.
+        domain_sizes: Number of ranks along each split dim.
+        shard_size: Number of ranks that share one set of parameters, or "node"; None: all.
+        timeout_s: Seconds after which a collective that does not end fails.
+        backend: Of the process group; None: the device's.
+        mesh: All processes; None until they have joined.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        domain_parallel_size: int | Sequence[int] = 1,
+        *,
+        shard_size: int | Literal["node"] | None = None,
+        timeout_s: float = 1800.0,
+        backend: str | None = None,
+    ) -> None:
+        """Note the sizes.
+
+        Raises:
+            ValueError: A size is smaller than 1.
+        """
+        domain = domain_parallel_size
+        self.data_parallel_size: int | Literal["auto"] = data_parallel_size
+        self.domain_sizes = (domain,) if isinstance(domain, int) else tuple(domain)
+        self.shard_size: int | Literal["node"] | None = shard_size
+        self.timeout_s, self.backend = timeout_s, backend
+        self.mesh: DeviceMesh | None = None
+        sizes = [*self.domain_sizes, 1 if data_parallel_size == "auto" else data_parallel_size]
+        if not self.domain_sizes or min(sizes) < 1:
+            raise ValueError(
+                "data_parallel_size and domain_parallel_size must be 1 or more; got "
+                f"{data_parallel_size} and {domain_parallel_size}."
+            )
+
+    @property
+    def domain_size(self) -> int:
+        """The number of ranks that share each sample."""
+        return math.prod(self.domain_sizes)
+
+    @property
+    def domain_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that share this rank's samples."""
+        assert self.mesh is not None, "the processes have not joined yet"
+        return self.mesh[mesh_names(len(self.domain_sizes))[1:]]
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of different samples; None before the mesh is made."""
+        return None if self.mesh is None else self.mesh["data"].get_group()
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis of the mesh, by name."""
+        assert self.mesh is not None, "the processes have not joined yet"
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+
+    def replica(self, rank: int) -> int:
+        """The data replica of this process, whose global rank is `rank`."""
+        if self.mesh is None:
+            return rank // self.domain_size
+        return self.mesh["data"].get_local_rank()
+
+    def domain_rank(self, rank: int) -> int:
+        """The place of this process, whose global rank is `rank`, among those of its samples."""
+        if self.mesh is None:
+            return rank % self.domain_size
+        index = 0
+        for name in mesh_names(len(self.domain_sizes))[1:]:
+            axis = self.mesh[name]
+            index = index * axis.size() + axis.get_local_rank()
+        return index
+
+    def join(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        *,
+        per_node: int,
+        offloads: bool = False,
+    ) -> DeviceMesh:
+        """Start the process group and make the mesh, unless an earlier stage has.
+
+        Args:
+            environment: What the launcher says of this process.
+            device: Of this process.
+            per_node: Number of processes on each node.
+            offloads: Whether shards are in CPU memory, which the group must then carry, too.
+
+        Raises:
+            ValueError: The sizes do not fit the number of processes.
+            RuntimeError: The group was there before and does not carry CPU memory.
+        """
+        if self.mesh is None:
+            data = self._data_size(environment.world_size())
+            backend = self.backend or default_backend(device)
+            if offloads and device.type != "cpu" and ":" not in backend:
+                backend = f"cpu:gloo,{device.type}:{backend}"  # shards are gathered on the CPU, too
+            start_group(environment, device, backend=backend, timeout_s=self.timeout_s)
+            if offloads:
+                _check_that_cpu_is_carried()
+            shared_by = per_node if self.shard_size == "node" else self.shard_size
+            self.mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
+        return self.mesh
+
+    def _data_size(self, world: int) -> int:
+        if world % self.domain_size:
+            raise ValueError(
+                f"domain_parallel_size {self.domain_size} does not divide the {world} processes; "
+                f"use one of {[n for n in range(1, world + 1) if world % n == 0]}, or start a "
+                f"multiple of {self.domain_size} processes."
+            )
+        data = world // self.domain_size
+        if self.data_parallel_size not in ("auto", data):
+            raise ValueError(
+                f"data_parallel_size {self.data_parallel_size} x domain_parallel_size "
+                f"{self.domain_size} must be the number of processes, {world}; use "
+                f"data_parallel_size {data} or 'auto'."
+            )
+        return data
+
+    def compare(self, what: str, same: Mapping[str, str]) -> None:
+        """Raise on all ranks if they differ in `same`, through the store, which cannot hang.
+
+        Raises:
+            ValueError: Two ranks differ.
+        """
+        if dist.get_world_size() > 1:
+            agree(
+                store_of_attempt(),
+                f"lightning_shard/{what}_{next(_comparisons)}",
+                same,
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                remedy="start all ranks with the same code, options and files",
+                timeout_s=self.timeout_s,
+            )
+
+
+def start_group(
+    environment: ClusterEnvironment, device: torch.device, *, backend: str, timeout_s: float
+) -> None:
+    """Start the process group, as Lightning does, after the ranks have compared themselves."""
+    if dist.is_initialized():
+        return
+    address = os.environ["MASTER_ADDR"] = environment.main_address
+    port = os.environ["MASTER_PORT"] = str(environment.main_port)
+    join(
+        environment.global_rank(),
+        environment.world_size(),
+        f"{address}:{port}",
+        device=device,
+        backend=backend,
+        timeout_s=timeout_s,
+    )
+    if "nccl" in backend:  # which warns of groups that were not ended
+        atexit.register(destroy_process_group)
+
+
+def _check_that_cpu_is_carried() -> None:
+    carried = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
+    if "cpu" not in carried:  # the group was there before
+        raise RuntimeError(
+            "cpu_offload gathers shards on the CPU, of which the process group, made with "
+            f"'{dist.get_backend_config()}', knows no tensors; make it with 'cpu:gloo,"
+            f"{dist.get_backend_config()}', or let the Trainer make it."
+        )
+
+
+def launcher_of(
+    strategy: ParallelStrategy, environment: ClusterEnvironment, *, per_node: int, nodes: int
+) -> Launcher | None:
+    """What starts the other processes of the Trainer; None where a launcher did, or for one.
+
+    Raises:
+        ValueError: The launcher has started another number of processes than the Trainer was told.
+    """
+    check_processes(environment, per_node, nodes)
+    if environment.creates_processes_externally or per_node * nodes == 1:
+        return None
+    interactive = hasattr(sys, "ps1")
+    if interactive and nodes == 1 and type(environment) is LightningEnvironment:
+        return NotebookLauncher(strategy)
+    return SubprocessScriptLauncher(environment, per_node, nodes)
+
+
+def tell_ranks(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> None:
+    """Let Lightning's environment know its ranks, where the Trainer starts the processes itself."""
+    node, local = environment.node_rank(), environment.local_rank()
+    environment.set_global_rank(node * per_node + local)
+    environment.set_world_size(nodes * per_node)
+
+
+def print_on_first_only(rank: int) -> None:
+    """Tell the decorators `rank_zero_only` the rank of this process."""
+    for decorator in _RANK_ZERO:
+        decorator.rank = rank
+
+
+def trainer_options(trainer: Trainer) -> dict[str, str]:
+    """The options of the Trainer that all ranks must have alike, by name."""
+    return {f"the Trainer's {name}": str(getattr(trainer, name, None)) for name in TRAINER_OPTIONS}

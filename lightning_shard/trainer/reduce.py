@@ -1,0 +1,33 @@
+"""Reductions as strategies promise them, where the collectives of a device know fewer."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def reduce(
+    tensor: Any, device: torch.device, group: dist.ProcessGroup | None, reduce_op: Any
+) -> Any:
+    """Reduce a tensor over `group`, on `device`; what is no tensor comes back as it is.
+
+    Lightning's own function has a barrier before each reduction, which no collective needs, and
+    asks the device for means: xccl has none of integers, so a mean is a sum that is divided.
+    """
+    if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        return tensor
+    mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+    op = "sum" if mean or reduce_op is None else reduce_op
+    reduced = tensor.to(device)
+    dist.all_reduce(
+        reduced, getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op, group
+    )
+    reduced = reduced.to(tensor.device)
+    return divide(reduced, dist.get_world_size(group)) if mean else reduced
+
+
+def divide(tensor: Tensor, number: int) -> Tensor:
+    """Divide by the number of ranks; integers stay integers."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.div(number, rounding_mode="trunc" if whole else None)

@@ -1,0 +1,53 @@
+"""A SLURM job that is to be queued again saves its checkpoint between two steps, on all ranks.
+
+Lightning 2.6 saves in the signal's handler, wherever each rank is just then; saving is collective,
+so a rank in another collective would wait for ever or mix up what it receives.
+"""
+
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_shard.trainer.host import begin_requeue
+
+
+class SaveBeforeRequeue(Callback):
+    """Notes the signal, and does what Lightning does once all ranks have ended the step."""
+
+    def __init__(self, wanted: signal.Signals) -> None:
+        self._signal, self._asked = wanted, False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the signal before Lightning does, which leaves one that has a handler alone."""
+        handler = signal.getsignal(self._signal)
+        of_older = isinstance(getattr(handler, "__self__", None), SaveBeforeRequeue)
+        if of_older or handler is signal.SIG_DFL:
+            signal.signal(self._signal, self._note)
+
+    def _note(self, *_: Any) -> None:
+        self._asked = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        asked = torch.tensor(float(self._asked), device=trainer.strategy.root_device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)  # ranks hear of it at different times
+        if asked:
+            self._asked = False
+            begin_requeue(trainer, self._signal)
+
+
+def save_before_requeue(trainer: Trainer, environment: Any) -> None:
+    """In a job of SLURM that Lightning may queue again, let all ranks save together."""
+    callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
+        return
+    if environment.auto_requeue and not any(isinstance(c, SaveBeforeRequeue) for c in callbacks):
+        callbacks.append(SaveBeforeRequeue(environment.requeue_signal))

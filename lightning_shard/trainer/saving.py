@@ -1,0 +1,339 @@
+"""Checkpoints: what a strategy gathers, writes and reads back."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_shard.checkpoint import directory as sharded_directory
+from lightning_shard.checkpoint.errors import UnsafeFileError
+from lightning_shard.checkpoint.foreign import as_lightning, plain_name
+from lightning_shard.checkpoint.state import (
+    full,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+    parameter_names,
+    split_off,
+)
+from lightning_shard.checkpoint.stored import bytes_of
+from lightning_shard.checkpoint.weights import load_module_state
+from lightning_shard.processes.exchange import copy_from_first, gather_to_first, together
+from lightning_shard.trainer.checkpoint_io import CheckpointFiles, is_local, local_path
+from lightning_shard.trainer.host import WrappingCheckpointIO, plain_optimizer
+from lightning_shard.trainer.random_state import random_state, set_random_state, storable
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+OWN_KEY = "lightning_shard"  # in a checkpoint: the mesh, versions, random states
+FORGOTTEN = (
+    "Lightning 2.6 forgets weights_only=False for a module on the meta device, so build it on a "
+    "real device"
+)
+SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0
+
+Format = Literal["auto", "single", "sharded"]
+
+
+class Saver:
+    """Ordinary Lightning checkpoints of sharded modules and optimizers, or sharded directories.
+
+    All ranks call each method, since all hold a part of what is saved.
+    """
+
+    def __init__(
+        self,
+        file_format: Format = "auto",
+        *,
+        in_background: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Choose how checkpoints are written.
+
+        Args:
+            file_format: "single": Lightning's file. "sharded": a directory. "auto": by size.
+            in_background: Whether training goes on while a directory is written.
+            timeout_s: Seconds that a rank waits for the others while it writes.
+
+        Raises:
+            ValueError: An option has no such value, or the two exclude each other.
+        """
+        if file_format not in ("auto", "single", "sharded"):
+            raise ValueError(
+                "checkpoint_format must be 'auto', 'single', 'sharded' or 'async'; got "
+                f"{file_format!r}."
+            )
+        if in_background and file_format == "single":
+            raise ValueError(
+                "async_checkpoint writes sharded directories, so checkpoint_format cannot be "
+                "'single'; use 'sharded', or give the Trainer Lightning's AsyncCheckpointIO."
+            )
+        self.format, self.in_background, self.timeout_s = file_format, in_background, timeout_s
+        self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
+        self._own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
+        self._pending: Future[Any] | None = None  # a directory that is being written
+        self._group: dist.ProcessGroup | None = None  # of all ranks, for the thread that writes
+
+    def options(self) -> dict[str, str]:
+        """What all ranks must have alike, by name."""
+        return {
+            "checkpoint_format": self.format,
+            "async_checkpoint": str(self.in_background),
+        }
+
+    def gather_module(self, module: nn.Module) -> dict[str, Any]:
+        """The state of the module, with shards as they are."""
+        state = module_state(module)
+        _share_buffers(state, module)
+        return state
+
+    def gather_optimizer(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+        """The state of the optimizer, keyed by the numbers of the parameters."""
+        return optimizer_state(plain_optimizer(optimizer), module)
+
+    def begin_step(self, number: int, device: torch.device) -> None:
+        """Note the random numbers with which a training step begins.
+
+        Args:
+            number: Of the step.
+            device: Whose numbers they are, beside those of the CPU.
+        """
+        self._begun = (number, random_state(device))
+
+    def mark(
+        self,
+        checkpoint: dict[str, Any],
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        step: int | None = None,
+    ) -> dict[str, Any]:
+        """The checkpoint with what this package adds to it.
+
+        Args:
+            checkpoint: Lightning's.
+            mesh: All processes.
+            device: Whose random numbers go into it, beside those of the CPU.
+            step: The step that is not complete, as on an exception. A resumed run makes it again,
+                so the random numbers are those with which it began.
+        """
+        entry: dict[str, Any] = {
+            "mesh": _sizes(mesh),
+            "versions": {
+                "torch": str(torch.__version__),
+                "lightning": lightning.__version__,
+                "lightning_shard": version("lightning_shard"),
+            },
+        }
+        if "optimizer_states" in checkpoint:
+            begun = self._begun is not None and self._begun[0] == step
+            state = self._begun[1] if begun and self._begun else random_state(device)
+            entry["random"] = gather_to_first(storable(state))
+        return checkpoint | {OWN_KEY: entry}
+
+    def write(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        io: CheckpointIO,
+        *,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        storage_options: Any = None,
+    ) -> None:
+        """Write a marked checkpoint, as a file or a directory.
+
+        Args:
+            checkpoint: What `mark` returned.
+            path: The same on all ranks.
+            io: What writes a file.
+            module: Whose buffers go to all ranks, and which names the parameters.
+            optimizers: In the order of the checkpoint's states.
+            storage_options: For `io`.
+
+        Raises:
+            ValueError: The format is "sharded" and the path on no mounted file system.
+        """
+        self.finish()
+        _share_buffers(checkpoint.get("state_dict", {}), module)  # of averages, say, of a callback
+        if self._is_directory(checkpoint, path, io, storage_options):
+            names = [parameter_names(optimizer, module) for optimizer in optimizers]
+            self._write_directory(checkpoint, local_path(path), names)
+        else:
+            first = dist.get_rank() == 0
+            whole = full(checkpoint, keep=first)
+            together(lambda: first and io.save_checkpoint(whole, path, storage_options))
+
+    def _is_directory(
+        self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, options: Any
+    ) -> bool:
+        able = is_local(path) and options is None
+        if self.format == "sharded" and not able:
+            raise ValueError(
+                f"checkpoint_format 'sharded' needs a directory on a mounted file system and no "
+                f"storage_options; got '{path}', {options}. Use checkpoint_format 'single'."
+            )
+        if self.format != "auto":
+            return self.format == "sharded"
+        large = bytes_of(checkpoint) > SHARDED_ABOVE_BYTES
+        return able and type(io) is CheckpointFiles and (large or self.in_background)
+
+    def _write_directory(
+        self, checkpoint: dict[str, Any], path: Path, names: list[list[str]]
+    ) -> None:
+        tensors, rest = split_off(checkpoint, names)
+        rest = full(rest, keep=dist.get_rank() == 0)
+        own = checkpoint[OWN_KEY]
+        about = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
+        about |= {key: own[key] for key in ("mesh", "versions")}
+        about["world_size"] = dist.get_world_size()
+        about["hyper_parameters"] = checkpoint.get("hyper_parameters", {})
+        if not self.in_background:
+            sharded_directory.write(path, tensors, rest, about)
+            return
+        if self._group is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+        self._pending = sharded_directory.write_later(path, tensors, rest, about, self._group)
+
+    def finish(self, *, together_with_all: bool = True) -> None:
+        """Wait for a directory that is being written; all ranks raise if it failed.
+
+        Args:
+            together_with_all: False: forget it, since other ranks have failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and together_with_all:
+            together(pending.result)
+
+    def remove(self, path: str | Path, io: CheckpointIO) -> None:
+        """Delete a checkpoint, once what is being written is whole."""
+        self.finish()
+        if dist.get_rank() == 0:
+            io.remove_checkpoint(path)
+
+    def read(
+        self,
+        path: str | Path,
+        io: CheckpointIO,
+        module: nn.Module,
+        *,
+        weights_only: bool | None = None,
+        into_sharded: bool = False,
+    ) -> dict[str, Any]:
+        """Read a file or a directory, also of other programs, as a checkpoint of Lightning's.
+
+        Args:
+            path: Of either.
+            io: What reads a file.
+            module: Whose names tell how the weights of other programs are meant.
+            weights_only: Whether code in the file is refused; None: the default, which it is.
+            into_sharded: Whether the module is loaded only once it is sharded.
+
+        Raises:
+            UnsafeFileError: The file holds code.
+        """
+        self.finish()
+        try:
+            if is_local(path) and local_path(path).is_dir():
+                folder = local_path(path)
+                together(lambda: sharded_directory.check(folder))
+                built = weights_only is False
+                loaded = sharded_directory.read_directory(folder, not built, checked=True)
+            else:
+                loaded = io.load_checkpoint(path, weights_only=weights_only)
+        except UnsafeFileError as err:
+            if weights_only is None and into_sharded:
+                raise UnsafeFileError(err.path, err.found, FORGOTTEN) from err
+            raise
+        checkpoint = as_lightning(loaded, path, module.state_dict())
+        self._own = checkpoint.get(OWN_KEY)
+        return checkpoint
+
+    def load_module(
+        self,
+        module: nn.Module,
+        checkpoint: Mapping[str, Any],
+        device: torch.device,
+        *,
+        strict: bool,
+    ) -> None:
+        """Load the weights of a checkpoint that `read` returned."""
+        load_module_state(module, checkpoint["state_dict"], strict)
+        for metric in module.modules():
+            if isinstance(metric, Metric):  # which takes over the tensors of the file, on the CPU
+                metric.to(device)
+
+    def load_optimizers(
+        self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], module: nn.Module
+    ) -> None:
+        """Load the states of optimizers that hold parameters of the module.
+
+        Raises:
+            ValueError: The checkpoint holds another number of optimizers.
+        """
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint holds {len(states)} optimizers; configure_optimizers returned "
+                f"{len(optimizers)}. Return as many as when it was saved."
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            load_optimizer_state(optimizer, state, module)
+
+    def continue_random_numbers(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Go on with the random numbers of the run that saved, if each rank has its own again."""
+        own, self._own = self._own, None
+        if own is not None and own["mesh"] == _sizes(mesh) and "random" in own:
+            set_random_state(own["random"][dist.get_rank()], device)
+
+
+def written_as(chosen: str, later: bool | None) -> tuple[Any, bool]:
+    """How the strategy's `checkpoint_format` is meant: the format, and whether in the background.
+
+    Args:
+        chosen: One of the formats, or "async": a directory in the background.
+        later: The argument `async_checkpoint` of before there was "async"; None: not given.
+    """
+    if later is not None:
+        warnings.warn(
+            "the argument async_checkpoint of HybridShardStrategy is deprecated: write "
+            "checkpoint_format='async'.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return ("sharded", True) if chosen == "async" else (chosen, bool(later))
+
+
+def complete_io(io: CheckpointIO | None) -> CheckpointIO:
+    """What writes and reads single files: `io`, with this package's files where it has none."""
+    if io is None:
+        return CheckpointFiles()
+    if isinstance(io, WrappingCheckpointIO) and io.checkpoint_io is None:
+        io.checkpoint_io = CheckpointFiles()
+    return io
+
+
+def _share_buffers(state: Mapping[str, Any], module: nn.Module) -> None:
+    """All ranks go on with the buffers that are saved, those of rank 0 (as under DDP)."""
+    parameters = {plain_name(name) for name, _ in module.named_parameters()}
+    for name, value in state.items():
+        if name not in parameters and isinstance(value, Tensor):
+            copy_from_first(value)
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))

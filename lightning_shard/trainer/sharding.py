@@ -1,0 +1,124 @@
+"""The LightningModule is sharded, with its first weights, and so are the copies callbacks keep."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.weights import load_weights
+from lightning_shard.fsdp.materialize import is_deferred
+from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.fsdp.parallelize import Moved, parallelize
+from lightning_shard.fsdp.plain_gradients import step_one_by_one_if_mixed
+
+# predict_step runs with whole parameters, see Steps.keep_parameters_whole
+STEPS = ("training_step", "validation_step", "test_step")
+_LOADED = "_weights_begun_with"  # attribute of a module
+
+
+def described(module: nn.Module) -> dict[str, str]:
+    """The shape and dtype of each parameter and buffer, by name."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors}
+
+
+def to_device(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move what has memory; the rest gets it once it is sharded, and shards stay where they are."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    return module if isinstance(module, FSDPModule) else module._apply(moved)
+
+
+def copies(trainer: Trainer, module: LightningModule) -> list[nn.Module]:
+    """The copies of `module` that callbacks keep, such as averages of its weights."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    kept = (value for callback in callbacks for value in vars(callback).values())
+    modules = (value for value in kept if isinstance(value, nn.Module) and value is not module)
+    return [m for value in modules for m in _of_type(value, type(module)) if m is not module]
+
+
+def _of_type(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
+    return (m for m in module.modules() if type(m) is kind)
+
+
+def shard_with_copies(
+    module: LightningModule,
+    copied: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    dims: tuple[int, ...] | None,
+    options: ShardingOptions,
+    files: Mapping[str, str] | None,
+    device: torch.device,
+) -> Moved:
+    """Shard a module, and like it the copies that callbacks keep of it.
+
+    Args:
+        module: With its steps.
+        copied: What `copies` returned, before the module was sharded.
+        mesh: All processes.
+        dims: The dims that the domain splits; None: not known.
+        options: How parameters are sharded.
+        files: Weights to begin with, by submodule; None: a checkpoint is loaded afterwards.
+        device: Of this process.
+
+    Returns:
+        The new parameter for each old one.
+    """
+    loaded = ("",) if files is None else tuple(files)
+    how: Any = {"dims": dims, "options": options}
+    moved = parallelize(module, mesh, **how, methods=STEPS, loaded=loaded)
+    if files is not None:
+        load_first_weights(module, files)
+    for copy in copied:
+        older = is_deferred(copy) or files  # than the weights that the module has now
+        parallelize(to_device(copy, device), mesh, **how, loaded=("",))
+        if older and files is not None:
+            copy_shards(module, copy)
+    return moved
+
+
+def load_first_weights(module: nn.Module, files: Mapping[str, str]) -> None:
+    """Load the file of each submodule, once: a second fit goes on with the weights of the first."""
+    if module.__dict__.get(_LOADED, {}) != files:
+        for name, path in files.items():
+            load_weights(module.get_submodule(name), path)
+        module.__dict__[_LOADED] = dict(files)
+
+
+@torch.no_grad()
+def copy_shards(source: nn.Module, target: nn.Module) -> None:
+    """Give `target`, which is sharded alike, the values of `source`."""
+    pairs = zip(
+        [*target.parameters(), *target.buffers()],
+        [*source.parameters(), *source.buffers()],
+        strict=True,
+    )
+    for to, value in pairs:
+        to.copy_(value)
+
+
+def mend_optimizers(optimizers: Sequence[Optimizer], module: nn.Module, moved: Moved) -> None:
+    """Let optimizers that were made before the module was sharded train its new parameters.
+
+    Raises:
+        RuntimeError: An optimizer holds a parameter that was never the module's.
+    """
+    mine = set(module.parameters())
+    for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
+        group["params"] = [p if p in mine else moved.get(p, p) for p in group["params"]]
+        if any(p not in mine for p in group["params"]):
+            raise RuntimeError(
+                "an optimizer holds parameters that are not the module's, so it would train "
+                "nothing; create it in configure_optimizers from self.parameters()."
+            )
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(step_one_by_one_if_mixed)

@@ -1,0 +1,64 @@
+"""SIGTERM to one rank ends all of them, with exit status 143.
+
+Lightning 2.6 begins a broadcast in the signal's handler. The other ranks do not take part in it, so
+all would wait for the timeout of their collectives.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+
+from lightning_shard.processes.failure import POLL_S, SIGTERM_CODE
+from lightning_shard.trainer.peers import Peers
+
+
+class LeaveTogether:
+    """The handler of SIGTERM while a run has several processes."""
+
+    def __init__(self, peers: Peers, rank: int) -> None:
+        self._peers, self._rank, self._process = peers, rank, os.getpid()
+
+    def __call__(self, *_: Any) -> NoReturn:
+        """Tell all ranks and leave; die as a process without a handler where no run goes on."""
+        failure = None
+        if os.getpid() == self._process:  # and not a process that was forked of it
+            failure = self._peers.leave("SIGTERM", SIGTERM_CODE)
+        if failure is None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif failure.rank == self._rank:
+            sys.stderr.write(f"[rank {self._rank}] ended by SIGTERM on rank {self._rank}\n")
+        time.sleep(2 * POLL_S)  # so that all have heard of it before the first connection is lost
+        raise SystemExit(SIGTERM_CODE)
+
+
+def leave_together_on_sigterm(
+    trainer: Trainer, environment: ClusterEnvironment, peers: Peers, rank: int
+) -> None:
+    """Take SIGTERM, unless the script has a handler of its own, or SLURM queues the job again.
+
+    Lightning then neither broadcasts nor ends the processes that it started.
+    """
+    connector: Any = trainer._signal_connector
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        connector._sigterm_notifier_fn = _leave_it_to_others
+        return
+    now = signal.getsignal(signal.SIGTERM)
+    if now not in (None, signal.SIG_DFL) and not isinstance(now, LeaveTogether):
+        connector._sigterm_notifier_fn = _leave_it_to_others
+        return
+    handler = LeaveTogether(peers, rank)
+    connector._sigterm_notifier_fn = handler
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _leave_it_to_others(*_: Any) -> None:
+    """Do nothing: another handler follows."""

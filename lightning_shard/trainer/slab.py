@@ -1,0 +1,145 @@
+"""Reading only this rank's part of each sample: which part it is, and how a batch says so.
+
+A dataset asks `slab_of` once, in the process that trains, reads `slab.index` of every sample, and
+returns `slab.part(rows, sample)`. These stay with the part through collation, workers, pinned
+memory and precision, until the strategy makes a `DomainTensor` of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from lightning_shard.domain.layout import Layout, splits_of
+from lightning_shard.domain.subdomain import domain_of
+from lightning_shard.tensor.placement import from_local
+
+Dims = int | Sequence[int]
+ShardDims = Dims | Mapping[str, Dims | None] | None
+
+
+@dataclass
+class LocalPart:
+    """What one rank has read of a tensor, in place of the whole one.
+
+    Attributes:
+        tensor: This rank's rows.
+        shape: The global shape.
+        samples: Which samples they are of: the ranks of a domain must have read the same.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    samples: tuple[int, ...]
+
+    def pin_memory(self) -> "LocalPart":
+        return LocalPart(self.tensor.pin_memory(), self.shape, self.samples)
+
+    def split(self, mesh: DeviceMesh, dims: Dims) -> Tensor:
+        return from_local(self.tensor, mesh, dims, self.shape)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The part of every sample's field that this rank reads.
+
+    Attributes:
+        shape: Of the whole field of one sample, without the batch dim.
+        index: This rank's rows along each dim; it may hold none where ranks are more than rows.
+        is_split: Whether other ranks read other parts.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    is_split: bool
+
+    def part(self, rows: Tensor, sample: int) -> Any:
+        """The entry of a sample for a batch.
+
+        Args:
+            rows: What lies at `index` of the sample's field.
+            sample: The sample's number in the dataset.
+        """
+        return LocalPart(rows, self.shape, (sample,)) if self.is_split else rows
+
+
+def slab_of(
+    trainer: Trainer | None,
+    entry: str,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Slab:
+    """The part of each sample that this rank needs, as the strategy's mesh and `shard_dims` say.
+
+    Call it where the processes are there: in `setup` or a dataloader hook of a data module. The
+    slab itself goes anywhere, also to workers.
+
+    Args:
+        trainer: Whose strategy splits the batch. Without one, or with a strategy that splits no
+            sample, the slab is the whole field.
+        entry: The key of the batch under which the field will be (the position, in a tuple).
+        shape: Of the field of one sample, such as (C, H, W).
+        dtype: Of the field: by default only fields of floating point are split.
+
+    Raises:
+        ValueError: `shard_dims` names a dim that the field does not have, or that of the samples.
+        RuntimeError: The trainer has not started its processes yet.
+    """
+    shape = tuple(shape)
+    whole = Slab(shape, tuple(slice(0, n) for n in shape), is_split=False)
+    strategy: Any = getattr(trainer, "strategy", None)
+    if getattr(strategy, "domain_size", 1) == 1:
+        return whole
+    if strategy.device_mesh is None:
+        raise RuntimeError(
+            f"which part of {entry!r} a rank reads is known once the trainer has started its "
+            "processes; make the dataset in setup() of the data module, not before fit."
+        )
+    mesh = strategy.domain_mesh
+    dims = dims_of(strategy.shard_dims, entry, 1 + len(shape), dtype, mesh.ndim)
+    if dims is None:
+        return whole
+    grid = domain_of(mesh).grid
+    splits = splits_of(1 + len(shape), grid.sizes, dims)
+    if 0 in splits:
+        raise ValueError(
+            f"shard_dims {dims} of batch entry {entry!r} splits dim 0, the samples, of which no "
+            "part can be read; name dims from 1 on, or use data_parallel_size to share samples out."
+        )
+    layout = Layout.of((1, *shape), splits, grid)
+    bounds = [factor.bounds(grid) for (factor,) in layout.dims[1:]]
+    return Slab(shape, tuple(slice(*b) for b in bounds), is_split=True)
+
+
+def dims_of(
+    shard_dims: ShardDims, entry: str, ndim: int, dtype: torch.dtype, axes: int
+) -> Dims | None:
+    """The dims of a batch entry that a domain mesh of so many axes splits; None: it stays whole."""
+    if isinstance(shard_dims, Mapping):
+        return next((dims for name, dims in shard_dims.items() if str(name) == entry), None)
+    if not dtype.is_floating_point or ndim < 3 or (shard_dims is None and ndim < 2 + axes):
+        return None
+    return tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
+
+
+def _collate(
+    parts: Sequence[LocalPart], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
+) -> LocalPart:
+    shapes = sorted({part.shape for part in parts})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the fields of a batch must have one shape; got {shapes[0]} and {shapes[1]}. Use "
+            "batch_size 1, or a dataloader for each shape."
+        )
+    samples = tuple(sample for part in parts for sample in part.samples)
+    rows = default_collate([part.tensor for part in parts])
+    return LocalPart(rows, (len(parts), *parts[0].shape), samples)
+
+
+default_collate_fn_map[LocalPart] = _collate

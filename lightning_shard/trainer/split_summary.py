@@ -1,0 +1,71 @@
+"""What a domain splits of a batch, in one line, read off the batch that the steps see."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
+
+from lightning_shard.tensor.tensor import DomainTensor
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """Which entries of a batch are split; `str` makes a line of it.
+
+    Attributes:
+        split: The dims of each entry along which it is split over ranks.
+        whole: The dtype of each entry that every rank holds whole.
+        split_bytes: Of all split entries together, on all ranks.
+        whole_bytes: Of all whole entries, on one rank.
+    """
+
+    split: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    whole: dict[str, str] = field(default_factory=dict[str, str])
+    split_bytes: int = 0
+    whole_bytes: int = 0
+
+    def __str__(self) -> str:
+        split = [
+            f"{name} (dim{'s' * (len(dims) > 1)} {', '.join(map(str, dims))})"
+            for name, dims in self.split.items()
+        ]
+        parts = [f"split over the domain: {', '.join(split) or 'nothing'}"]
+        if self.whole:
+            parts.append(f"whole: {', '.join(f'{n} ({d})' for n, d in self.whole.items())}")
+        return "; ".join(parts)
+
+    def advice(self, ranks: int) -> str:
+        """What to tell of a domain of so many ranks that splits nothing."""
+        name = next(iter(self.whole), "x")
+        return (
+            f"nothing of the batch is split, though {ranks} ranks share each sample: each of them "
+            "computes the whole step, and the domain saves nothing. Name what to split, such as "
+            f"shard_dims={{{name!r}: 1}}, or use domain_parallel_size 1."
+        )
+
+
+def split_summary(batch: Any) -> SplitSummary:
+    """Read off a batch what is split, as `shard_batch` has left it."""
+    split: dict[str, tuple[int, ...]] = {}
+    whole: dict[str, str] = {}
+    bytes_of = {True: 0, False: 0}
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        name = ".".join(_word(step) for step in path) or "batch"
+        dims = leaf.subdomain.layout.split_dims if isinstance(leaf, DomainTensor) else ()
+        bytes_of[bool(dims)] += leaf.numel() * leaf.dtype.itemsize
+        if dims:
+            split[name] = dims
+        else:
+            whole[name] = str(leaf.dtype).removeprefix("torch.")
+    return SplitSummary(split, whole, bytes_of[True], bytes_of[False])
+
+
+def _word(step: Any) -> str:
+    """A key, an index or an attribute on the way to an entry."""
+    for kind in ("key", "idx", "name"):
+        if hasattr(step, kind):
+            return str(getattr(step, kind))
+    return str(step)

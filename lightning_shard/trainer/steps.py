@@ -1,0 +1,106 @@
+"""What a strategy does around the steps of Lightning's loops, so that FSDP2 fits in with them."""
+
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_shard.fsdp.mixins import sharded_modules
+from lightning_shard.trainer.manual_backward import ManualBackward
+from lightning_shard.trainer.resumable import make_resumable
+from lightning_shard.trainer.streams import end_alone, end_together
+
+
+def use_no_grad(trainer: Trainer) -> None:
+    """Evaluate under no_grad: FSDP2 trains no parameter that was first seen in inference mode.
+
+    Lightning makes the same exception for its own FSDP strategy and for gloo.
+    """
+    loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    if any(loop.inference_mode for loop in loops) and dist.get_backend() != "gloo":
+        rank_zero_info(
+            "validation, test and prediction run under torch.no_grad() instead of inference mode, "
+            "with which sharded parameters could not be trained afterwards."
+        )
+    for loop in loops:
+        loop.inference_mode = False
+
+
+class Steps:
+    """Manual optimization, evaluation and prediction with sharded parameters, and their loaders."""
+
+    def __init__(self, *, whole_until_backward: bool = False) -> None:
+        """Begin without a module.
+
+        Args:
+            whole_until_backward: Whether blocks keep their parameters whole after forward, as
+                sharding "gradients" asks.
+        """
+        self._whole_until_backward = whole_until_backward
+        self._manual: ManualBackward | None = None
+        self._until_end = ExitStack()
+
+    def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Prepare for manual optimization, once the optimizers hold the module's parameters."""
+        self._manual = None
+        if isinstance(module, FSDPModule) and not module.automatic_optimization:
+            self._manual = ManualBackward(module, optimizers)
+
+    @contextmanager
+    def backward_of(self, loss: Tensor) -> Generator[Tensor]:
+        """Give the tensor from which the backward pass of `loss` must start."""
+        if self._manual is None:
+            yield loss
+        else:
+            with self._manual.of(loss) as start:
+                yield start
+
+    def close(self) -> None:
+        """End what was begun for one stage of the Trainer."""
+        self._until_end.close()
+
+    def reshard(self, module: nn.Module) -> None:
+        """After a forward without backward, so that callbacks find the parameters they know."""
+        for part in sharded_modules(module):
+            part.reshard()
+
+    def keep_parameters_whole(self, module: nn.Module, keep: bool) -> None:
+        """Begin or end a stage in which no collective of FSDP2 may depend on the batch.
+
+        Ranks have prediction sets of different lengths, so parameters are gathered before the
+        first batch.
+        """
+        kept = keep or self._whole_until_backward
+        for part in sharded_modules(module):  # the root is needed first in backward
+            part.set_reshard_after_forward(not (kept or part is module), recurse=False)
+            (part.unshard if keep else part.reshard)()
+
+    def prepare_loader(
+        self, loader: DataLoader, *, replica: int, device: torch.device, trainer: Trainer | None
+    ) -> None:
+        """Let a loader feed all ranks alike, in place.
+
+        Args:
+            loader: Of one rank.
+            replica: The data replica of the rank, by which workers are seeded: the ranks of a
+                domain must augment a sample alike.
+            device: Of the rank.
+            trainer: Whose counters say what was read before a run was resumed. None: each rank
+                predicts all that it reads.
+        """
+        if loader.worker_init_fn is None:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+        if trainer is None:
+            end_alone(loader)
+        else:
+            make_resumable(loader, trainer, self._until_end)
+            end_together(loader, device)

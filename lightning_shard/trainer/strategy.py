@@ -1,0 +1,586 @@
+"""HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`.
+
+Every method that Lightning calls is on this page. The work is done by four parts, which know
+nothing of each other: `Processes`, `Peers`, `Saver` and `Steps`.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import Unpack, override
+
+from lightning_shard.fsdp.materialize import is_deferred
+from lightning_shard.fsdp.options import FlatOptions, ShardingOptions, sharding_options
+from lightning_shard.fsdp.plain_gradients import no_sync
+from lightning_shard.ops.elementwise.random import use_exact_random
+from lightning_shard.processes.mesh import Sharding
+from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.trainer import processes
+from lightning_shard.trainer import sharding as parameters
+from lightning_shard.trainer.batch import ShardDims, check_same_batch, shard_batch, split_dims
+from lightning_shard.trainer.count_once import count_domains_once
+from lightning_shard.trainer.environment import environment_of_launcher
+from lightning_shard.trainer.explain import explain
+from lightning_shard.trainer.host import optimizers_to_device, tell_device, tell_mesh
+from lightning_shard.trainer.peers import Peers
+from lightning_shard.trainer.precision import (
+    clip_over_shards,
+    refuse_to_drop_imaginary_parts,
+    use_device,
+)
+from lightning_shard.trainer.processes import Processes
+from lightning_shard.trainer.random_state import share_random_state
+from lightning_shard.trainer.requeue import save_before_requeue
+from lightning_shard.trainer.resumable import unfinished_step
+from lightning_shard.trainer.saving import Saver, complete_io, written_as
+from lightning_shard.trainer.sigterm import leave_together_on_sigterm
+from lightning_shard.trainer.split_summary import SplitSummary, split_summary
+from lightning_shard.trainer.steps import Steps, use_no_grad
+from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
+
+
+class HybridShardStrategy(ParallelStrategy):
+    """Shards parameters over all processes and splits the fields of each sample over some of them.
+
+    The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
+    the ranks of a domain read the same samples and keep a part of each. The LightningModule is not
+    changed and sees tensors of the global shape; its losses, gradients and buffers equal those of
+    one process.
+    """
+
+    strategy_name = "hybrid_shard"
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        domain_parallel_size: int | Sequence[int] = 1,
+        shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
+        exact_random: bool | None = None,
+        sharding: Sharding | ShardingOptions = "full",
+        checkpoint_format: Literal["auto", "single", "sharded", "async"] = "auto",
+        init_weights_from: str | dict[str, str] | None = None,
+        timeout_s: float = 1800.0,
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **flat: Unpack[FlatOptions],
+    ) -> None:
+        """Describe the mesh.
+
+        Args:
+            data_parallel_size: Number of data replicas; "auto": all processes divided by the
+                domain.
+            domain_parallel_size: Processes that share each sample: a number, or one for each split
+                dim, such as `[2, 2]`.
+            shard_dims: Tensor dims that the domain splits. By default the first spatial dims of
+                every floating-point batch entry (B, C, *spatial), and of every map of these samples
+                with the same spatial extents, such as integer classes (B, *spatial). An int or a
+                list: these dims instead. A dict: for each batch entry its dims; entries that are
+                not named stay whole. A run says what it splits.
+            exact_random: Whether dropout of split tensors draws the numbers of one process, at the
+                cost of drawing those of the whole tensor on each rank; None leaves what
+                `use_exact_random` chose. It holds until the fit, test or prediction ends.
+            sharding: How parameters are spread over the processes: one of the modes "full",
+                "gradients", "none" and "hybrid", or all of `ShardingOptions`, whose other options
+                then keep their defaults unless given.
+            checkpoint_format: "single": Lightning's file, whole. "sharded": a directory, to which
+                each process writes its part. "async": such a directory, written while training
+                goes on. "auto": a file up to 16 GiB of weights and optimizer state, then a
+                directory.
+            init_weights_from: A file of weights to begin with (safetensors, or of torch.save), read
+                shard by shard; or one for each submodule: `{"network": "t5/model.safetensors"}`.
+            timeout_s: Seconds after which a collective that does not end fails.
+            process_group_backend: By default the device's: nccl, xccl or gloo.
+            accelerator: Set by the Trainer.
+            parallel_devices: Set by the Trainer.
+            cluster_environment: Set by the Trainer.
+            checkpoint_io: How files are written; by default Lightning's.
+            precision_plugin: Set by the Trainer.
+            flat: Options of `ShardingOptions` by their own names, which is deprecated.
+
+        Raises:
+            ValueError: A size is smaller than 1, or two arguments exclude each other.
+        """
+        later = flat.pop("async_checkpoint", None)
+        options = self.sharding_options = sharding_options(sharding, flat)
+        self.processes = Processes(
+            data_parallel_size,
+            domain_parallel_size,
+            shard_size=(options.shard_size or "node") if options.mode == "hybrid" else None,
+            timeout_s=timeout_s,
+            backend=process_group_backend,
+        )
+        self.peers = Peers(self._is_interrupted)
+        file_format, in_background = written_as(checkpoint_format, later)
+        self.saver = Saver(file_format, in_background=in_background, timeout_s=timeout_s)
+        self.steps = Steps(whole_until_backward=options.mode == "gradients")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.shard_dims: ShardDims = shard_dims
+        self.exact_random = exact_random
+        self.first_weights = (
+            {"": init_weights_from} if isinstance(init_weights_from, str) else init_weights_from
+        ) or {}
+        self.num_nodes = 1
+        self.config: Mapping[str, str] = {}  # of a command line, which ranks have alike
+        self._while_set_up = ExitStack()
+        self._moved: parameters.Moved = {}  # new parameters by old ones
+        self._deferred = False  # whether the module had no memory when this stage began
+        self._last_checked: Any = None
+        self._announced: set[tuple[TrainerFn | None, str]] = set()
+
+    # What the mesh is, for others to ask.
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """All processes, as data replicas x domain ranks; None before they have joined."""
+        return self.processes.mesh
+
+    @property
+    def domain_mesh(self) -> DeviceMesh:
+        """The ranks that share this rank's samples."""
+        return self.processes.domain_mesh
+
+    @property
+    def domain_size(self) -> int:
+        """The number of ranks that share each sample."""
+        return self.processes.domain_size
+
+    @property
+    def domain_rank(self) -> int:
+        """The place of this process among those that share its samples."""
+        return self.processes.domain_rank(self.global_rank)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of different samples; None before the mesh is made."""
+        return self.processes.data_group
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes of this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks before it injects a sampler."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks of a domain read the same samples, data replicas different ones."""
+        return {
+            "num_replicas": self.world_size // self.domain_size,
+            "rank": self.processes.replica(self.global_rank),
+        }
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None, "Lightning connects the module first"
+        return self.lightning_module
+
+    def _is_interrupted(self) -> bool:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    # The Trainer assigns its plug-ins, and reads back what it then works with.
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """The launcher's, also of launchers that Lightning does not know."""
+        return self._environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._environment = environment_of_launcher(environment)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = complete_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+        if precision_plugin is not None:
+            clip_over_shards(precision_plugin)
+
+    def set_world_ranks(self) -> None:
+        """Let the environment and the printing functions know the rank of this process."""
+        if self.cluster_environment is not None:
+            processes.tell_ranks(
+                self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
+            )
+        processes.print_on_first_only(self.global_rank)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = processes.launcher_of(
+            self, self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
+        )
+
+    # A stage of the Trainer begins.
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        use_device(self.precision_plugin, self.root_device.type)
+        tell_of_unused_devices(self.root_device)
+        self._deferred = False
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        mesh = self.processes.join(
+            self.cluster_environment,
+            self.root_device,
+            per_node=self.num_processes,
+            offloads=self.sharding_options.cpu_offload,
+        )
+        tell_mesh(self._module, mesh)
+        self.peers.watch(self.processes.timeout_s)
+        self.processes.compare("options", self._options_alike())
+        if self.world_size > 1:
+            save_before_requeue(self._module.trainer, self.cluster_environment)
+            leave_together_on_sigterm(
+                self._module.trainer, self.cluster_environment, self.peers, self.global_rank
+            )
+
+    def _options_alike(self) -> dict[str, str]:
+        own = {
+            "domain_parallel_size": self.processes.domain_sizes,
+            "data_parallel_size": self.processes.data_parallel_size,
+            "precision": type(self.precision_plugin).__name__,
+            "shard_dims": self.shard_dims,
+            "exact_random": self.exact_random,
+        }
+        return {
+            **self.config,
+            **{name: str(value) for name, value in own.items()},
+            **processes.trainer_options(self._module.trainer),
+            **self.saver.options(),
+            **self.sharding_options.described(),
+        }
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """With `empty_init`, tensors are made on the meta device, and get memory in setup."""
+        if not empty_init:
+            with super().tensor_init_context(empty_init):
+                yield
+        else:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether the module has memory to load into only once it is sharded.
+
+        Lightning asks before setup and after it, and must hear the same.
+        """
+        module = self.lightning_module
+        self._deferred = self._deferred or (module is not None and is_deferred(module))
+        return self._deferred
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Each stage needs what the one before it has made."""
+        self._set_up_plugins(trainer)
+        self._shard_parameters(trainer)
+        self._share_among_ranks(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self.steps.follow(self._module, self.optimizers)
+        self.setup_precision_plugin()
+        optimizers_to_device(self.optimizers, self.root_device)
+
+    def _set_up_plugins(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        use_no_grad(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self.model = self._layer_sync.apply(self._module)
+        refuse_to_drop_imaginary_parts(self._module, self.precision_plugin)
+        self.model = self.precision_plugin.convert_module(self._module)
+        self.model_to_device()
+
+    def _shard_parameters(self, trainer: Trainer) -> None:
+        assert self.device_mesh is not None
+        self.processes.compare("module", parameters.described(self._module))
+        self._moved |= parameters.shard_with_copies(
+            self._module,
+            parameters.copies(trainer, self._module),
+            self.device_mesh,
+            dims=split_dims(self.shard_dims),
+            options=self.sharding_options,
+            files=self.first_weights if trainer.ckpt_path is None else None,
+            device=self.root_device,
+        )
+
+    def _share_among_ranks(self, trainer: Trainer) -> None:
+        replicas = self.distributed_sampler_kwargs["num_replicas"]
+        count_domains_once(trainer, self._module, self.data_group, replicas)
+        share_random_state(self.domain_mesh, self.root_device)
+        self._while_set_up.close()
+        if self.exact_random is not None:
+            self._while_set_up.enter_context(use_exact_random(self.exact_random))
+        self.barrier("HybridShardStrategy.setup")
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        parameters.mend_optimizers(self.optimizers, self._module, self._moved)
+
+    @override
+    def model_to_device(self) -> None:
+        parameters.to_device(self._module, self.root_device)
+        tell_device(self._module, self.root_device)
+
+    # Loops and steps.
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if isinstance(dataloader, DataLoader):
+            trainer = self._module.trainer
+            predicts = trainer.state.fn == TrainerFn.PREDICTING
+            self.steps.prepare_loader(
+                dataloader,
+                replica=self.processes.replica(self.global_rank),
+                device=self.root_device,
+                trainer=None if predicts else trainer,
+            )
+        return dataloader
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if self.domain_size == 1:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        trainer = self._module.trainer
+        read = (trainer.state.stage, trainer.current_epoch, dataloader_idx)
+        if read != self._last_checked:  # the first batch of each epoch
+            check_same_batch(batch, self.domain_mesh)
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
+        if read != self._last_checked:
+            self._last_checked = read
+            self._announce(split_summary(batch))
+        return batch
+
+    def _announce(self, summary: SplitSummary) -> None:
+        """Say once in a run what is split, and warn of a domain for which nothing is."""
+        assert self.lightning_module is not None
+        said = (self.lightning_module.trainer.state.fn, str(summary))
+        if said in self._announced:
+            return
+        self._announced.add(said)
+        rank_zero_info(str(summary))
+        if not summary.split:
+            rank_zero_warn(summary.advice(self.domain_size))
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.device_mesh is not None
+        self.saver.continue_random_numbers(self.device_mesh, self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A step that an exception ends is made again by a resumed run, from these numbers on."""
+        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
+        self.saver.begin_step(progress.total.ready, self.root_device)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        collectives = replica_world(self.device_mesh)
+        with collectives, self.steps.backward_of(closure_loss) as loss:
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with no_sync(self._module):
+            yield
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().validation_step(*args, **kwargs)
+        self.steps.reshard(self._module)
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().test_step(*args, **kwargs)
+        self.steps.reshard(self._module)
+        return output
+
+    @override
+    def on_predict_start(self) -> None:
+        self.steps.keep_parameters_whole(self._module, True)
+
+    @override
+    def on_predict_end(self) -> None:
+        self.steps.keep_parameters_whole(self._module, False)
+
+    # Collectives.
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.peers.barrier(self.root_device)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.peers.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return self.peers.reduce(
+            tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
+        )
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Of each data replica one entry: (replicas, *shape)."""
+        group = self.data_group if group in (None, dist.group.WORLD) else group
+        return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        explain(exception)
+        self.peers.cut_off()
+
+    # Checkpoints, and the end of a stage.
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {} if self.peers.cut_off() else self.saver.gather_module(self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.peers.cut_off():
+            return {}
+        return self.saver.gather_optimizer(optimizer, self._module)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self.peers.cut_off():
+            return
+        assert self.device_mesh is not None
+        self.saver.write(
+            self.saver.mark(
+                checkpoint,
+                self.device_mesh,
+                self.root_device,
+                step=unfinished_step(self._module.trainer),
+            ),
+            self.broadcast(filepath),
+            self.checkpoint_io,
+            module=self._module,
+            optimizers=self.optimizers,
+            storage_options=storage_options,
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if not self.peers.cut_off():
+            self.saver.remove(filepath, self.checkpoint_io)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return self.saver.read(
+            checkpoint_path,
+            self.checkpoint_io,
+            self._module,
+            weights_only=weights_only,
+            into_sharded=self.restore_checkpoint_after_setup,
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.saver.load_module(self._module, checkpoint, self.root_device, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.saver.load_optimizers(self.optimizers, checkpoint, self._module)
+
+    @override
+    def teardown(self) -> None:
+        self._while_set_up.close()
+        self.steps.close()
+        self.saver.finish(together_with_all=not self.peers.cut_off())
+        self.peers.close()
+        module = self.lightning_module
+        if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()  # shards stay on the device of their mesh
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def register() -> None:
+    """Give the strategy its name, once."""
+    if HybridShardStrategy.strategy_name not in StrategyRegistry:
+        StrategyRegistry.register(
+            HybridShardStrategy.strategy_name,
+            HybridShardStrategy,
+            description="FSDP2 and spatial domain decomposition on one device mesh",
+        )
+
+
+register()

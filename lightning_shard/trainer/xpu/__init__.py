@@ -1,0 +1,1 @@
+"""Intel GPUs in Lightning."""

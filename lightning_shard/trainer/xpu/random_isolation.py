@@ -1,0 +1,53 @@
+"""Lightning's sanity check and learning-rate finder leave no trace in a device's random numbers.
+
+Lightning 2.6 runs both with its `isolate_rng`, which keeps the numbers of the CPU and of CUDA only.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
+from typing_extensions import override
+
+from lightning_shard.trainer.random_state import random_state, set_random_state
+
+
+class IsolatedSanityCheck(Callback):
+    """The device draws after the sanity check what it would have drawn without it."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = random_state(trainer.strategy.root_device)
+
+    @override
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        set_random_state(self._before, trainer.strategy.root_device)
+
+
+def isolate_random_numbers(trainer: Trainer, device: torch.device) -> None:
+    """Isolate the sanity check, and the callbacks that try learning rates, once for each trainer.
+
+    Args:
+        trainer: Whose callbacks change: one more, and the finders among them.
+        device: Whose numbers are kept, beside those of the CPU.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    if not any(isinstance(callback, IsolatedSanityCheck) for callback in callbacks):
+        callbacks.insert(0, IsolatedSanityCheck())
+    for callback in callbacks:
+        if isinstance(callback, LearningRateFinder) and "lr_find" not in vars(callback):
+            vars(callback)["lr_find"] = functools.partial(_isolated, callback.lr_find, device)
+
+
+def _isolated(find: Callable[..., None], device: torch.device, *args: Any) -> None:
+    before = random_state(device)
+    try:
+        find(*args)
+    finally:
+        set_random_state(before, device)

@@ -1,0 +1,119 @@
+"""What was accepted in silence or ended in a traceback, and what a run says at its end."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_shard
+from lightning_shard.cli import main as cli
+from tests.cli import test_main
+from tests.cli.test_errors import error_of
+from tests.cli.test_errors import one_quiet_process as one_quiet_process
+from tests.cli.test_main import Net, refusal
+
+HERE = __name__
+pytestmark = test_main.pytestmark
+STRATEGY = "lightning_shard.HybridShardStrategy"
+
+
+class RefusedInTraining(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == int(self.fail_in):
+            lightning_shard.launch(print, processes=0)
+        return super().training_step(batch, batch_idx)
+
+
+class Logged(Net):
+    def validation_step(self, batch, batch_idx):
+        found = super().validation_step(batch, batch_idx)
+        self.log("x", found["x"])
+        return found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--trainer.gradient_clip_val=-1"],
+            "trainer.gradient_clip_val is -1 (on the command line), but a norm cannot be negative; "
+            "use a number from 0 on, or null",
+        ),
+        (
+            [
+                f"--trainer.strategy={STRATEGY}", "--trainer.strategy.sharding=none",
+                "--trainer.strategy.cpu_offload=true",
+            ],
+            "trainer.strategy.sharding is none (on the command line), but cpu_offload needs shards "
+            "to move; use sharding full, or leave out cpu_offload",
+        ),
+    ],
+)  # fmt: skip
+def test_contradictions(capsys, words, expected):
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *words)
+    assert sentence == expected
+
+
+def test_an_unknown_variable(capsys, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SHARD_FIT__TRAINER__MAX_EPOCH", "3")
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml")
+    assert sentence == (
+        "the variable LIGHTNING_SHARD_FIT__TRAINER__MAX_EPOCH names no option; did you mean "
+        "'LIGHTNING_SHARD_FIT__TRAINER__MAX_EPOCHS'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("domain_parallel_size=two", "domain_parallel_size must be "),
+        ("domain_size=2", "unknown option 'trainer.strategy.init_args.domain_size'"),
+    ],
+)
+def test_options_of_the_strategy_that_nobody_names(capsys, option, expected):
+    """A config without `strategy:` trains with ours, so its options are known."""
+    base = Path("base.yaml").read_text()
+    Path("base.yaml").write_text(re.sub("  strategy:\n.*\n", "", base))
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", f"--trainer.strategy.{option}")
+    assert expected in sentence
+
+
+class TestRuns:
+    """Runs that build and train."""
+
+    @pytest.fixture(autouse=True)
+    def one_quiet_process(self, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        Path("base.yaml").write_text(test_main.BASE)
+
+    def test_refusal_in_the_first_batch(self, capsys):
+        model = f"{HERE}.RefusedInTraining"
+        words = ("--trainer.logger", "false", "--model", model, "--model.fail_in")
+        code, lines = refusal(capsys, *words, "0")
+        assert code == 1
+        assert "error: processes must be 1 or more; got 0." in lines
+        assert re.search(r"called at .*test_contradictions\.py:\d+$", lines[-1])
+        assert "Traceback" not in "\n".join(lines)
+
+    def test_a_later_refusal_keeps_its_traceback(self):
+        model = f"{HERE}.RefusedInTraining"
+        words = ("--trainer.logger", "false", "--model", model, "--model.fail_in", "1")
+        with pytest.raises(ValueError, match="processes must be 1 or more"):
+            test_main.fit(*words)
+
+    def test_the_end_says_how_to_go_on(self, capsys):
+        Path("ckpt.yaml").write_text(
+            "trainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n"
+            "    init_args: {dirpath: kept, filename: best, monitor: x, save_last: true}\n"
+        )
+        words = ("--config", "ckpt.yaml", "--trainer.logger", "false", "--model", f"{HERE}.Logged")
+        test_main.fit(*words)
+        out = capsys.readouterr().err
+        assert re.search(r"Done in .*: 2 steps of training\.", out)
+        assert re.search(r"best checkpoint  \S*kept/best\.ckpt \(x [-\d.e]+\)", out)
+        (command,) = re.findall(r"test it          python -m lightning_shard (.*)", out)
+        cli.main(command.split())
+        test_main.fit(*words, "--ckpt_path", "kept/last.ckpt")
+        out = capsys.readouterr().err
+        assert "0 steps of training." in out
+        assert "Nothing was trained: the weights have 2 steps already, and max_steps is 2." in out

@@ -1,0 +1,100 @@
+"""What is answered before torch or Lightning are imported, and the help of each command."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_shard.cli import main as cli
+from lightning_shard.cli.help import PAGES
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "lightning", "jsonargparse", "transformers", "numpy")
+LOADED = f"""
+import sys
+from lightning_shard.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as stop:
+    print("status", stop.code, file=sys.stderr)
+print("loaded", *[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+
+
+def run(*words: str) -> tuple[str, list[str]]:
+    """What a new Python prints for a command, and the last lines of its errors."""
+    command = [sys.executable, "-c", LOADED, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["--help"], None), (["--version"], None), (["doctor", "--help"], None),
+        (["check", "--help"], None), (["fti"], 2), (["fit", "--config", "none.yaml"], 2),
+        (["plan", "--config", "none.yaml"], 2), (["fit", "stray"], 2), ([], 2),
+        (["fit", "--config", "tfno_dracy"], 2),
+    ],
+)  # fmt: skip
+def test_torch_is_not_imported(words, status):
+    _, errors = run(*words)
+    assert errors[-1] == "loaded"
+    assert (status is None) == (len(errors) == 1)
+    if status:
+        assert errors[-2] == f"status {status}"
+        assert errors[0].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "words", [["ops", "conv2d"], ["inspect", "none"], ["export", "no", "o.pt"]]
+)
+def test_lightning_is_not_imported(words):
+    _, errors = run(*words)
+    assert "lightning" not in errors[-1].split()
+    assert "torch" in errors[-1].split()
+
+
+@pytest.mark.parametrize("command", ["", *PAGES])
+def test_help_fits_one_screen(capsys, command):
+    cli.main([command, "--help"] if command else ["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: python -m lightning_shard ")
+    assert "examples" in lines
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_version_is_that_of_the_project(capsys):
+    cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("lightning-shard 0.")
+
+
+def test_doctor(capfd):
+    cli.main(["doctor"])
+    lines = capfd.readouterr().out.splitlines()
+    found = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    assert {"torch", "lightning", "cuda", "xpu", "backends", "launchers"} <= found.keys()
+    assert lines[-1].startswith("two processes   gloo works (")
+
+
+def test_doctor_says_why_two_processes_fail(monkeypatch):
+    from lightning_shard.cli import doctor
+
+    monkeypatch.setattr(doctor, "_sum_of_ranks", _fail)
+    works, sentence = doctor.try_two_processes()
+    assert not works
+    assert sentence.startswith("FAILED: ProcessRaisedException: ")
+    assert sentence.endswith("OSError: no route")
+
+
+def _fail() -> float:
+    raise OSError("no route")
+
+
+def test_doctor_takes_no_words(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", "--verbose"])
+    assert stop.value.code == 2
+    assert "unexpected '--verbose': doctor takes no options" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""The fault matrix: which rank meets which fault in which phase of a run.
+
+A cell is run by `tests.faults.run.run`. The columns of docs/reliability.md are made of all of them.
+"""
+
+from dataclasses import dataclass
+
+BEFORE = ("setup", "data")
+STEP = ("forward", "backward", "step", "validation")
+WRITE = ("gather", "write file", "write directory")
+AFTER = ("end of fit", "predict")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault.
+
+    Attributes:
+        fault: What happens: "exception", "kill", "segfault", "_exit", "exit", "sigterm", "sigint",
+            or "stopped worker".
+        phase: Where it happens.
+        rank: To which rank.
+        ranks: Of how many.
+    """
+
+    fault: str
+    phase: str
+    rank: int
+    ranks: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.fault}, {self.phase}, rank {self.rank} of {self.ranks}"
+
+    @property
+    def kind(self) -> str:
+        """The class of cells to which it is counted in the table of docs/reliability.md."""
+        if self.phase in WRITE and self.fault in ("exception", "kill"):
+            return f"{self.fault} while a checkpoint is written"
+        return self.fault
+
+
+FAST = [
+    Cell("exception", "forward", 1),
+    Cell("kill", "forward", 1),
+    Cell("kill", "backward", 0),
+    Cell("_exit", "validation", 1),
+    Cell("sigterm", "forward", 1),
+    Cell("exception", "write directory", 1),
+]
+SLOW = [
+    *(Cell("exception", phase, 1) for phase in (*BEFORE, *STEP, *AFTER)),
+    Cell("exception", "forward", 0),
+    Cell("exception", "forward", 3, 4),
+    *(Cell("kill", phase, 1) for phase in (*BEFORE, *STEP, *AFTER)),
+    *(Cell("kill", phase, 0) for phase in ("forward", "validation", "end of fit")),
+    Cell("kill", "backward", 3, 4),
+    *(Cell(fault, "forward", 1) for fault in ("segfault", "_exit", "exit", "sigint")),
+    *(Cell(fault, "forward", 0) for fault in ("segfault", "_exit", "exit", "sigint")),
+    *(Cell("sigterm", phase, 1) for phase in ("data", *STEP, "write directory")),
+    *(Cell("sigterm", phase, 0) for phase in ("forward", "write file")),
+    Cell("sigterm", "forward", 3, 4),
+    *(Cell(fault, "gather", 1) for fault in ("exception", "kill")),
+    *(Cell(fault, "write file", 0) for fault in ("exception", "kill")),
+    *(Cell(f, "write directory", rank) for f in ("exception", "kill") for rank in (0, 1)),
+    Cell("stopped worker", "data", 1),
+]
+CELLS = list(dict.fromkeys([*FAST, *SLOW]))

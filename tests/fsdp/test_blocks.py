@@ -1,0 +1,134 @@
+"""Which modules are blocks: the repeated parts of known networks, and what is asked for."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torchvision
+import transformers
+from neuralop.models import FNO, TFNO
+from torch import nn
+
+from lightning_shard import ShardingOptions, parallelize
+from lightning_shard.fsdp import blocks as wrap
+from lightning_shard.fsdp.blocks import blocks
+from lightning_shard.processes.mesh import make_mesh
+
+
+def t5():
+    config = transformers.T5Config(
+        d_model=128, d_ff=512, num_layers=3, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+class Attributes(nn.Module):
+    """Stages as attributes, as in many U-Nets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Stage(), Stage()
+        self.head = nn.Linear(300, 300)
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(300, 300), nn.Linear(300, 300)
+
+    def forward(self, x):
+        return self.query(x) * self.key(x)
+
+
+NETWORKS = {
+    "t5": (t5, {"T5Block": 6}),
+    "fno": (lambda: FNO((16, 16), 1, 1, 32, n_layers=3), {"SpectralConv": 3}),
+    "tfno": (
+        lambda: TFNO((32, 32), 1, 1, 32, n_layers=4, factorization="tucker", rank=0.4),
+        {"SpectralConv": 4},
+    ),
+    # of the first stage, three bottlenecks of 70 thousand parameters go together
+    "resnet": (torchvision.models.resnet50, {"Sequential": 1, "Bottleneck": 13}),
+    "vit": (torchvision.models.vit_b_16, {"EncoderBlock": 12}),
+    "swin": (
+        torchvision.models.swin_t,
+        {"SwinTransformerBlock": 12, "PatchMerging": 2},
+    ),
+    "transformer": (
+        lambda: nn.Transformer(128, 4, 2, 2, 512, batch_first=True),
+        {"TransformerEncoderLayer": 2, "TransformerDecoderLayer": 2},
+    ),
+    "attributes": (Attributes, {"Stage": 2}),
+    "alone": (lambda: nn.Sequential(nn.Linear(400, 400)), {}),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_repeated_parts(name):
+    make, expected = NETWORKS[name]
+    with torch.device("meta") if name in ("resnet", "vit", "swin") else torch.device("cpu"):
+        network = make()
+    assert Counter(type(m).__name__ for m in blocks(network)) == expected
+
+
+def test_none_is_inside_another():
+    found = blocks(NETWORKS["swin"][0]())
+    inside = [m for block in found for m in block.modules() if m is not block]
+    assert not set(inside) & set(found)
+
+
+def test_by_size():
+    """As FSDP1 counts: what inner blocks hold is not counted again."""
+    network = nn.Sequential(
+        nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False)),
+        nn.Linear(10, 10, bias=False),
+    )
+    assert blocks(network, min_num_params=150) == [network[0]]
+    assert blocks(network, min_num_params=100) == [*network[0], network[1]]
+    assert blocks(network, min_num_params=1000) == []
+
+
+def test_tied_parts_are_gathered_by_what_encloses_them():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    network = Tied()
+    assert blocks(network, ["Linear"]) == [network.embed]  # the root takes what the head holds
+    assert wrap.tied_outside(network.embed, network) == {network.embed.weight}
+    outer = nn.Sequential(Tied(), nn.Linear(8, 8))
+    found = blocks(outer, ["Linear", "Tied"])
+    assert set(found) == {outer[0], outer[0].embed, outer[1]}
+    assert not wrap.tied_outside(outer[0], outer)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", ["t5", pytest.param("swin", marks=pytest.mark.slow)])
+def test_gradients_of_known_networks(name):
+    """The blocks that are found run when their parameters are needed."""
+    mesh = make_mesh("cpu", 2, (1,))
+    torch.manual_seed(0)
+    if name == "t5":
+        network, x = t5().eval(), torch.arange(10).reshape(2, 5)
+        run = lambda net, part: net(input_ids=part, labels=part).loss  # noqa: E731
+    else:
+        network = torchvision.models.swin_t().eval()
+        x = torch.randn(2, 3, 64, 64)
+        run = lambda net, part: net(part).square().mean()  # noqa: E731
+    alone = copy.deepcopy(network)
+    run(alone, x).backward()
+    parallelize(network, mesh, options=ShardingOptions(prefetch=2))
+    part = x.chunk(2)[mesh.get_local_rank("data")]
+    run(network, part).backward()
+    wanted = {k: p.grad for k, p in alone.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    for key, p in network.named_parameters():
+        if key in wanted:
+            found = p.grad.full_tensor()
+            torch.testing.assert_close(found, wanted[key], rtol=1e-3, atol=1e-5 * largest, msg=key)

@@ -1,0 +1,314 @@
+"""One row per option of FSDP: on every mesh, training equals that of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_shard import HybridShardStrategy, ShardingOptions
+from tests import training
+from tests.fsdp.network import (
+    BATCH,
+    assert_equal_runs,
+    is_block,
+    loader,
+    net,
+    sample,
+    train_alone,
+    train_sharded,
+)
+
+ROWS = {
+    "full": {},
+    "gradients": {"sharding": "gradients", "wrap": ["Block"]},
+    "none": {"sharding": "none", "wrap": ["Block"]},
+    "hybrid": {"sharding": "hybrid", "shard_size": 4, "wrap": ["Block"]},
+    "wrap by class": {"wrap": ["Block"]},
+    "wrap by nested classes": {"wrap": ["Block", "Conv2d"]},
+    "wrap by function": {"wrap": is_block},
+    "wrap by size": {"min_num_params": 300},
+    "ignored": {"wrap": ["Block"], "ignored_parameters": ["*.norm.weight", "shift"]},
+    "prefetch": {"wrap": ["Block"], "prefetch": 2},
+    "checkpointing of blocks": {"wrap": ["Block"], "activation_checkpointing": True},
+    "checkpointing by class": {"activation_checkpointing": ["Block"]},
+    "offload": {"wrap": ["Block"], "cpu_offload": True},
+}
+rows = pytest.mark.parametrize("row", ROWS)
+
+
+@pytest.mark.spmd(4)
+@rows
+def test_on_data_replicas(row):
+    assert_equal_runs(train_sharded((1,), ROWS[row]), train_alone())
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("row", ["full", "none", "hybrid"])
+def test_on_a_domain_of_two_dims(row):
+    assert_equal_runs(train_sharded((2, 2), ROWS[row]), train_alone())
+
+
+@pytest.mark.spmd(4)
+@rows
+def test_with_a_domain_accumulation_and_clipping(row):
+    """Gradients that wait for the next step are exact for every kind of parameter."""
+    found = train_sharded((2,), ROWS[row], accumulate_grad_batches=2, gradient_clip_val=0.05)
+    assert_equal_runs(found, train_alone(accumulate=2, clip=0.05))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("row", ["full", "ignored"])
+def test_clipping_by_value(row):
+    options = {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}
+    assert_equal_runs(
+        train_sharded((2,), ROWS[row], **options), train_alone(clip=0.003, value=True)
+    )
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("shard_size", [1, 2])
+def test_hybrid_of_two_ranks(shard_size):
+    options = {"sharding": "hybrid", "shard_size": shard_size}
+    assert_equal_runs(train_sharded((1,), options), train_alone())
+
+
+@pytest.mark.spmd(4)
+def test_mesh_of_hybrid():
+    """The axes have names in user code, as those of the plain mesh."""
+    seen = {}
+
+    class Look(Callback):
+        def on_fit_start(self, trainer, module):
+            mesh = module.device_mesh
+            seen.update({name: mesh[name].size() for name in (*mesh.mesh_dim_names, "data")})
+
+    module = net()
+    options = {"sharding": "hybrid", "shard_size": 2}
+    train_sharded((2,), options, module, callbacks=[Look()], limit_train_batches=1)
+    assert seen == {"replicate": 2, "shard": 1, "domain": 2, "data": 2}
+    assert module.stem.weight.device_mesh.mesh_dim_names == ("copies", "parts")
+    assert module.stem.weight.to_local().shape[0] == 3  # of 6 rows
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("sharding", ["full", "gradients", "none", "hybrid"])
+def test_what_a_rank_holds(sharding):
+    """Parameters, gradients and optimizer state at the end, in elements of the whole."""
+    shard_size = {"hybrid": 2}.get(sharding)
+    held = {}
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            optimizer = trainer.optimizers[0]
+            state = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+            grads = [p.grad for p in module.parameters()]
+            for name, tensors in {"p": module.parameters(), "g": grads, "s": state}.items():
+                held[name] = sum(t.to_local().numel() for t in tensors if isinstance(t, DTensor))
+
+    options = {"sharding": sharding, "shard_size": shard_size, "wrap": ["Block"]}
+    train_sharded((1,), options, module := net(), callbacks=[Count()])
+    whole = sum(p.numel() for p in module.parameters() if isinstance(p, DTensor))
+    part = {"none": 1, "hybrid": 2}.get(sharding, 4)
+    assert total_over_ranks(held["p"]) == whole * 4 // part
+    assert held["g"] == held["p"]
+    assert held["s"] == 2 * held["p"]
+
+
+def total_over_ranks(number: int) -> int:
+    """The sum over ranks."""
+    count = torch.tensor(number)
+    dist.all_reduce(count)
+    return int(count)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sharding": "zero"}, "sharding must be 'full', 'gradients', 'none' or 'hybrid'; got"),
+        ({"shard_size": 2}, "shard_size 2 needs sharding 'hybrid'; got sharding 'full'"),
+        ({"wrap": ["Block"], "min_num_params": 9}, "both choose the blocks; give one of them"),
+        ({"prefetch": 0}, "prefetch must be 1 or more blocks; got 0"),
+        ({"mp_policy": {"dtype": "bfloat16"}}, "mp_policy has no field 'dtype'; its fields are"),
+        ({"mp_policy": {"param_dtype": "int8"}}, "must be a floating-point dtype"),
+    ],
+    ids=str,
+)
+def test_refused_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        training.strategy_of((1,), options)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"wrap": ["Blok"]},
+            r"wrap: the network has no module of class 'Blok'; did you mean Block",
+        ),
+        ({"wrap": ["Xyz"]}, "no module of class 'Xyz'; its classes are Block, Conv2d, GroupNorm"),
+        ({"ignored_parameters": ["*.nrm.*"]}, "no parameter's name fits '\\*.nrm.\\*'; names here"),
+        ({"sharding": "hybrid", "shard_size": 3}, r"shard_size 3 must be .* use one of \[1, 2\]"),
+    ],
+    ids=str,
+)
+def test_refused_with_the_module(options, message):
+    with pytest.raises(ValueError, match=message):
+        train_sharded((1,), options)
+
+
+@pytest.mark.spmd(2)
+def test_checkpointing_computes_again():
+    """Twice as many forwards of the blocks as without, and names as before."""
+    calls = []
+    module = net()
+    for block in module.blocks:
+        block.conv.register_forward_hook(lambda *_: calls.append(1))
+    options = {"wrap": ["Block"], "activation_checkpointing": ["Block"]}
+    _, state = train_sharded((2,), options, module, limit_train_batches=1)
+    assert len(calls) == 2 * len(module.blocks)
+    assert state.keys() == net().state_dict().keys()
+    with pytest.raises(ValueError, match="activation_checkpointing: the network has no module"):
+        train_sharded((2,), {"activation_checkpointing": ["Blocks"]})
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
+def test_compiled_blocks(domain):
+    torch._dynamo.reset()
+    options = {"wrap": ["Block"], "compile_blocks": True}
+    assert_equal_runs(train_sharded(domain, options, limit_train_batches=2), short())
+
+
+def short():
+    """Two steps of one process."""
+    losses, _ = train_alone()
+    module = net()
+    optimizer = module.configure_optimizers()
+    for step, batch in zip(range(2), loader(BATCH, alone=True), strict=False):
+        optimizer.zero_grad()
+        module.training_step(batch, step).backward()
+        optimizer.step()
+    return losses[:2], module.state_dict()
+
+
+@pytest.mark.spmd(2)
+def test_compiled_module_is_refused_by_lightning():
+    """torch.compile(module) is for strategies of a list in Lightning; blocks are for this one."""
+    with pytest.raises(RuntimeError, match="incompatible with the current strategy: `HybridShard"):
+        train_sharded((1,), {}, torch.compile(net()))
+
+
+def test_options_from_a_file(tmp_path):
+    """Those that are more than a number or a word, as YAML writes them."""
+    config = {
+        "mode": "hybrid", "shard_size": 2, "wrap": "tests.fsdp.network.is_block",
+        "mp_policy": {"param_dtype": "bfloat16", "cast_forward_inputs": False},
+        "activation_checkpointing": ["Block"], "ignored_parameters": ["*.bias"],
+    }  # fmt: skip
+    check_options(from_file(tmp_path, {"sharding": config}))
+
+
+def test_options_of_before_they_were_nested(tmp_path):
+    """The next release drops them."""
+    config = {
+        "sharding": "hybrid", "shard_size": 2, "wrap": "tests.fsdp.network.is_block",
+        "mp_policy": {"param_dtype": "bfloat16", "cast_forward_inputs": False},
+        "activation_checkpointing": ["Block"], "ignored_parameters": ["*.bias"],
+    }  # fmt: skip
+    with pytest.warns(DeprecationWarning, match="is deprecated") as told:
+        check_options(from_file(tmp_path, config))
+    assert len(told) == len(config) - 1
+    assert "in YAML `sharding: {wrap: ...}`" in " ".join(str(w.message) for w in told)
+
+
+def test_a_mode_alone(tmp_path):
+    assert from_file(tmp_path, {"sharding": "none"}).sharding_options == ShardingOptions("none")
+    assert from_file(tmp_path, {}).sharding_options == ShardingOptions("full")
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(TypeError, match="has no argument 'wrapped'"):
+        HybridShardStrategy(wrapped=["Block"])
+
+
+def from_file(folder, config):
+    parser = ArgumentParser()
+    parser.add_class_arguments(HybridShardStrategy, "strategy")
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"strategy": config}))
+    return parser.instantiate(parser.parse_path(path)).strategy
+
+
+def check_options(strategy):
+    options = strategy.sharding_options
+    assert options.mode == "hybrid"
+    assert options.wrap is is_block
+    assert options.policy == MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    assert options.activation_checkpointing == ["Block"]
+    assert options.ignored_parameters == ["*.bias"]
+    assert strategy.processes.shard_size == 2
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_training_after_inference_mode(sharding):
+    """A user's forward under inference mode, before FSDP2 has seen its parameters."""
+
+    class Look(Callback):
+        def on_train_start(self, trainer, module):
+            with torch.inference_mode():
+                module(sample(0)[None, :1])
+
+    options = {"sharding": sharding, "wrap": ["Block"]}
+    assert_equal_runs(train_sharded((1,), options, callbacks=[Look()]), train_alone())
+
+
+SPECTRAL = {
+    "gradients": {"sharding": "gradients"},
+    "none": {"sharding": "none"},
+    "hybrid": {"sharding": "hybrid", "shard_size": 4},
+    "ignored": {"ignored_parameters": ["*convs.0.weight.*", "*bias"]},
+    "recomputed": {"activation_checkpointing": ["SpectralConv"]},
+}
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(
+    ("row", "domain"),
+    [
+        *((row, (2,)) for row in SPECTRAL),
+        pytest.param("hybrid", (2, 2), marks=pytest.mark.slow),
+        pytest.param("none", (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_spectral_weights_that_are_split_by_mode(row, domain):
+    """They are in a group of their own, over data replicas only."""
+    options = {"strategy": SPECTRAL[row], "accumulate_grad_batches": 2}
+    found = training.train_sharded("dense_fno", torch.float64, 4, domain, **options)
+    wanted = training.train_alone("dense_fno", torch.float64, 4, accumulate=2)
+    assert_equal_runs(found, wanted)
+
+
+@pytest.mark.spmd(4)
+def test_hybrid_of_two_nodes_with_a_domain_and_modes():
+    """All three axes of the mesh are there."""
+    options = {"strategy": {"sharding": "hybrid", "shard_size": 2}}
+    found = training.train_sharded("dense_fno", torch.float64, 4, (2,), **options)
+    assert_equal_runs(found, training.train_alone("dense_fno", torch.float64, 4))
+
+
+@pytest.mark.spmd(2)
+def test_ignored_spectral_weights_stay_whole():
+    module = training.make("dense_fno", torch.float64)
+    runner = training.trainer((2,), strategy=SPECTRAL["ignored"], max_steps=1)
+    runner.fit(module, training.loader("dense_fno", torch.float64, 4, 8))
+    first, second = (conv.weight._parameters["tensor"] for conv in module.network.fno_blocks.convs)
+    assert not isinstance(first, DTensor)
+    assert isinstance(second, DTensor)
+    assert [p.grad is not None for p in (first, second)] == [True, True]

@@ -1,0 +1,295 @@
+"""F.scaled_dot_product_attention by each algorithm; and attention written out with matmul."""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lightning_shard
+from lightning_shard.ops.attention import ring
+from lightning_shard.ops.attention import rule as attention
+from lightning_shard.ops.attention.layout import Operands
+from lightning_shard.processes.byte_counter import counted
+from tests.pairs import each_once, pairwise
+from tests.parity import assert_double_backward, assert_parity, mesh_of
+
+Q, K = (2, 4, 7, 6), (2, 4, 5, 6)
+SDPA = F.scaled_dot_product_attention
+PLACES = torch.arange(7)[:, None] + torch.arange(5)
+ALGORITHMS = ("gather", "all_to_all", "ring")
+MESHES = [pytest.param((ranks,), marks=pytest.mark.spmd(ranks)) for ranks in (2, 3, 4)]
+
+
+@contextlib.contextmanager
+def forced(algorithm: str) -> Iterator[list[str]]:
+    """Use `algorithm` where it serves; yields what was used. The ring works on small tiles."""
+    used = []
+
+    def choose(operands: object, possible: dict[str, object]) -> str:
+        used.append(algorithm if algorithm in possible else "gather")
+        return used[-1]
+
+    with mock.patch.object(attention, "choose", choose), mock.patch.object(ring, "TILE", 40):
+        yield used
+
+
+def relative(q, k, v, table):
+    """As in T5: no scale, a learned bias by relative position, of shape (1, heads, q, k)."""
+    buckets = (torch.arange(7)[:, None] - torch.arange(7)).clamp(-2, 2) + 2
+    bias = F.embedding(buckets, table).permute(2, 0, 1)[None]
+    scores = torch.matmul(q, k.transpose(3, 2))
+    scores += bias
+    weights = (
+        F.softmax(scores.float(), dim=-1).type_as(scores)
+        if scores.dtype == torch.half
+        else scores.softmax(-1)
+    )
+    return torch.matmul(weights, v).transpose(1, 2).contiguous().view(2, -1, 24)
+
+
+CASES = {
+    "self": (SDPA, [Q, Q, Q], {0, 1, 2}),
+    "cross": (SDPA, [Q, K, K], {0, 1, 2}),
+    "plain_keys": (SDPA, [Q, K, K], {0}),
+    "plain_queries": (SDPA, [Q, K, K], {1, 2}),
+    "causal": (lambda q, k, v: SDPA(q, k, v, is_causal=True), [Q, Q, Q], {0, 1, 2}),
+    "causal_cross": (
+        lambda q, k, v: SDPA(q, k, v, is_causal=True, scale=0.3),
+        [Q, K, K],
+        {0, 1, 2},
+    ),
+    "mask": (lambda q, k, v: SDPA(q, k, v, PLACES % 3 > 0), [Q, K, K], {0, 1, 2}),
+    "bias": (lambda q, k, v, b: SDPA(q, k, v, b), [Q, K, K, (4, 7, 5)], {0, 1, 2}),
+    "split_bias": (lambda q, k, v, b: SDPA(q, k, v, b), [Q, K, K, (2, 1, 7, 5)], {0, 1, 2, 3}),
+    "wide_value": (SDPA, [Q, K, (2, 4, 5, 3)], {0, 1, 2}),
+    "grouped": (
+        lambda q, k, v: SDPA(q, k, v, enable_gqa=True),
+        [Q, (2, 2, 5, 6), (2, 2, 5, 6)],
+        {0, 1, 2},
+    ),
+    "three_dims": (SDPA, [(2, 7, 6), (2, 5, 6), (2, 5, 6)], {0, 1, 2}),
+    "relative": (relative, [Q, Q, Q, (5, 4)], {0, 1, 2}),
+    "softmax": (
+        lambda q, k, v: torch.bmm(torch.bmm(q, k.mT).softmax(-1), v),
+        [(3, 7, 6), (3, 5, 6), (3, 5, 6)],
+        {0, 1, 2},
+    ),
+    "gram": (lambda q: torch.einsum("bhqe,bhke->bhqk", q, q), [Q], {0}),
+}
+WRITTEN_OUT = ("relative", "softmax", "gram")
+
+
+@pytest.mark.parametrize(("case", "algorithm", "mesh"), pairwise(CASES, ALGORITHMS, MESHES))
+def test_split_sequence(case, algorithm, mesh):
+    function, shapes, split = CASES[case]
+    with forced(algorithm) as used:
+        assert_parity(function, shapes, {i: [-2] for i in split}, mesh_of(*mesh))
+    assert case in WRITTEN_OUT or used == [algorithm] or case == "plain_keys"
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c not in ("three_dims", "softmax", "split_bias")]
+)
+def test_split_heads_and_sequence(case, algorithm):
+    function, shapes, split = CASES[case]
+    split = [i for i in split if len(shapes[i]) == 4]
+    with forced(algorithm):
+        if case in ("grouped", "self", "cross", "relative", "gram"):
+            assert_parity(function, shapes, {i: [0, -2] for i in split}, mesh_of(2, 2))
+        if case != "grouped":
+            assert_parity(function, shapes, {i: [1, -2] for i in split}, mesh_of(2, 2))
+
+
+IMAGES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": (torch.arange(15)[:, None] * torch.arange(15)) % 4 != 1},
+    "masked_rows": {"attn_mask": (torch.arange(15)[:, None] + torch.arange(15)) < 20},
+}
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("options", IMAGES)
+def test_flattened_image(options, algorithm):
+    """Rows and columns are split; the sequence is their product."""
+
+    def function(q, k, v):
+        q, k, v = (x.flatten(2).unflatten(1, (4, 2)).mT for x in (q, k, v))
+        return SDPA(q, k, v, **IMAGES[options]).mT.flatten(1, 2).unflatten(2, (3, 5))
+
+    shapes, split = [(2, 8, 3, 5)] * 3, {0: [2, 3], 1: [2, 3], 2: [2, 3]}
+    with forced(algorithm) as used:
+        assert_parity(function, shapes, split, mesh_of(2, 2))
+    assert used == [algorithm]
+
+
+MASKS = {  # of 7 queries and 5 keys, with how the mask itself is split
+    "masked_rows": (torch.arange(7)[:, None] > torch.arange(5) + 2, None),
+    "minus_infinity": (torch.where(PLACES % 5 == 0, -torch.inf, PLACES * 0.1).double(), None),
+    "split_rows": (PLACES % 3 > 0, -2),
+    "split_columns": (PLACES % 3 > 0, -1),
+    "split_keys": (torch.tensor([True, False, True, True, False]).expand(2, 1, 1, 5), -1),
+    "per_batch": ((torch.arange(70).reshape(2, 1, 7, 5) % 3 > 0), -2),
+    "per_head": ((torch.arange(140).reshape(4, 7, 5) % 3 > 0), -2),
+}
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", MASKS)
+def test_mask(name, algorithm):
+    whole, dim = MASKS[name]
+
+    def function(q, k, v):
+        mask = whole
+        if dim is not None and isinstance(q, lightning_shard.DomainTensor):
+            mask = lightning_shard.shard(whole, mesh_of(3), dim)
+        return SDPA(q, k, v, mask)
+
+    with forced(algorithm) as used:
+        assert_parity(function, [Q, K, K], {i: [2] for i in range(3)}, mesh_of(3))
+        with sdpa_kernel(SDPBackend.MATH):
+            assert_double_backward(function, [Q, K, K], {i: [2] for i in range(3)}, mesh_of(3))
+    assert used == [algorithm] * 2
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_mask_split_unlike_queries(algorithm):
+    """A product of dims against one dim of the same rows; heads of the mask alone."""
+
+    def function(q, bias):
+        q = q.flatten(2, 3)
+        return SDPA(q, q, q, bias)
+
+    shapes = [(1, 2, 2, 4, 3), (2, 8, 8)]
+    with forced(algorithm):
+        assert_parity(function, shapes, {0: [3], 1: [1]}, mesh_of(3))
+        assert_parity(lambda q, b: SDPA(q, q, q, b), [Q, (4, 7, 7)], {1: [0]}, mesh_of(3))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_fewer_rows_than_ranks(causal, algorithm):
+    def function(q, k, v):
+        return SDPA(q, k, v, is_causal=causal)
+
+    shape = (2, 2, 3, 5)
+    with forced(algorithm):
+        assert_parity(function, [shape] * 3, {0: [2], 1: [2], 2: [2]}, mesh_of(4))
+        assert_parity(function, [shape] * 3, {0: [0], 1: [0], 2: [0]}, mesh_of(4))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize(("case", "algorithm"), each_once(CASES, ALGORITHMS))
+def test_double_backward(case, algorithm):
+    function, shapes, split = CASES[case]
+    with forced(algorithm), sdpa_kernel(SDPBackend.MATH):
+        assert_double_backward(function, shapes, {i: [-2] for i in split}, mesh_of(3))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_half_precision(algorithm):
+    torch.manual_seed(0)
+    q = torch.randn(Q)
+    split = lightning_shard.shard(q, mesh_of(2), 2)
+    with forced(algorithm), torch.autocast("cpu", torch.bfloat16):
+        expected, result = SDPA(q, q, q), SDPA(split, split, split)
+    assert result.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(lightning_shard.gather(result), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dropped_weights(algorithm):
+    q = lightning_shard.shard(torch.zeros(1, 3, 60, 4), mesh_of(3), 2)
+    v = lightning_shard.shard(torch.eye(60).expand(1, 3, 60, 60), mesh_of(3), 2)
+    with forced(algorithm):
+        weights = lightning_shard.gather(SDPA(q, q, v, dropout_p=0.25)) * 60 * 0.75
+    torch.testing.assert_close(weights, weights.round())  # 0 or 1
+    assert abs(weights.mean() - 0.75) < 0.02
+    parts = [*weights[0], *weights.split(20, 2)]
+    assert not any(torch.equal(a, b) for a in parts for b in parts if a is not b)
+    state = torch.get_rng_state()
+    of_first = state.clone()
+    dist.broadcast(of_first, 0)
+    assert torch.equal(state, of_first)  # the ranks stay in step
+
+
+@pytest.mark.spmd(3)
+def test_refusals():
+    split = lightning_shard.shard(torch.randn(Q), mesh_of(3), 3)
+    with pytest.raises(lightning_shard.UnsupportedOperationError, match="features of query"):
+        SDPA(split, split, split)
+    heads = lightning_shard.shard(torch.randn(Q), mesh_of(3), 1)
+    with pytest.raises(lightning_shard.UnsupportedOperationError, match="enable_gqa"):
+        SDPA(heads, heads, heads, enable_gqa=True)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_traffic_and_memory(algorithm, causal):
+    """What a rank sends and keeps, in units of its own queries."""
+    kept, rank = [], dist.get_rank()
+
+    def pack(x):
+        kept.append(x.nbytes)
+        return x
+
+    rows = [torch.randn(1, 4, 4, 8, requires_grad=True) for _ in range(3)]
+    q, k, v = (lightning_shard.from_local(x, mesh_of(4), 2, (1, 4, 16, 8)) for x in rows)
+    unit = rows[0].nbytes
+    saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with forced(algorithm), counted() as forward, saved:
+        out = SDPA(q, k, v, is_causal=causal).to_local()
+    with counted() as backward:
+        torch.autograd.grad(out, rows, torch.ones_like(out))
+    later = 3 - rank if causal else 3  # the ranks that need my keys
+    earlier = rank if causal else 3  # the ranks whose keys I need
+    wanted = {
+        "gather": (6, 6),
+        "all_to_all": (3, 3),
+        "ring": (2 * later, 2 * later + 2 * earlier),
+    }
+    assert (forward.bytes / unit, backward.bytes / unit) == wanted[algorithm]
+    assert sum(kept) > 8 * unit if algorithm == "gather" else sum(kept) < 6 * unit
+
+
+CHOICES = {  # shapes of query and of key, which operands are split; the algorithm
+    "heads": ((1, 8, 16, 4), (1, 8, 16, 4), {0, 1, 2}, "all_to_all"),
+    "batch": ((4, 1, 16, 4), (4, 1, 16, 4), {0, 1, 2}, "all_to_all"),
+    "three_heads": ((1, 3, 16, 4), (1, 3, 16, 4), {0, 1, 2}, "all_to_all"),
+    "five_heads": ((1, 5, 16, 4), (1, 5, 16, 4), {0, 1, 2}, "gather"),
+    "one_head": ((1, 1, 16, 4), (1, 1, 16, 4), {0, 1, 2}, "gather"),
+    "long": ((1, 1, 2**20, 16), (1, 1, 2**20, 16), {0, 1, 2}, "ring"),
+    "few_keys": ((1, 8, 256, 4), (1, 8, 16, 4), {0, 1, 2}, "gather"),
+    "plain_keys": ((1, 8, 16, 4), (1, 8, 16, 4), {0}, "gather"),
+    "plain_queries": ((1, 8, 4, 4), (1, 8, 16, 4), {1, 2}, "all_to_all"),
+}
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", CHOICES)
+def test_choice(name):
+    """By integers alone, so that all ranks agree; nothing is computed."""
+    of_query, of_key, split, expected = CHOICES[name]
+    shapes = [of_query, of_key, of_key]
+    operands = [
+        lightning_shard.shard(torch.empty(shape), mesh_of(4), 2).subdomain
+        if i in split
+        else torch.empty(shape)
+        for i, shape in enumerate(shapes)
+    ]
+    given = Operands(*operands, mask=None, grouped=False)
+    assert attention.choose(given, attention._possible(given, given.output(), 0.0)) == expected

@@ -1,0 +1,171 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lightning_shard
+from lightning_shard.domain.errors import UnsupportedOperationError
+from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+
+IMAGE = (2, 4, 7, 5)
+CASES = {
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [IMAGE, (4,), (4,)]),
+    "batch_norm_eps": (lambda x: F.batch_norm(x, None, None, None, None, True, eps=0.1), [IMAGE]),
+    "batch_norm_bias": (lambda x, b: F.batch_norm(x, None, None, None, b, True), [IMAGE, (4,)]),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [IMAGE, (4,), (4,)]),
+    "group_norm_of_torch": (lambda x, w, b: torch.group_norm(x, 2, w, b), [IMAGE, (4,), (4,)]),
+    "layer_norm_of_torch": (lambda x: torch.layer_norm(x, (7, 5)), [IMAGE]),
+    "group_norm_all": (lambda x: F.group_norm(x, 1, eps=0.1), [IMAGE]),
+    "group_norm_each": (lambda x, w: F.group_norm(x, 4, w), [IMAGE, (4,)]),
+    "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), [IMAGE, (4,), (4,)]),
+    "layer_norm_last": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [IMAGE, (5,), (5,)]),
+    "layer_norm_two": (lambda x, w, b: F.layer_norm(x, (7, 5), w, b), [IMAGE, (7, 5), (7, 5)]),
+    "layer_norm_image": (lambda x, w: F.layer_norm(x, IMAGE[1:], w), [IMAGE, IMAGE[1:]]),
+    "layer_norm_plain": (lambda x: F.layer_norm(x, (7, 5), eps=0.1), [IMAGE]),
+    "rms_norm_last": (lambda x, w: F.rms_norm(x, (5,), w), [IMAGE, (5,)]),
+    "rms_norm_two": (lambda x, w: F.rms_norm(x, (7, 5), w, eps=0.1), [IMAGE, (7, 5)]),
+    "response": (lambda x: F.local_response_norm(x, 3, alpha=0.5), [IMAGE]),
+    "response_even": (lambda x: F.local_response_norm(x, 2, alpha=0.5, k=2.0), [IMAGE]),
+    "normalize": (lambda x: F.normalize(x), [IMAGE]),
+    "normalize_rows": (lambda x: F.normalize(x, dim=2), [IMAGE]),
+    "normalize_both": (lambda x: F.normalize(x, 3, dim=(2, 3)), [IMAGE]),
+    "normalize_zero": (lambda x: F.normalize(x * torch.zeros(4, 1, 1), dim=(2, 3)), [IMAGE]),
+}  # fmt: skip
+SMOOTH = ["batch_norm", "group_norm", "layer_norm_two", "rms_norm_two", "normalize_both"]
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("dims", [[0, 2], [3, 1]])
+@pytest.mark.parametrize(
+    "case", ["batch_norm", "instance_norm", "layer_norm_image", "response", "response_even"]
+)
+def test_split_batch_and_channels(case, dims):
+    function, shapes = CASES[case]
+    assert_parity(function, shapes, {0: dims}, mesh_of(2, 2))
+
+
+TINY = {
+    "batch_norm": (CASES["batch_norm"][0], [(2, 4, 3, 2), (4,), (4,)]),
+    "batch_norm_vector": (CASES["batch_norm"][0], [(2, 4, 2), (4,), (4,)]),
+    "group_norm": (CASES["group_norm"][0], [(2, 4, 3), (4,), (4,)]),
+    "instance_norm": (CASES["instance_norm"][0], [(2, 4, 2), (4,), (4,)]),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (4, 3), w, b), [(2, 4, 3), (4, 3), (4, 3)]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (4, 3), w), [(2, 4, 3), (4, 3)]),
+    "response": (CASES["response"][0], [(2, 4, 3)]),
+    "normalize": (lambda x: F.normalize(x, dim=2), [(2, 4, 3)]),
+    "eval": (
+        lambda x, w, b: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double() * 2, w, b),
+        [(2, 4, 3), (4,), (4,)],
+    ),
+}
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("case", TINY)
+def test_fewer_rows_than_ranks(case):
+    function, shapes = TINY[case]
+    assert_parity(function, shapes, {0: [2]}, mesh_of(4))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize(
+    "case", ["batch_norm", "group_norm", "instance_norm", "layer_norm_two", "rms_norm_two"]
+)
+def test_single_precision(case):
+    function, shapes = CASES[case]
+    assert_parity(function, shapes, {0: [2]}, mesh_of(3), dtype=torch.float32)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["batch_norm", "group_norm", "layer_norm_two", "rms_norm_two"])
+def test_half_precision(case, dtype):
+    """Statistics in float32: a mean of 100 leaves two digits of the spread, as in one process."""
+    function, shapes = CASES[case]
+    torch.manual_seed(1)
+    x, *rest = [torch.randn(s).to(dtype) for s in shapes]
+    x = x + 10
+    expected = function(x, *rest)
+    result = function(lightning_shard.shard(x, mesh_of(3), 2), *rest)
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(lightning_shard.gather(result), expected, rtol=0.1, atol=0.1)
+
+
+def modules():
+    return {
+        "batch_norm": nn.BatchNorm2d(4),
+        "batch_norm_average": nn.BatchNorm2d(4, momentum=None),
+        "batch_norm_untracked": nn.BatchNorm2d(4, track_running_stats=False),
+        "instance_norm": nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        "group_norm": nn.GroupNorm(2, 4),
+        "layer_norm": nn.LayerNorm((7, 5)),
+        "rms_norm": nn.RMSNorm((7, 5)),
+        "response": nn.LocalResponseNorm(2),
+    }
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", modules())
+def test_module(name, training):
+    module = modules()[name].double().train(training)
+    assert_parity_of_module(module, IMAGE, [2], mesh_of(3))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("dims", [[2, 3], [0, 2], [1, 2]])
+@pytest.mark.parametrize("name", ["batch_norm", "batch_norm_average", "instance_norm"])
+def test_running_buffers(name, dims):
+    plain = modules()[name].double()
+    split = copy.deepcopy(plain)
+    for _ in range(3):
+        x = torch.randn(IMAGE, dtype=torch.float64) + 1
+        plain(x)
+        split(lightning_shard.shard(x, mesh_of(2, 2), dims))
+    for (key, value), other in zip(plain.named_buffers(), split.buffers(), strict=True):
+        torch.testing.assert_close(other, value, msg=lambda m, key=key: f"{key}: {m}")
+    plain.eval(), split.eval()
+    x = torch.randn(IMAGE, dtype=torch.float64)
+    result = split(lightning_shard.shard(x, mesh_of(2, 2), dims))
+    torch.testing.assert_close(lightning_shard.gather(result), plain(x))
+
+
+@pytest.mark.spmd(3)
+def test_statistics_first_used_in_inference_mode():
+    module = nn.BatchNorm2d(4).double()
+    x = torch.randn(3, 4, 11, 6, dtype=torch.float64)
+    with torch.inference_mode():
+        module(lightning_shard.shard(x, mesh_of(3), 2))
+    module(lightning_shard.shard(x, mesh_of(3), 2)).sum().backward()
+    assert module.weight.grad is not None
+
+
+@pytest.mark.spmd(3)
+def test_refusals():
+    x = torch.randn(IMAGE)
+    with pytest.raises(UnsupportedOperationError, match="split channels"):
+        F.group_norm(lightning_shard.shard(x, mesh_of(3), 1), 2)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        F.batch_norm(
+            lightning_shard.shard(x[:1, :, :1, :1], mesh_of(3), 2), None, None, training=True
+        )
+    with pytest.raises(RuntimeError, match="divisible by num_groups"):
+        F.group_norm(lightning_shard.shard(x, mesh_of(3), 2), 3)
+
+
+@pytest.mark.spmd(2)
+def test_one_sample_whose_gradient_lies_transposed_in_memory():
+    """Where torch's own backward on the CPU is wrong (2.11 to 2.15): the oracle is the formula."""
+
+    def formula(x, w):
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
+        return w @ ((x - mean) * (variance + 1e-5).rsqrt()).flatten(2).transpose(1, 2)
+
+    def function(x, w):
+        if type(x) is torch.Tensor:
+            return formula(x, w)
+        return w @ F.batch_norm(x, None, None, training=True).flatten(2).transpose(1, 2)
+
+    assert_parity(function, [(1, 3, 5, 4), (1, 2, 20)], {0: [2]}, mesh_of(2))

@@ -1,0 +1,129 @@
+"""Reductions, extremes with their places, order statistics and distances."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lightning_shard
+from lightning_shard import UnsupportedOperationError
+from tests.parity import assert_parity, mesh_of
+
+SHAPE = (2, 3, 7, 3)
+
+
+def ties(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).round()
+
+
+def holes(x: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(x.detach() > 1, torch.nan)
+
+
+CASES = {
+    "mean": (lambda x: x.mean(), [SHAPE]),
+    "mean_axis": (lambda x: torch.mean(x, axis=2, keepdims=True), [SHAPE]),
+    "mean_named": (lambda x: torch.mean(input=x, dim=3), [SHAPE]),
+    "sum_dim": (lambda x: x.sum((1, 2), keepdim=True), [SHAPE]),
+    "nansum": (lambda x: holes(x).nansum(2), [SHAPE]),
+    "nanmean": (lambda x: holes(x).nanmean((2, 3)), [SHAPE]),
+    "var": (lambda x: x.var((0, 2, 3)), [SHAPE]),
+    "var_mean": (lambda x: torch.var_mean(x, (2, 3), correction=0), [SHAPE]),
+    "std_mean": (lambda x: torch.std_mean(x, dim=2, keepdim=True), [SHAPE]),
+    "std": (lambda x: x.std(2), [SHAPE]),
+    "prod": (lambda x: x.prod(), [SHAPE]),
+    "prod_zero": (lambda x: (x * (torch.arange(7) != 3)[:, None]).prod(2), [SHAPE]),
+    "prod_keep": (lambda x: x.prod(3, keepdim=True), [SHAPE]),
+    "count": (lambda x: ties(x).count_nonzero((2, 3)), [SHAPE]),
+    "all_any": (lambda x: ((x > -2).all(2), (x > 2).any(), (x > 0).any(3, keepdim=True)), [SHAPE]),
+    "amax": (lambda x: x.amax((2, 3)), [SHAPE]),
+    "amax_ties": (lambda x: (ties(x) + 0 * x).amax((2, 3)), [SHAPE]),
+    "amin_all": (lambda x: x.amin(), [SHAPE]),
+    "aminmax": (lambda x: torch.aminmax(x, dim=2), [SHAPE]),
+    "max_all": (lambda x: x.max() - x.min(), [SHAPE]),
+    "max_dim": (lambda x: torch.max(ties(x), 2), [SHAPE]),
+    "min_dim": (lambda x: ties(x).min(dim=3, keepdim=True), [SHAPE]),
+    "max_columns": (lambda x: (x - 9).max(3, keepdim=True), [SHAPE]),
+    "min_columns": (lambda x: torch.min(x + 9, -1), [SHAPE]),
+    "max_named": (lambda x: x.max(2).values + x.min(2).indices, [SHAPE]),
+    "max_nan": (lambda x: (holes(x).max(2).indices, holes(x).argmax()), [SHAPE]),
+    "max_other": (lambda x: torch.maximum(x, -x).max(torch.zeros(7, 1, dtype=x.dtype)), [SHAPE]),
+    "argmax": (lambda x: (ties(x).argmax(2), ties(x).argmin(3, keepdim=True)), [SHAPE]),
+    "argmax_all": (lambda x: (ties(x).argmax(), x.argmin(), x.argmax(keepdim=True)), [SHAPE]),
+    "argmax_flat": (lambda x: x.flatten(1).argmax(0), [SHAPE]),
+    "argmax_int": (lambda x: ties(x).long().argmax(2), [SHAPE]),
+    "extremes_of_integers": (
+        lambda x: (ties(x).short().amax(2), (x > 0).max(), (x > 0).amin(3), (x > 0).max(2).indices),
+        [SHAPE],
+    ),
+    "topk": (lambda x: torch.topk(x, 2, 2), [SHAPE]),
+    "topk_small": (lambda x: x.topk(3, dim=-1, largest=False), [SHAPE]),
+    "topk_most": (lambda x: x.topk(6, dim=2).values, [SHAPE]),
+    "sort": (lambda x: (torch.sort(x, dim=1, descending=True).values, x.argsort(1)), [SHAPE]),
+    "median": (
+        lambda x: (x.median(1).values, x.quantile(0.3, 1), x.kthvalue(2, 1).values),
+        [SHAPE],
+    ),
+    "quantiles": (
+        lambda x: torch.quantile(x, torch.tensor([0.1, 0.7], dtype=x.dtype), 1, keepdim=True),
+        [SHAPE],
+    ),
+    "norm": (lambda x: x.norm(dim=2), [SHAPE]),
+    "norm_by_place": (lambda x: (torch.norm(x, 2, 2), torch.norm(x, dim=(2, 3))), [SHAPE]),
+    "norm_1": (lambda x: torch.linalg.vector_norm(x, 1, (2, 3), keepdim=True), [SHAPE]),
+    "norm_inf": (lambda x: x.norm(torch.inf), [SHAPE]),
+    "norm_zero": (lambda x: (x * (torch.arange(3) != 1)).norm(dim=2), [SHAPE]),
+    "cosine": (lambda x, y: F.cosine_similarity(x, y, dim=1), [SHAPE, SHAPE]),
+    "cosine_2": (lambda x, y: F.cosine_similarity(x, y, dim=2), [SHAPE, (1, 3, 7, 1)]),
+    "distance": (lambda x, y: F.pairwise_distance(x, y), [SHAPE, SHAPE]),
+}
+SMOOTH = [
+    "mean",
+    "var",
+    "std",
+    "prod",
+    "prod_zero",
+    "amax",
+    "aminmax",
+    "topk",
+    "norm",
+    "cosine_2",
+    "distance",
+]
+
+
+@pytest.mark.spmd(4)
+def test_equal_is_one_answer_for_all_ranks():
+    x = torch.randn(SHAPE)
+    split = lightning_shard.shard(x, mesh_of(2, 2), (2, 3))
+    other = x.clone()
+    other[..., 0, 0] += 1e-3
+    assert torch.equal(split, split.clone())
+    assert not torch.equal(split, other)
+    assert split.allclose(other, atol=1e-2)
+    assert not torch.allclose(split, other)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("name", ["sort", "median", "cummax"])
+def test_order_over_a_split_dim_needs_another_dim(name):
+    assert_parity(lambda x: getattr(x, name)(2), [SHAPE], {0: [2]}, mesh_of(3))
+    split = lightning_shard.shard(torch.randn(7, 1), mesh_of(3), 0)
+    with pytest.raises(lightning_shard.UnsupportedOperationError, match=f"{name} needs all rows"):
+        getattr(split, name)(0)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("shape", [(2, 7), (2, 2), (2, 0)], ids=str)
+def test_distinct_values(shape):
+    """They are plain and alike on every rank, also where a rank has no rows."""
+    x = torch.randint(5, shape)
+    for given in (x, x.double(), x > 2):
+        split = lightning_shard.shard(given, mesh_of(3), 1)
+        assert torch.equal(torch.unique(split), torch.unique(given))
+        for found, wanted in zip(
+            split.unique(return_counts=True), given.unique(return_counts=True), strict=True
+        ):
+            assert type(found) is torch.Tensor
+            assert torch.equal(found, wanted)
+    with pytest.raises(UnsupportedOperationError, match=r"torch\.unique.*inverse"):
+        torch.unique(split, return_inverse=True)

@@ -1,0 +1,139 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lightning_shard
+from lightning_shard.domain.errors import UnsupportedOperationError
+from tests.pairs import each_once, pairwise
+from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
+
+IMAGE = (2, 3, 7, 5)
+SIZES = {"double": (14, 10), "odd": (17, 6), "smaller": (4, 3), "same": (7, 5), "mixed": (5, 11)}
+MODES = {
+    "nearest": {},
+    "nearest-exact": {},
+    "area": {},
+    "bilinear": {},
+    "bilinear_aligned": {"align_corners": True},
+    "bicubic": {},
+    "bicubic_aligned": {"align_corners": True},
+    "bilinear_smooth": {"antialias": True},
+    "bicubic_smooth": {"antialias": True},
+    "bilinear_smooth_aligned": {"antialias": True, "align_corners": True},
+}
+FACTORS = {
+    "double": {"scale_factor": 2},
+    "third": {"scale_factor": 1 / 3},
+    "uneven": {"scale_factor": (1.7, 0.6)},
+    "recomputed": {"scale_factor": (1.7, 0.6), "recompute_scale_factor": True},
+    "given": {"scale_factor": (2.3, 1.3), "recompute_scale_factor": False},
+}
+
+
+def resize(mode, **options):
+    return lambda x: F.interpolate(x, mode=mode.split("_")[0], **MODES[mode], **options)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize(("mode", "size", "dim"), pairwise(MODES, SIZES, [0, 2, 3]))
+def test_sizes(mode, size, dim):
+    assert_parity(resize(mode, size=SIZES[size]), [IMAGE], {0: [dim]}, mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize(("mode", "factor", "dim"), pairwise(MODES, FACTORS, [2, 3]))
+def test_scale_factors(mode, factor, dim):
+    assert_parity(resize(mode, **FACTORS[factor]), [(2, 3, 13, 9)], {0: [dim]}, mesh_of(3))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(("mode", "size"), each_once(MODES, SIZES))
+def test_two_by_two(mode, size):
+    assert_parity(resize(mode, size=SIZES[size]), [IMAGE], {0: [2, 3]}, mesh_of(2, 2))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(("mode", "output", "extent"), pairwise(MODES, [1, 2, 3, 7], [1, 2, 3]))
+def test_fewer_rows_than_ranks(mode, output, extent):
+    assert_parity(resize(mode, size=(output, 4)), [(2, 3, extent, 4)], {0: [2]}, mesh_of(4))
+
+
+OTHERS = {
+    "line": (lambda x: F.interpolate(x, 12, mode="linear"), (2, 3, 7)),
+    "line_aligned": (lambda x: F.interpolate(x, 12, mode="linear", align_corners=True), (2, 3, 7)),
+    "line_nearest": (lambda x: F.interpolate(x, scale_factor=1.5), (2, 3, 7)),
+    "line_area": (lambda x: F.interpolate(x, 3, mode="area"), (2, 3, 7)),
+    "volume": (lambda x: F.interpolate(x, (9, 3, 6), mode="trilinear"), (2, 3, 5, 4, 3)),
+    "volume_factor": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"),
+        (2, 3, 5, 4, 3),
+    ),
+    "volume_nearest": (lambda x: F.interpolate(x, (3, 6, 6)), (2, 3, 5, 4, 3)),
+    "volume_area": (lambda x: F.interpolate(x, (3, 6, 2), mode="area"), (2, 3, 5, 4, 3)),
+    "curvature": (lambda x: F.interpolate(x.pow(2), 12, mode="linear").pow(2), (2, 3, 7)),
+}
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("case", OTHERS)
+def test_lines_and_volumes(case):
+    function, shape = OTHERS[case]
+    assert_parity(function, [shape], {0: [2]}, mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_single_precision(mode):
+    """The weights are rounded as torch rounds them; far from the origin that shows."""
+    options = {"dtype": torch.float32}
+    function = resize(mode, size=(2100, 3))
+    assert_parity(function, [(1, 1, 1500, 3)], {0: [2]}, mesh_of(3), **options)
+    assert_parity(
+        resize(mode, scale_factor=(0.37, 1)), [(1, 1, 1500, 3)], {0: [2]}, mesh_of(3), **options
+    )
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    x = torch.randn(IMAGE).to(dtype)
+    result = F.interpolate(lightning_shard.shard(x, mesh_of(3), 2), (11, 8), mode="bilinear")
+    assert result.dtype == dtype
+    expected = F.interpolate(x, (11, 8), mode="bilinear")
+    torch.testing.assert_close(lightning_shard.gather(result), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.spmd(3)
+def test_bytes():
+    x = torch.randint(0, 255, IMAGE, dtype=torch.uint8)
+    result = F.interpolate(lightning_shard.shard(x, mesh_of(3), 2), (11, 8))
+    torch.testing.assert_close(lightning_shard.gather(result), F.interpolate(x, (11, 8)))
+    with pytest.raises(UnsupportedOperationError, match="uint8"):
+        F.interpolate(lightning_shard.shard(x, mesh_of(3), 2), (11, 8), mode="bilinear")
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize(
+    "module", [nn.Upsample(scale_factor=2, mode="bilinear"), nn.UpsamplingNearest2d(9)]
+)
+def test_module(module):
+    assert_parity_of_module(module, IMAGE, [2], mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_double_backward(mode):
+    function = resize(mode, size=(4, 8))
+    assert_double_backward(function, [IMAGE], {0: [2]}, mesh_of(3))
+
+
+@pytest.mark.spmd(3)
+def test_refusals_are_those_of_torch():
+    x = lightning_shard.shard(torch.randn(IMAGE), mesh_of(3), 2)
+    with pytest.raises(ValueError, match="align_corners option can only be set"):
+        F.interpolate(x, 4, align_corners=True)
+    with pytest.raises(NotImplementedError, match="Got 4D input, but linear mode needs 3D input"):
+        F.interpolate(x, 4, mode="linear")
+    with pytest.raises(UnsupportedOperationError, match="lanczos"):
+        F.interpolate(x, 4, mode="lanczos", antialias=True)

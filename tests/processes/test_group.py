@@ -1,0 +1,211 @@
+"""Ranks that differ, or do not come, end together with one sentence."""
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from lightning_shard import HybridShardStrategy, process_info, start_process_group
+from lightning_shard.processes.agreement import agree
+from lightning_shard.processes.group import join
+from tests.training import loader, make, trainer
+
+
+def agreed(facts, devices=(None, None, None), timeout_s=20.0, worlds=(3, 3, 3)):
+    """What `agree` raises on each rank that there is."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    raised = {}
+
+    def rank_main(rank):
+        try:
+            agree(
+                clones[rank], "test", facts[rank], rank=rank, world_size=worlds[rank],
+                remedy="do it", timeout_s=timeout_s, device=devices[rank],
+            )  # fmt: skip
+        except (ValueError, TimeoutError) as err:
+            raised[rank] = str(err)
+
+    clones = [store.clone() for _ in facts]
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(facts))]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised, time.monotonic() - start
+
+
+def test_ranks_that_agree():
+    assert agreed([{"a": "1"}] * 3, devices=("0", "1", "2"))[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "devices", "expected"),
+    [
+        ([{"a": "1"}, {"a": "1"}, {"a": "2"}], (None,) * 3, "a is 1 on rank 0 and 2 on rank 2; do"),
+        ([{}, {"b": "x" * 300}, {}], (None,) * 3, "b is not there on rank 0 and xxx"),
+        ([{}] * 3, ("gpu 0", "gpu 1", "gpu 1"), "ranks 1 and 2 use the same device, gpu 1"),
+    ],
+    ids=["values", "names", "devices"],
+)
+def test_difference_is_raised_on_all_ranks(facts, devices, expected):
+    raised, seconds = agreed(facts, devices)
+    assert len(raised) == 3
+    assert all(expected in text and len(text) < 500 for text in raised.values())
+    assert seconds < 10
+
+
+def test_ranks_that_do_not_come():
+    raised, seconds = agreed([{}, {}], timeout_s=1.0)
+    assert set(raised) == {0, 1}
+    assert all("the ranks [2] of 3 have not arrived after 1 s" in t for t in raised.values())
+    assert seconds < 10
+
+
+def test_numbers_of_processes_that_differ():
+    raised, _ = agreed([{}, {}, {}], worlds=(2, 2, 3))
+    assert raised == {
+        2: "the number of processes is 2 on rank 0 and 3 on rank 2; start all processes with the "
+        "same number."
+    }
+
+
+def test_port_that_is_taken():
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        options = {"device": torch.device("cpu"), "backend": "gloo", "timeout_s": 5.0}
+        with pytest.raises(RuntimeError, match=rf"port 127.0.0.1:{port} is taken on this machine"):
+            join(0, 2, f"127.0.0.1:{port}", **options)
+
+
+def alone(rank, world, port, queue, changes):
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    torch.set_num_threads(1)
+    options = {"timeout_s": 60.0, **changes.pop("options", {})}
+    try:
+        version = changes.get("versions", {}).get(rank, torch.__version__)
+        with mock.patch.object(torch, "__version__", version):
+            if device := changes.get("device"):
+                address = f"127.0.0.1:{port}"
+                join(rank, world, address, device=device, backend="nccl", timeout_s=60.0)
+            info = start_process_group("cpu", **options)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert info == process_info()
+        queue.put((rank, float(total)))
+    except Exception as err:
+        queue.put((rank, f"{type(err).__name__}: {err}"))
+
+
+def started(ranks, world, **changes):
+    """What each rank finds or raises, and the seconds that takes."""
+    context = multiprocessing.get_context("fork")
+    queue, port = context.Queue(), 20000 + os.getpid() % 10000
+    start = time.monotonic()
+    processes = [
+        context.Process(target=alone, args=(rank, world, port, queue, changes), daemon=True)
+        for rank in ranks
+    ]
+    for process in processes:
+        process.start()
+    found = dict(queue.get(timeout=100) for _ in ranks)
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+    return found, time.monotonic() - start
+
+
+def test_script_without_trainer():
+    assert started([0, 1], 2)[0] == {0: 2.0, 1: 2.0}
+
+
+def test_different_versions_of_torch():
+    found, seconds = started([0, 1], 2, versions={1: "1.0"})
+    sentence = (
+        f"DisagreementError: the version of torch is {torch.__version__} on rank 0 and 1.0 on rank"
+    )
+    assert all(text.startswith(sentence) for text in found.values()), found
+    assert seconds < 30
+
+
+def test_unknown_backend():
+    found, _ = started([0, 1], 2, options={"backend": "cpu:glue"})
+    assert found[0] == found[1]
+    assert found[0].startswith("ValueError: process group backend 'cpu:glue': 'glue' is unknown")
+    assert "gloo" in found[0]
+
+
+def test_rank_that_is_not_started():
+    found, seconds = started([0], 2, options={"timeout_s": 2.0})
+    assert "TimeoutError: the ranks [1] of 2 have not arrived after 2 s" in found[0]
+    found, _ = started([1], 2, options={"timeout_s": 2.0})
+    assert "RuntimeError: rank 1 did not reach rank 0 at 127.0.0.1:" in found[1]
+    assert seconds < 40
+
+
+def test_two_processes_on_one_device():
+    """As before NCCL's start, with the device's identity given: it needs no GPU."""
+    with mock.patch("lightning_shard.processes.group._identity", return_value="H200 of host"):
+        found, seconds = started([0, 1], 2, device=torch.device("cuda", 0))
+    sentence = "DisagreementError: ranks 0 and 1 use the same device, H200 of host; start one"
+    assert all(text.startswith(sentence) for text in found.values()), found
+    assert seconds < 30
+
+
+def test_no_device():
+    kind = next(t for t in ("cuda", "xpu") if not getattr(torch, t).is_available())
+    with pytest.raises(RuntimeError, match=f"no device of type '{kind}' for its 1 processes"):
+        start_process_group(kind)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"gradient_clip_val": (None, 1.0)}, "Trainer's gradient_clip_val is None on rank 0 and 1"),
+        ({"max_epochs": (1, 2)}, "the Trainer's max_epochs is 1 on rank 0 and 2 on rank 1"),
+    ],
+    ids=["clip", "epochs"],
+)
+def test_different_options_of_a_trainer(options, expected):
+    rank = dist.get_rank()
+    runner = trainer((2,), **{name: value[rank] for name, value in options.items()})
+    with pytest.raises(ValueError, match=expected):
+        runner.fit(make("simple_cnn", torch.float32), loader("simple_cnn", torch.float32, 2, 8))
+
+
+@pytest.mark.spmd(2)
+def test_different_modules():
+    module = make("simple_cnn", torch.float32)
+    if dist.get_rank() == 1:
+        module.extra = torch.nn.Linear(3, 4)
+    expected = r"extra.weight is not there on rank 0 and float32 \(4, 3\) on rank 1; start all"
+    with pytest.raises(ValueError, match=expected):
+        trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))
+    module = make("simple_cnn", torch.float32)
+    trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))  # nothing is left behind
+
+
+@pytest.mark.spmd(2)
+def test_launcher_that_started_other_processes():
+    with pytest.raises(
+        ValueError, match=r"started 2 processes, .* use Trainer\(devices=2, num_nodes=1\)"
+    ):
+        Trainer(
+            accelerator="cpu",
+            devices=3,
+            strategy=HybridShardStrategy(),
+            plugins=[TorchElasticEnvironment()],
+        )

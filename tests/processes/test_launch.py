@@ -1,0 +1,158 @@
+"""Functions launched on several processes from this one."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from lightning_shard import launch
+
+
+@pytest.fixture(autouse=True)
+def ends_soon():
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 60
+
+
+def test_values_are_returned_in_the_order_of_ranks():
+    offset = 10  # a closure, as in a notebook's cell
+
+    def body(values):
+        rank = dist.get_rank()
+        total = values * (rank + 1)
+        dist.all_reduce(total)
+        return rank + offset, total, "x" * 2**20
+
+    returned = launch(body, torch.ones(3), processes=3)
+    assert [value[0] for value in returned] == [10, 11, 12]
+    for _, total, long in returned:
+        assert torch.equal(total, torch.full((3,), 6.0))
+        assert len(long) == 2**20
+
+
+def test_environment_is_that_of_torchrun():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    seen = launch(lambda: [os.environ[name] for name in names])
+    assert seen == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+
+
+def test_training_after_this_process_has_computed_with_threads():
+    """libgomp's threads do not exist in a fork, which waits for them."""
+    torch.set_num_threads(2)
+    big = torch.randn(1000, 1000)
+    (big @ big).exp().sum()
+    torch.set_num_threads(1)
+
+    def body():
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 8, 3)
+        layer(torch.randn(8, 3, 64, 64)).sum().backward()
+        return (big @ big).exp().shape
+
+    assert launch(body) == [(1000, 1000)] * 2
+
+
+def test_error_of_a_rank_is_raised_here():
+    def body():
+        if dist.get_rank() == 1:
+            raise ArithmeticError("a mistake on rank one")
+        dist.barrier()
+
+    with pytest.raises(ProcessRaisedException, match="rank 1 failed") as caught:
+        launch(body)
+    assert "ArithmeticError: a mistake on rank one" in str(caught.value)
+    assert "in body" in str(caught.value)
+
+
+def test_death_of_a_rank_is_raised_here():
+    def body():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(ProcessExitedException, match="rank 1 ended with SIGKILL"):
+        launch(body, processes=3)
+
+
+def test_rank_that_does_not_wait_for_the_others():
+    def body():
+        if dist.get_rank() == 0:
+            raise SystemExit
+        time.sleep(1000)
+
+    with pytest.raises(ProcessExitedException, match="rank 0 ended with exit code 0"):
+        launch(body)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupt_ends_all():
+    others = set(multiprocessing.active_children())  # of the tests before
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(time.sleep, 1000)
+    assert set(multiprocessing.active_children()) <= others
+
+
+def test_output_is_shown_by_lines_with_their_rank(capsys):
+    def body():
+        print("hello")
+        print("half", end="", file=sys.stderr)
+        os.system("echo of a child")
+
+    launch(body)
+    out, err = capsys.readouterr()
+    expected = ["hello", "of a child", "[rank 1] hello", "[rank 1] of a child"]
+    assert sorted(out.splitlines()) == sorted(expected)
+    assert sorted(err.splitlines()) == ["[rank 1] half", "half"]
+
+
+def test_what_cannot_be_launched(monkeypatch):
+    with pytest.raises(ValueError, match="processes must be 1 or more"):
+        launch(print, processes=0)
+    with pytest.raises(ProcessRaisedException, match="returned generator, which cannot be sent"):
+        launch(lambda: (i for i in range(3)), processes=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="RANK is not set"):
+        launch(print)
+    for name, value in {"RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="already belongs to one"):
+        launch(print)
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from lightning_shard import launch
+
+if __name__ == "__main__":
+    torch.cuda.is_initialized = lambda: True
+    print(launch(dist.get_world_size))
+    del __file__, dist.get_world_size.__module__
+    dist.get_world_size.__module__ = "__main__"  # as a function of a notebook's cell
+    launch(dist.get_world_size)
+"""
+
+
+@pytest.mark.slow
+def test_new_interpreters_where_a_fork_would_not_work(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[2, 2]\n", done.stderr
+    assert "CUDA has been initialised in this process" in done.stderr
+    assert "restart the kernel" in done.stderr

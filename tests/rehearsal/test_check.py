@@ -1,0 +1,221 @@
+"""The rehearsal of a user's module on this machine."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_shard
+from lightning_modules import DarcyDataModule, TFNODarcy
+
+
+class Net(LightningModule):
+    def __init__(self, middle=torch.relu):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
+        self.norm, self.middle = nn.BatchNorm2d(4), middle
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.second(self.middle(self.norm(self.first(batch["x"])))) - batch["y"]).square()
+        self.log("loss", loss.mean())
+        return loss.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def data(shape=(1, 12, 10), samples=4):
+    return DataLoader(
+        [{"x": torch.randn(shape), "y": torch.randn(shape)} for _ in range(samples)],
+        2,
+        shuffle=True,
+    )
+
+
+def test_a_module_that_runs(capfd):
+    module = Net(nn.Dropout(0.3))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    batches, state = data(), torch.get_rng_state()
+    found = lightning_shard.check(module, batches)
+    assert torch.get_rng_state().equal(state)
+    assert found.is_exact
+    assert found.is_supported
+    assert found.training.differences.keys() == before.keys()
+    assert "One training step on 2 ranks equals that of one process" in str(found)
+    assert all(value.equal(before[name]) for name, value in module.state_dict().items())
+    assert not capfd.readouterr().out
+
+
+def test_a_module_of_a_data_module(tmp_path):
+    small = {"train_resolution": 8, "num_train": 4, "num_val": 2, "num_test": 2, "batch_size": 2}
+    module = TFNODarcy(n_modes=(4, 4), hidden_channels=4, n_layers=2)
+    darcy = DarcyDataModule(root=str(tmp_path), **small)
+    found = lightning_shard.check(module, darcy, domain_parallel_size=(2, 1))
+    assert found.is_supported, str(found)
+    assert "One training step on 2x1 ranks equals that of one process" in str(found)
+    assert "split over the domain: x (dims 2, 3), y (dims 2, 3)" in str(found)
+    assert list(found.evaluation) == ["validation_step", "test_step", "predict_step"]
+    for step in found.evaluation.values():  # one loader for each of the two test resolutions
+        assert step.split.split
+        assert any("['prediction']" in name for name in step.differences)
+        assert any("of loader 1" in name for name in step.differences)
+    assert {"val/h1_8", "val/h1_16", "val/l2_16_baseline"} <= set(
+        found.evaluation["validation_step"].differences
+    )
+
+
+def test_functions_without_a_rule_are_all_named():
+    def middle(x):
+        rank = torch.linalg.matrix_rank(x.detach())
+        return x * torch.linalg.svdvals(x).sum() / rank.sum()
+
+    found = lightning_shard.check(Net(middle), data(), precision="64-true")
+    assert found.is_exact, str(found)
+    assert not found.is_supported
+    assert any("svdvals" in name for name in found.gathered), found.gathered
+    assert any("matrix_rank" in name for name in found.gathered), found.gathered
+    assert "It is exact, but gathering costs memory" in str(found)
+
+
+def test_an_operation_that_is_refused():
+    found = lightning_shard.check(Net(lambda x: x.detach().apply_(abs) + x), data())
+    assert not found.is_exact
+    assert "apply_" in str(found)
+    assert "the training step stopped: cannot run" in str(found)
+
+
+def test_rounding_is_told_from_mistakes():
+    """A gradient that is the small difference of large sums."""
+
+    class Cancels(Net):
+        def training_step(self, batch, batch_idx):
+            y = self.first(batch["x"])
+            return 1e-4 * y.mean() + (10 * (y - y.mean(dim=(2, 3), keepdim=True))).mean()
+
+    found = lightning_shard.check(Cancels(), data((1, 64, 64)))
+    assert found.is_exact, str(found)
+    assert found.training.rounding > 1e-4
+    assert "These numbers are from float64, since " in str(found)
+
+
+def test_what_differs_is_said():
+    class Local(Net):
+        def training_step(self, batch, batch_idx):
+            x = batch["x"]
+            rows = x.to_local() if hasattr(x, "to_local") else x
+            return super().training_step(batch, batch_idx) * (1 + rows.mean().abs())
+
+    found = lightning_shard.check(Local(), data())
+    assert not found.is_exact
+    assert "DIFFERS FROM that of one process" in str(found)
+
+
+def test_several_loaders_are_refused():
+    with pytest.raises(ValueError, match="one DataLoader of training batches is needed; got list"):
+        lightning_shard.check(Net(), [data(), data()])
+
+
+class StopsIn(Net):
+    """One step does what split tensors cannot; the others do not."""
+
+    def __init__(self, step=""):
+        super().__init__()
+        self.step = step
+
+    def evaluate(self, step, batch):
+        x = self.first(batch["x"])
+        if step == self.step:
+            x = torch.linalg.svdvals(x).sum() + x.apply_(abs)
+        return {"mean": x.mean(), "largest": x.amax((1, 2, 3)), "kind": "a"}
+
+    def validation_step(self, batch, batch_idx):
+        found = self.evaluate("validation_step", batch)
+        self.log("val_mean", found["mean"])
+        return found
+
+    def test_step(self, batch, batch_idx):
+        return self.evaluate("test_step", batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self.evaluate("predict_step", batch)
+
+
+def test_evaluation_and_prediction_are_rehearsed_too():
+    """`fit` stops in its validation: a check of the training step alone does not see it."""
+    found = lightning_shard.check(StopsIn("validation_step"), data())
+    assert found.training.is_exact
+    assert not found.is_exact
+    assert "On 2 ranks the validation_step stopped: cannot run" in str(found)
+    assert "computed on gathered ones in validation_step:\n  torch.linalg.svdvals" in str(found)
+    for step in ("test_step", "predict_step"):
+        assert found.evaluation[step].is_exact
+        assert not found.evaluation[step].gathered
+        assert f"One {step} on 2 ranks equals that of one process" in str(found)
+    assert list(found.evaluation["predict_step"].differences) == [
+        "output['mean']", "output['largest']", "output['kind']",
+    ]  # fmt: skip
+
+
+def test_an_evaluation_that_differs():
+    class Local(StopsIn):
+        def test_step(self, batch, batch_idx):
+            x = batch["x"]
+            return (x.to_local() if hasattr(x, "to_local") else x).mean()
+
+    found = lightning_shard.check(Local(), data())
+    assert not found.is_exact
+    assert "One test_step on 2 ranks DIFFERS FROM that of one process" in str(found)
+    assert found.evaluation["validation_step"].is_exact
+
+
+def test_what_is_not_rehearsed_is_named():
+    class Other(Net):
+        def predict_step(self, batch, batch_idx):
+            return self.first(batch["z"])
+
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return data()
+
+        def val_dataloader(self):
+            raise FileNotFoundError("no val.pt")
+
+        def predict_dataloader(self):
+            return data()
+
+    found = lightning_shard.check(Other(), data())
+    assert found.is_supported
+    assert "predict_step was not rehearsed: in one process it fails on a training batch, " in str(
+        found
+    )
+    assert "KeyError: 'z'" in found.not_rehearsed["predict_step"]
+    found = lightning_shard.check(StopsIn(), Data())
+    assert found.not_rehearsed == {
+        "validation_step": "its batches: FileNotFoundError: no val.pt",
+        "test_step": "Data has no test_dataloader",
+    }
+    found = lightning_shard.check(Net(), Data())  # has neither a predict_step nor a forward
+    assert found.is_supported, str(found)
+    assert list(found.not_rehearsed) == []
+    assert list(found.evaluation) == []
+
+
+def test_nothing_split_is_said():
+    class Tokens(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = nn.Embedding(11, 4)
+
+        def training_step(self, batch, batch_idx):
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found = lightning_shard.check(Tokens(), DataLoader(list(torch.arange(16).view(2, 8) % 11), 2))
+    assert found.is_exact
+    assert not found.is_supported
+    first, second = str(found).splitlines()[:2]
+    assert first == "split over the domain: nothing; whole: batch (int64)"
+    assert second.startswith("NOTHING WAS TRIED SPLIT: nothing of the batch is split, though 2 ")

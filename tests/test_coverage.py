@@ -1,0 +1,70 @@
+"""A run of all tests, without the slow ones, covers every row of the tables."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fsdp.test_features import ROWS
+from tests.ops import database
+from tests.ops.families import FAMILIES
+from tests.trainer.test_features import FEATURES
+from tests.training import MODELS
+
+ROOT = Path(__file__).parents[1]
+WHOLE = pytest.Config.ArgsSource.TESTPATHS, "not slow", ""
+
+
+@pytest.fixture
+def rows(request):
+    """The values with which a test of this session is called, by its file and name."""
+    config = request.config
+    if (config.args_source, config.option.markexpr, config.option.keyword) != WHOLE:
+        pytest.skip("counts the tests of a run of all of them: `bash tests/run`")
+    found = defaultdict(list)
+    for item in request.session.items:
+        if callspec := getattr(item, "callspec", None):
+            found[item.nodeid.split("[")[0].removeprefix("tests/")].append(callspec.params)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("test", "argument", "table"),
+    [
+        ("trainer/test_features.py::test_on_2x2", "name", FEATURES),
+        ("fsdp/test_features.py::test_on_data_replicas", "row", ROWS),
+        ("fsdp/test_features.py::test_with_a_domain_accumulation_and_clipping", "row", ROWS),
+        ("ops/test_families.py::test_three_ranks", "family", FAMILIES),
+        ("ops/test_families.py::test_two_by_two", "family", FAMILIES),
+        ("ops/test_operators.py::test_two_ranks", "name", database.names()),
+        ("ops/test_operators.py::test_three_ranks", "name", database.names()),
+        (
+            "ops/test_operators.py::test_second_gradients",
+            "name",
+            database.twice_differentiable(),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_row_runs(rows, test, argument, table):
+    assert {row[argument] for row in rows[test]} == {*table}
+
+
+@pytest.mark.parametrize(
+    ("test", "domains"),
+    [("test_two_ranks", [(1,), (2,)]), ("test_four_ranks", [(2,), (4,), (2, 2)])],
+)
+def test_every_model_is_exact_on_every_mesh(rows, test, domains):
+    calls = rows[f"trainer/test_exactness.py::{test}"]
+    for dtype, meshes in ((torch.float64, domains), (torch.float32, [None])):
+        seen = {(c["name"], c["domain"] if dtype == torch.float64 else None)
+                for c in calls if c["dtype"] == dtype}  # fmt: skip
+        assert seen == {(name, mesh) for name in MODELS for mesh in meshes}
+
+
+def test_every_config_is_read(rows):
+    values = {str(v) for test, calls in rows.items() if test.startswith("cli/test_configs.py")
+              for call in calls for v in call.values()}  # fmt: skip
+    for config in (ROOT / "configs").glob("*.yaml"):
+        assert any(config.stem in value for value in values), config.name

@@ -1,0 +1,114 @@
+"""The strategy needs torch, Lightning and jsonargparse; who needs another package says which."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+OPTIONAL = (
+    "neuralop transformers torchvision tokenizers zarr h5py scipy sklearn matplotlib threadpoolctl "
+    "tltorch tensorly"
+).split()
+
+FIT = """
+import lightning.pytorch as pl, torch, warnings
+warnings.simplefilter("ignore")
+from lightning_shard import HybridShardStrategy
+from lightning.pytorch.demos.boring_classes import BoringModel
+trainer = pl.Trainer(
+    accelerator="cpu", devices=1, strategy=HybridShardStrategy(), max_steps=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    limit_val_batches=0,
+)
+trainer.fit(BoringModel())
+print("steps", trainer.global_step)
+"""
+
+
+def without(packages: list[str], folder: Path) -> dict[str, str]:
+    """Variables for a Python in which these packages are not installed."""
+    owners = importlib.metadata.packages_distributions()
+    hidden = {*packages}
+    for package in packages:
+        for name in owners.get(package, []):
+            found = importlib.metadata.distribution(name)
+            hidden |= {str(file).split("/")[0] for file in found.files or [] if "/" in str(file)}
+    folder.mkdir()
+    for kind in ("purelib", "platlib"):
+        for path in Path(sysconfig.get_path(kind)).iterdir():
+            module = path.name.removesuffix(".py")
+            if not {path.name, module} & hidden and path.suffix != ".pth":
+                link = folder / path.name
+                if not link.exists():
+                    link.symlink_to(path)
+    root = Path(__file__).parents[1]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(folder)])}
+
+
+def run(code: str, variables: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    # -S: the folder of links stands for the site's own
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(
+        command, env=variables, cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_strategy_trains_without_all_of_them(tmp_path):
+    variables = without(OPTIONAL, tmp_path / "site")
+    done = run(FIT, variables, tmp_path)
+    assert done.stdout.endswith("steps 1\n"), done.stderr
+    found = f"from importlib.util import find_spec\nprint([p for p in {OPTIONAL} if find_spec(p)])"
+    assert run(found, variables, tmp_path).stdout == "[]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_the_strategy_trains_without(package, tmp_path):
+    done = run(FIT, without([package], tmp_path / "site"), tmp_path)
+    assert done.stdout.endswith("steps 1\n"), done.stderr
+
+
+NEEDS = {
+    "from lightning_shard import PredictionWriter; PredictionWriter('x.zarr')": (
+        "PredictionWriter needs the package 'zarr', which is not installed; "
+        "pip install 'lightning-shard[zarr]' installs it."
+    ),
+    "from lightning_modules import TFNODarcy": (
+        "lightning_modules.TFNODarcy needs the package 'neuralop', which is not installed; "
+        "pip install 'lightning-shard[workloads]' installs it."
+    ),
+    "import pathlib; pathlib.Path('x.h5').touch()\n"
+    "from lightning_modules import FieldDataset; FieldDataset('x.h5')": (
+        "the file x.h5 needs the package 'h5py', which is not installed; "
+        "pip install 'lightning-shard[workloads]' installs it."
+    ),
+    "from lightning_modules import MNISTDataModule; MNISTDataModule().setup('fit')": (
+        "source: digits needs the package 'sklearn', which is not installed; "
+        "pip install 'lightning-shard[workloads]' installs it."
+    ),
+}
+
+
+def test_one_sentence_names_what_to_install(tmp_path):
+    tries = "\n".join(
+        f"try:\n    exec({code!r})\nexcept ModuleNotFoundError as err:\n    print(err)"
+        for code in NEEDS
+    )
+    done = run(tries, without(OPTIONAL, tmp_path / "site"), tmp_path)
+    assert done.stdout.splitlines() == list(NEEDS.values()), done.stderr
+
+
+def test_what_is_imported_is_declared():
+    """Each package that lightning_shard imports at the top of a module is in `dependencies`."""
+    wanted = {
+        "torch", "lightning", "jsonargparse", "fsspec", "numpy", "PyYAML", "safetensors",
+        "torchmetrics", "tqdm", "typing-extensions",
+    }  # fmt: skip
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert wanted <= {re.split(r"[\[><=]", line)[0] for line in project["dependencies"]}

@@ -1,0 +1,67 @@
+"""The page of public names: what it holds, and what a script that uses a part of it loads."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_shard
+
+HEAVY = ("lightning", "zarr", "h5py", "neuralop", "transformers", "torchvision", "matplotlib")
+ENGINE = (
+    "DomainTensor shard from_local gather functional local_map allow_gather allow_function "
+    "register_rule Subdomain Layout UnsupportedOperationError spectral_method use_exact_random "
+    "parallelize whole_parameters no_sync clip_grad_norm_ clip_grad_value_ load_weights "
+    "launch start_process_group init_mesh process_info ProcessInfo"
+)
+
+
+def loaded_after(code: str) -> set[str]:
+    """The packages of HEAVY that a new Python holds after `code`."""
+    report = f"{code}\nimport sys\nprint(*[m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", report], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    return set(done.stdout.split())
+
+
+def test_every_name_is_there():
+    for name in dir(lightning_shard):
+        assert getattr(lightning_shard, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'shards'"):
+        lightning_shard.shards  # noqa: B018
+
+
+def test_the_engine_loads_neither_lightning_nor_file_formats():
+    names = ", ".join(ENGINE.split())
+    assert loaded_after(f"from lightning_shard import {names}") == set()
+
+
+@functools.cache
+def of_lightning() -> set[str]:
+    """What Lightning loads by itself: its torchmetrics imports transformers and torchvision."""
+    return loaded_after("import lightning.pytorch")
+
+
+def test_the_strategy_loads_no_file_formats():
+    loaded = loaded_after("from lightning_shard import HybridShardStrategy")
+    assert loaded == of_lightning()
+    assert not loaded & {"zarr", "h5py", "neuralop"}
+
+
+def test_lightning_knows_our_names():
+    assert (
+        loaded_after(
+            "import lightning.pytorch, lightning_shard\n"
+            "from lightning.pytorch.accelerators import AcceleratorRegistry\n"
+            "from lightning.pytorch.strategies import StrategyRegistry\n"
+            "assert 'xpu' in AcceleratorRegistry and 'hybrid_shard' in StrategyRegistry"
+        )
+        == of_lightning()
+    )

@@ -1,0 +1,159 @@
+"""Mistakes end every rank, at once, with one clear sentence."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_shard import HybridShardStrategy, UnsupportedOperationError
+from lightning_shard.trainer.batch import shard_batch
+from tests.parity import mesh_of
+from tests.training import loader, make, trainer
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("sizes", [("auto", 3), (3, 2), (4, (2, 2))], ids=str)
+def test_sizes_that_do_not_fit_the_processes(sizes):
+    runner = trainer((1,))
+    runner.strategy.processes.data_parallel_size, domain = sizes
+    runner.strategy.processes.domain_sizes = (domain,) if isinstance(domain, int) else domain
+    with pytest.raises(ValueError, match=r"parallel_size .* 4"):
+        runner.fit(make("simple_cnn", torch.float32), loader("simple_cnn", torch.float32, 2, 8))
+
+
+@pytest.mark.parametrize("sizes", [("auto", 0), (0, 1), ("auto", ())], ids=str)
+def test_sizes_below_one(sizes):
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        HybridShardStrategy(*sizes)
+
+
+@pytest.mark.spmd(2)
+def test_declared_dims_that_a_batch_does_not_have():
+    mesh = mesh_of(2)
+    batch = {"x": torch.zeros(2, 3, 8, 8), "label": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(
+        ValueError, match=r"shard_dims \[4\] of batch entry 'x' must lie in its shape"
+    ):
+        shard_batch(batch, mesh, {"x": 4})
+    with pytest.raises(ValueError, match=r"'y', but the batch has \['x', 'label'\]"):
+        shard_batch(batch, mesh, {"y": 2})
+    with pytest.raises(
+        ValueError, match=r"shard_dims \[5\] of a batch entry must lie in its shape"
+    ):
+        shard_batch(batch, mesh, 5)
+
+
+class Sorting(nn.Module):
+    """Uses an operation that no rule can serve on a split dim."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.svd(x).S.sum()
+
+
+@pytest.mark.spmd(2)
+def test_operation_without_a_rule_is_named():
+    module = make("simple_cnn", torch.float32)
+    module.training_step = lambda batch, _: Sorting()(batch[0])
+    with pytest.raises(UnsupportedOperationError) as caught:
+        trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))
+    message = str(caught.value)
+    for part in ("linalg", "svd", "dim 2 split over 2 ranks", "register_rule", "gather", "shard"):
+        assert part in message, message
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  strategy:
+    class_path: lightning_shard.HybridShardStrategy
+    init_args:
+      domain_parallel_size: 2
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args:
+        dirpath: checkpoints
+        save_on_exception: true
+    - class_path: tests.trainer.test_bad_input.FailOnSecondRank
+model:
+  class_path: lightning_modules.SimpleCNNModule
+data:
+  class_path: lightning_modules.SyntheticImagesDataModule
+  init_args:
+    resolution: [16, 16]
+    num_train: 64
+"""
+
+
+class FailOnSecondRank(Callback):
+    """Raises on one rank only, while the other goes on to its next collective."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank == 1:
+            raise ArithmeticError("a mistake on rank one")
+
+
+def run_cli(tmp_path: Path, config: str, *words: str) -> tuple[int, str, float]:
+    (tmp_path / "config.yaml").write_text(config)
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_shard", "fit", "--config", "config.yaml", *words],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+
+
+def test_exception_on_one_rank_ends_all(tmp_path):
+    code, output, seconds = run_cli(tmp_path, CONFIG)
+    assert code != 0
+    assert "ArithmeticError: a mistake on rank one" in output
+    assert "Traceback" in output
+    assert seconds < 60 + 60, "two starts of the interpreter on a loaded machine, and no time-out"
+
+
+def test_missing_data_file_ends_all(tmp_path):
+    config = CONFIG[: CONFIG.index("data:")].replace("SimpleCNNModule", "TFNODarcy") + (
+        "data:\n  class_path: lightning_modules.DarcyDataModule\n"
+        "  init_args:\n    source: nowhere\n"
+    )
+    code, output, _ = run_cli(tmp_path, config)
+    assert code != 0
+    assert output.count("error: ") == 1, output
+    assert "nowhere" in output
+
+
+@pytest.mark.slow
+def test_different_configs_end_all(tmp_path):
+    config = CONFIG.replace("    - class_path: tests.trainer.test_bad_input.FailOnSecondRank\n", "")
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "second.yaml").write_text(config.replace("num_train: 64", "num_train: 32"))
+    port = 20000 + os.getpid() % 10000
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lightning_shard", "fit", "--config", file],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {
+                "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+        )
+        for rank, file in enumerate(["config.yaml", "second.yaml"])
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    sentence = "data.init_args.num_train is 64 on rank 0 and 32 on rank 1"
+    assert [output.count(sentence) for output in outputs] == [1, 0], outputs

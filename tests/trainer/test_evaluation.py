@@ -1,0 +1,96 @@
+"""validate, test and predict on a mesh: metrics and predictions of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import lightning_shard
+from lightning_shard.checkpoint.state import full_module_state
+from tests.training import MODELS, Fields, loader, make, trainer
+
+SAMPLES = 6
+
+
+def field_loader(batch_size, samples=SAMPLES):
+    return loader("tfno", torch.float64, batch_size, samples)
+
+
+def plain_errors(module, samples=SAMPLES):
+    """Mean relative errors over the samples, one by one."""
+    errors = []
+    for batch in DataLoader(Fields(MODELS["tfno"][1], samples), 1):
+        prediction = module(batch["x"])
+        errors.append(torch.stack([module.errors[k](prediction, batch["y"]) for k in ("h1", "l2")]))
+    return torch.stack(errors).mean(0)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=["4x1", "2x2", "1x(2x2)"])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_metrics(stage, domain):
+    module = make("tfno", torch.float64)
+    with torch.no_grad():
+        expected = plain_errors(module, 8)
+    # batches of one sample: the mean over batches is the mean over samples
+    metrics = getattr(trainer(domain), stage)(module, field_loader(1, 8), verbose=False)[0]
+    prefix = {"validate": "val", "test": "test"}[stage]
+    found = torch.tensor([metrics[f"{prefix}/h1_11"], metrics[f"{prefix}/l2_11"]])
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-6, atol=0
+    )  # Lightning logs float32
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(2,), (4,)], ids=["2x2", "1x4"])
+def test_predictions_of_uneven_sets(domain):
+    """Five samples over the data replicas: each rank of a domain holds its part of its samples."""
+    module = make("tfno", torch.float64)
+    with torch.no_grad():
+        expected = [module(b["x"]) for b in DataLoader(Fields(MODELS["tfno"][1], 5), 1)]
+    runner = trainer(domain)
+    batches = runner.predict(module, field_loader(1, 5))
+    sampler = runner.strategy.distributed_sampler_kwargs
+    mine = list(range(sampler["rank"], 5, sampler["num_replicas"]))
+    assert len(batches) == len(mine)
+    for index, batch in zip(mine, batches, strict=True):
+        assert isinstance(batch["prediction"], lightning_shard.DomainTensor)
+        torch.testing.assert_close(
+            lightning_shard.gather(batch["prediction"]), expected[index], rtol=1e-10, atol=1e-12
+        )
+
+
+@pytest.mark.spmd(2)
+def test_validate_before_fit_and_fit_twice():
+    """FSDP2 must not meet its parameters in inference mode first; a second fit goes on."""
+    module = make("tfno", torch.float64)
+    trainer((2,)).validate(module, field_loader(1), verbose=False)
+    trainer((2,)).fit(module, field_loader(2), field_loader(1))
+    first = full_module_state(module)
+    trainer((2,)).fit(module, field_loader(2))
+    second = full_module_state(module)
+    plain = make("tfno", torch.float64)
+    for _ in range(2):
+        optimizer = plain.configure_optimizers()
+        for step, batch in enumerate(loader("tfno", torch.float64, 2, SAMPLES, alone=True)):
+            optimizer.zero_grad()
+            plain.training_step(batch, step).backward()
+            optimizer.step()
+        expected, first = first, second
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(expected[key], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.spmd(2)
+def test_ranks_of_a_domain_share_random_numbers():
+    """Whatever the user seeds: dropout of replicated activations must be the same on all."""
+    torch.manual_seed(dist.get_rank())
+    runner = trainer((2,), max_steps=1)
+    module = make("simple_cnn", torch.float32)
+    torch.manual_seed(dist.get_rank())
+    drawn = []
+    module.on_train_start = lambda: drawn.append(torch.rand(3))
+    runner.fit(module, loader("simple_cnn", torch.float32, 2, 8))
+    everywhere = [torch.empty(3) for _ in range(2)]
+    dist.all_gather(everywhere, drawn[0])
+    assert torch.equal(*everywhere)

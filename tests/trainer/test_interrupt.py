@@ -1,0 +1,65 @@
+"""Ctrl-C in a run of several processes ends them all, and the run goes on from its last file."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.test_bad_input import CONFIG
+
+RUN = CONFIG.replace("max_epochs: 1", "max_epochs: 500").replace(
+    "    - class_path: tests.trainer.test_bad_input.FailOnSecondRank\n", ""
+).replace("save_on_exception: true", "save_last: true")  # fmt: skip
+START_S, END_S = 240, 90
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "lightning_shard", "fit", "--config", "config.yaml", *words]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupt_and_resume(tmp_path):
+    (tmp_path / "config.yaml").write_text(RUN)
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        # below the ports that the system hands out, of which one may be taken before it is used
+        "MASTER_PORT": str(20000 + os.getpid() % 10000),
+    }
+    started = subprocess.Popen(
+        command(), cwd=tmp_path, env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + START_S
+    while not last.exists() and time.monotonic() < deadline and started.poll() is None:
+        time.sleep(0.2)
+    deadline = time.monotonic() + END_S
+    os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to every process
+    output, _ = started.communicate(timeout=END_S)
+    assert last.exists(), output
+    assert "KeyboardInterrupt" in output
+    while (left := _alive(started.pid)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, "processes of the run are left"
+    names = {p.name for p in last.parent.iterdir() if p.suffix != ".ckpt"}
+    assert names == {"config.yaml"}, "nothing half-written is left"
+    words = ["--ckpt_path", "checkpoints/last.ckpt", "--trainer.max_epochs", "1"]
+    again = subprocess.run(
+        command(*words), cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "Restored all states from the checkpoint" in again.stdout + again.stderr
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

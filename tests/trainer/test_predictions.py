@@ -1,0 +1,115 @@
+"""Predictions in dataset order: one Zarr file written slab by slab, or in memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import zarr
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+
+from lightning_shard import PredictionWriter, predictions_in_order
+from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.explain import explain
+from tests import training
+from tests.checkpoint.test_resume_inside_epoch import shared_path
+from tests.trainer.featured import Featured, loader, sample
+from tests.trainer.test_streams import Stream
+
+MESHES = pytest.mark.parametrize(
+    "domain", [(1,), (2,), (4,), (2, 2)], ids=["4x1", "2x2", "1x4", "1x(2x2)"]
+)
+
+
+class Predicts(Featured):
+    def predict_step(self, batch, batch_idx):
+        field = self(batch["x"])
+        return {"field": field, "mean": field.mean((1, 2, 3)), "half": field.bfloat16()}
+
+
+def expected(samples):
+    module = Featured()
+    with torch.no_grad():
+        return module(torch.stack([sample(i)["x"] for i in range(samples)]))
+
+
+@pytest.mark.spmd(4)
+@MESHES
+@pytest.mark.parametrize("samples", [7, 4], ids=["uneven", "one each"])
+def test_one_file_in_dataset_order(domain, samples):
+    path = shared_path("predictions.zarr")
+    runner = training.trainer(domain, callbacks=[PredictionWriter(path)])
+    assert runner.predict(Predicts(), loader(2, samples), return_predictions=False) is None
+    written = zarr.open_group(path, mode="r")
+    fields = expected(samples)
+    assert not path.with_name("predictions.zarr.part").exists()
+    for name, value in {"field": fields, "mean": fields.mean((1, 2, 3))}.items():
+        torch.testing.assert_close(
+            torch.from_numpy(written[name][:]), value, rtol=1e-10, atol=1e-12
+        )
+    assert torch.equal(torch.from_numpy(written["half"][:]), fields.bfloat16().float())
+
+
+class Counting(PredictionWriter):
+    sent = 0
+
+    def write_on_batch_end(self, *args):
+        with counted() as traffic:
+            super().write_on_batch_end(*args)
+        self.sent += traffic.bytes
+
+
+@pytest.mark.spmd(4)
+def test_few_rows_move():
+    """Of 9 rows the ranks hold 3 2 2 2, and a file of equal chunks wants 3 3 3 0."""
+    writer = Counting(shared_path("predictions.zarr"))
+    runner = training.trainer((4,), callbacks=[writer])
+    runner.predict(Featured(), loader(1, 1), return_predictions=False)
+    row = 7 * 8
+    assert writer.sent == (0, 0, 1, 2)[dist.get_rank()] * row
+
+
+@pytest.mark.spmd(4)
+@MESHES
+def test_in_memory(domain):
+    runner = training.trainer(domain)
+    found = predictions_in_order(runner, runner.predict(Predicts(), loader(2, 7)))
+    assert len(found) == 7
+    for one, field in zip(found, expected(7), strict=True):
+        torch.testing.assert_close(one["field"], field, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(one["mean"], field.mean(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.spmd(2)
+def test_existing_predictions_are_kept():
+    path = shared_path("predictions.zarr")
+    for overwrite in (False, True):
+        runner = training.trainer((2,), callbacks=[PredictionWriter(path, overwrite)])
+        runner.predict(Predicts(), loader(2, 3), return_predictions=False)
+    runner = training.trainer((2,), callbacks=[PredictionWriter(path)])
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        runner.predict(Predicts(), loader(2, 3))
+
+
+class Words(Featured):
+    def predict_step(self, batch, batch_idx):
+        return {"name": "a word"}
+
+
+@pytest.mark.spmd(2)
+def test_what_cannot_be_written_is_refused():
+    path = shared_path("predictions.zarr")
+    runner = training.trainer((2,), callbacks=[PredictionWriter(path)])
+    with pytest.raises(ValueError, match="'name' of type str"):
+        runner.predict(Words(), loader(2, 3))
+    assert not path.exists()
+    runner = training.trainer((2,), callbacks=[PredictionWriter(path)])
+    stream = torch.utils.data.DataLoader(Stream([4, 4]), 2)
+    with pytest.raises(ValueError, match="reads a stream"):
+        runner.predict(Predicts(), stream)
+    dist.barrier()
+
+
+def test_fewer_samples_than_replicas_are_explained():
+    with pytest.raises(AssertionError) as caught:
+        UnrepeatedDistributedSampler(range(2), num_replicas=4, rank=3)
+    explain(caught.value)
+    assert "fewer samples than there are data replicas" in caught.value.__notes__[0]

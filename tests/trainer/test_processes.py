@@ -1,0 +1,99 @@
+"""The processes of a Trainer, without a Trainer."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from lightning_shard import DisagreementError, HybridShardStrategy
+from lightning_shard.trainer.processes import Processes, launcher_of, tell_ranks
+
+CPU = torch.device("cpu")
+
+
+def joined(*sizes, **options):
+    processes = Processes(*sizes, **options)
+    processes.join(TorchElasticEnvironment(), CPU, per_node=dist.get_world_size())
+    return processes
+
+
+def test_places_before_there_is_a_mesh():
+    processes = Processes("auto", (2, 3))
+    assert processes.domain_size == 6
+    assert [processes.replica(rank) for rank in (0, 5, 6, 13)] == [0, 0, 1, 2]
+    assert [processes.domain_rank(rank) for rank in (0, 5, 6, 13)] == [0, 5, 0, 1]
+    assert processes.data_group is None
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        (("auto", 1), {"data": 4, "domain": 1}),
+        ((2, 2), {"data": 2, "domain": 2}),
+        (("auto", (2, 2)), {"data": 1, "domain_0": 2, "domain_1": 2}),
+    ],
+    ids=["4x1", "2x2", "1x(2x2)"],
+)
+def test_mesh_and_places_on_it(sizes, mesh):
+    processes = joined(*sizes)
+    assert processes.mesh_sizes == mesh
+    rank, domain = dist.get_rank(), processes.domain_size
+    assert (processes.replica(rank), processes.domain_rank(rank)) == divmod(rank, domain)
+    assert dist.get_world_size(processes.data_group) == 4 // domain
+    assert processes.domain_mesh.size() == domain
+    again = processes.join(TorchElasticEnvironment(), CPU, per_node=4)
+    assert again is processes.mesh
+
+
+@pytest.mark.spmd(4)
+def test_parameters_shared_within_a_part_of_the_processes():
+    assert joined("auto", 1, shard_size=2).mesh_sizes == {"replicate": 2, "shard": 2, "domain": 1}
+    assert joined("auto", 1, shard_size="node").mesh_sizes["shard"] == 4
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("sizes", [("auto", 3), (3, 2), (4, (2, 2))], ids=str)
+def test_sizes_that_do_not_fit_the_processes(sizes):
+    with pytest.raises(ValueError, match=r"parallel_size .* 4"):
+        joined(*sizes)
+
+
+@pytest.mark.spmd(2)
+def test_ranks_that_differ_all_hear_of_it():
+    processes = joined("auto", 1)
+    processes.compare("options", {"lr": "0.1"})
+    with pytest.raises(DisagreementError, match=r"lr is 0 on rank 0 and 1 on rank 1"):
+        processes.compare("options", {"lr": str(dist.get_rank())})
+
+
+@pytest.mark.spmd(2)
+def test_a_group_without_the_cpu_cannot_offload():
+    processes = Processes()
+    of_the_device_only = mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl")
+    refused = pytest.raises(RuntimeError, match="make it with 'cpu:gloo,cuda:nccl'")
+    with of_the_device_only, refused:
+        processes.join(TorchElasticEnvironment(), CPU, per_node=2, offloads=True)
+
+
+def test_who_starts_the_other_processes(monkeypatch):
+    strategy, alone = HybridShardStrategy(), LightningEnvironment()
+    assert launcher_of(strategy, alone, per_node=1, nodes=1) is None
+    launcher = launcher_of(strategy, alone, per_node=2, nodes=1)
+    assert isinstance(launcher, _SubprocessScriptLauncher)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    started = TorchElasticEnvironment()
+    assert launcher_of(strategy, started, per_node=2, nodes=1) is None
+    with pytest.raises(ValueError, match="the launcher started 2 processes"):
+        launcher_of(strategy, started, per_node=4, nodes=1)
+
+
+def test_ranks_on_the_second_node(monkeypatch):
+    monkeypatch.setenv("NODE_RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    environment = LightningEnvironment()
+    tell_ranks(environment, per_node=4, nodes=2)
+    assert (environment.global_rank(), environment.world_size()) == (7, 8)

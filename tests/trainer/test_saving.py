@@ -1,0 +1,135 @@
+"""What a strategy writes and reads, without a Trainer."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard import init_mesh, parallelize
+from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.trainer.checkpoint_io import CheckpointFiles
+from lightning_shard.trainer.saving import OWN_KEY, Saver, complete_io
+from tests.checkpoint.test_resume_inside_epoch import shared_path
+
+CPU = torch.device("cpu")
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+def trained(seed, steps=2):
+    """A sharded network and its optimizer, after some steps."""
+    module = network(seed)
+    mesh = init_mesh({"data": -1, "domain": 1}, "cpu")
+    parallelize(module, mesh)
+    optimizer = torch.optim.Adam(module.parameters())
+    for step in range(steps):
+        torch.manual_seed(step)
+        module(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module, optimizer, mesh
+
+
+def write(saver, path, module, optimizer, mesh):
+    io = complete_io(None)
+    state = {
+        "epoch": 3,
+        "global_step": 7,
+        "state_dict": saver.gather_module(module),
+        "optimizer_states": [saver.gather_optimizer(optimizer, module)],
+    }
+    checkpoint = saver.mark(state, mesh, CPU)
+    saver.write(checkpoint, path, io, module=module, optimizers=[optimizer])
+    return io
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("file_format", "in_background"),
+    [("single", False), ("sharded", False), ("auto", True)],
+    ids=["file", "directory", "directory in the background"],
+)
+def test_what_is_written_is_read(file_format, in_background):
+    saver = Saver(file_format, in_background=in_background)
+    path = shared_path("saving") / "some.ckpt"
+    module, optimizer, mesh = trained(seed=1)
+    wanted = full_module_state(module)
+    io = write(saver, path, module, optimizer, mesh)
+    saver.finish()
+    assert path.is_dir() == (file_format != "single")
+    other, other_optimizer, _ = trained(seed=2)
+    found = saver.read(path, io, other)
+    assert (found["epoch"], found["global_step"]) == (3, 7)
+    assert found[OWN_KEY]["mesh"] == {"data": 2, "domain": 1}
+    saver.load_module(other, found, CPU, strict=True)
+    saver.load_optimizers([other_optimizer], found, other)
+    for name, value in full_module_state(other).items():
+        assert torch.equal(value, wanted[name]), name
+    for mine, its in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
+        assert isinstance(mine["exp_avg"], DTensor)
+        assert torch.equal(mine["exp_avg"].to_local(), its["exp_avg"].to_local())
+    saver.remove(path, io)
+    dist.barrier()
+    assert not path.exists()
+
+
+@pytest.mark.spmd(2)
+def test_buffers_are_those_of_the_first_rank():
+    module, _, _ = trained(seed=1)
+    norm = module[1]
+    norm.running_mean.fill_(dist.get_rank() + 1.0)
+    state = Saver().gather_module(module)
+    assert state["1.running_mean"].tolist() == [1.0] * 5
+    assert norm.running_mean.tolist() == [1.0] * 5
+
+
+@pytest.mark.spmd(2)
+def test_each_rank_goes_on_with_its_random_numbers():
+    saver, path = Saver("single"), shared_path("saving") / "some.ckpt"
+    module, optimizer, mesh = trained(seed=1)
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    io = write(saver, path, module, optimizer, mesh)
+    wanted = torch.rand(3), random.random()
+    saver.read(path, io, module)
+    saver.continue_random_numbers(mesh, CPU)
+    assert torch.equal(torch.rand(3), wanted[0])
+    assert random.random() == wanted[1]
+
+
+@pytest.mark.spmd(2)
+def test_a_directory_needs_a_mounted_file_system():
+    saver = Saver("sharded")
+    module, optimizer, mesh = trained(seed=1)
+    with pytest.raises(ValueError, match="needs a directory on a mounted file system"):
+        write(saver, "memory://some.ckpt", module, optimizer, mesh)
+
+
+@pytest.mark.spmd(2)
+def test_another_number_of_optimizers_is_refused():
+    module, optimizer, _ = trained(seed=1)
+    with pytest.raises(ValueError, match=r"holds 0 optimizers.* returned 1\."):
+        Saver().load_optimizers([optimizer], {"optimizer_states": []}, module)
+
+
+def test_options_that_exclude_each_other():
+    with pytest.raises(ValueError, match="'sharded' or 'async'; got 'zip'"):
+        Saver("zip")  # pyright: ignore
+    with pytest.raises(ValueError, match="async_checkpoint writes sharded directories"):
+        Saver("single", in_background=True)
+
+
+def test_files_of_this_package_where_lightning_has_none():
+    assert type(complete_io(None)) is CheckpointFiles
+    own = TorchCheckpointIO()
+    assert complete_io(own) is own
+    wrapped = complete_io(AsyncCheckpointIO())
+    assert type(wrapped.checkpoint_io) is CheckpointFiles
+    wrapped.teardown()

@@ -1,0 +1,206 @@
+"""What trains wrongly in silence elsewhere is right here, or refused with a sentence.
+
+Each was seen on Lightning's own strategies for sharded models.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
+
+from lightning_shard import whole_parameters
+from lightning_shard.checkpoint.state import full_module_state
+from tests import training
+from tests.checkpoint.test_resume_inside_epoch import shared_path
+from tests.trainer.featured import (
+    QUIET,
+    Featured,
+    assert_same_state,
+    fit_alone,
+    fit_sharded,
+    loader,
+)
+
+
+def everywhere(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
+def test_weights_of_rank_zero_whatever_the_seeds(domain):
+    """Ranks with weights of their own would average gradients of different models."""
+    alone, module = Featured(), Featured()
+    if dist.get_rank():
+        for p in module.parameters():
+            nn.init.normal_(p)
+    fit_alone(alone)
+    fit_sharded(module, domain)
+    assert_same_state(module, alone)
+
+
+class MadeEarly(Featured):
+    """The optimizer of `LightningCLI --optimizer`, made before the module is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def configure_optimizers(self):
+        return self.made
+
+
+class OfAnotherModule(Featured):
+    def configure_optimizers(self):
+        return torch.optim.SGD(Featured().parameters(), lr=0.05)
+
+
+@pytest.mark.spmd(2)
+def test_optimizer_made_before_sharding():
+    alone, module = MadeEarly(), MadeEarly()
+    fit_alone(alone)
+    fit_sharded(module, (2,))
+    assert_same_state(module, alone)
+    with pytest.raises(RuntimeError, match="would train nothing"):
+        fit_sharded(OfAnotherModule(), (2,))
+
+
+class BackwardByHand(Featured):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.network(batch["x"]) * self.weight.sum() - batch["y"]).square().mean()
+        loss.backward()
+        self.optimizers().step()
+
+
+@pytest.mark.spmd(2)
+def test_backward_without_the_strategy():
+    """It would train nothing: FSDP2 hears nothing of it."""
+    with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)"):
+        fit_sharded(BackwardByHand(), (2,))
+
+
+class InferenceFirst(Callback):
+    """Lets evaluation loops run in inference mode, as they do with a backend other than gloo."""
+
+    def setup(self, trainer, module, stage):
+        for loop in (trainer.validate_loop, trainer.test_loop):
+            loop.inference_mode = True
+
+
+@pytest.mark.spmd(2)
+def test_evaluation_before_fit_leaves_parameters_trainable():
+    alone, module = Featured(), Featured()
+    fit_alone(alone)
+    for stage in ("validate", "test"):
+        runner = training.trainer((2,), callbacks=[InferenceFirst()])
+        getattr(runner, stage)(module, loader(4), verbose=False)
+        assert not any(p.is_inference() for p in module.parameters())
+    fit_sharded(module, (2,))
+    assert_same_state(module, alone)
+
+
+@pytest.mark.spmd(4)
+def test_statistics_are_those_of_rank_zero_in_files_and_after():
+    """Replicas without sync_batchnorm differ; the file has rank 0's, and all go on with them."""
+    path = shared_path("statistics.ckpt")
+    module = Featured(nn.BatchNorm2d)
+    runner = fit_sharded(module, (2,))
+    here = module.network[1].running_mean.clone()
+    runner.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["state_dict"]["network.1.running_mean"]
+    means = everywhere(here.tolist())
+    assert means[0] == means[1] != means[2]
+    assert saved.tolist() == means[0]
+    again = Featured(nn.BatchNorm2d)
+    training.trainer((2,)).validate(again, loader(2), ckpt_path=path, verbose=False)
+    assert everywhere(again.network[1].running_mean.tolist()) == [means[0]] * 4
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
+def test_checkpoints_of_the_best_epochs(domain):
+    """Decisions that depend on a metric are the same on all ranks, and those of one process."""
+
+    def kept(folder, fit):
+        best = ModelCheckpoint(
+            folder, "{epoch}-{val_loss:.6f}", monitor="val_loss", save_top_k=2, save_last=True
+        )
+        steps = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+        stop = EarlyStopping("val_loss", min_delta=0.02)
+        runner = fit(
+            Featured(), callbacks=[best, steps, stop], max_epochs=6, enable_checkpointing=True
+        )
+        return runner, best
+
+    mine = shared_path("files")
+    runner, best = kept(mine, lambda module, **options: fit_sharded(module, domain, **options))
+    alone, expected = kept(
+        shared_path("alone") / str(dist.get_rank()), lambda m, **options: fit_alone(m, **options)
+    )
+    assert runner.current_epoch == alone.current_epoch < 6
+    assert everywhere(best.best_model_path) == [best.best_model_path] * 4
+    assert best.best_model_score.item() == pytest.approx(expected.best_model_score.item(), rel=1e-6)
+    dist.barrier()
+    names = sorted(p.name for p in mine.iterdir())
+    assert names == sorted(p.name for p in Path(expected.dirpath).iterdir())
+    loaded = Featured.load_from_checkpoint(best.best_model_path)
+    reference = Featured.load_from_checkpoint(expected.best_model_path)
+    assert_same_state(loaded, reference)
+
+
+class EpochEnd(Featured):
+    """Calls a part of the network, and reads a parameter, in a hook."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.whole = whole
+
+    def on_train_epoch_end(self):
+        x = torch.ones(1, 1, 9, 7, dtype=torch.float64)
+        if self.whole:
+            with torch.no_grad(), whole_parameters(self):
+                self.seen = self.network(x) * self.weight.sum()
+        else:
+            self.network(x)
+
+
+@pytest.mark.spmd(2)
+def test_parameters_in_hooks():
+    alone, module = EpochEnd(whole=True), EpochEnd(whole=True)
+    alone.on_train_epoch_end = lambda: None
+    fit_alone(alone)
+    fit_sharded(module, (2,))
+    with torch.no_grad():
+        expected = alone.network(torch.ones(1, 1, 9, 7).double()) * alone.weight.sum()
+    torch.testing.assert_close(module.seen, expected, rtol=1e-9, atol=1e-11)
+    assert_same_state(module, alone)
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        fit_sharded(EpochEnd(whole=False), (2,))
+    assert "whole_parameters(module)" in caught.value.__notes__[0]
+
+
+@pytest.mark.spmd(2)
+def test_a_sharded_module_is_not_copied():
+    """A callback that copies it at each stage is explained; its weights go on in a fresh one."""
+    module = Featured()
+    runner = fit_sharded(module, (2,), callbacks=[StochasticWeightAveraging(0.01, 1)])
+    with pytest.raises(AssertionError, match="deepcopy") as caught:
+        runner.test(module, loader(2), verbose=False)
+    assert "StochasticWeightAveraging" in caught.value.__notes__[0]
+    state = full_module_state(module)
+    if dist.get_rank() == 0:  # which alone keeps it
+        fresh = Featured()
+        fresh.load_state_dict(state)
+        alone = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET)
+        assert alone.validate(fresh, loader(2), verbose=False)

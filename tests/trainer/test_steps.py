@@ -1,0 +1,115 @@
+"""What a strategy does around steps and loaders, without a Trainer."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_shard import init_mesh, parallelize
+from lightning_shard.trainer.steps import Steps
+
+CPU = torch.device("cpu")
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.automatic_optimization = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+    def training_step(self, x, _):
+        return self(x).square().mean()
+
+
+def sharded():
+    module = Net()
+    mesh = init_mesh({"data": -1, "domain": 1}, "cpu")
+    parallelize(module, mesh, methods=["training_step"])
+    return module
+
+
+def are_shards(module):
+    return [isinstance(p, DTensor) for p in module.parameters()]
+
+
+def test_automatic_optimization_starts_from_the_loss_itself():
+    steps, loss = Steps(), torch.ones((), requires_grad=True)
+    steps.follow(Net(), [])  # it is not sharded
+    with steps.backward_of(loss) as start:
+        assert start is loss
+
+
+@pytest.mark.spmd(2)
+def test_two_backward_passes_of_one_step():
+    module = sharded()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    steps = Steps()
+    steps.follow(module, [optimizer])
+    alone = Net()
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(5))
+    its = torch.optim.SGD(alone.parameters(), lr=0.1)
+
+    def step(module, optimizer, backward):
+        for _ in range(2):
+            backward(module(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def backward(loss):
+        with steps.backward_of(loss) as start:
+            start.backward()
+
+    step(module, optimizer, backward)
+    step(alone, its, torch.Tensor.backward)
+    steps.reshard(module)
+    for mine, wanted in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), wanted)
+
+
+@pytest.mark.spmd(2)
+def test_parameters_are_whole_while_a_stage_predicts():
+    module, steps = sharded(), Steps()
+    assert all(are_shards(module))
+    steps.keep_parameters_whole(module, True)
+    assert not any(are_shards(module))
+    if dist.get_rank() == 0:  # with no collective, so that ranks may have different batches
+        with torch.no_grad():
+            module(torch.zeros(1, 3))
+    steps.keep_parameters_whole(module, False)
+    assert all(are_shards(module))
+
+
+@pytest.mark.spmd(2)
+def test_evaluation_leaves_shards():
+    module, steps = sharded(), Steps(whole_until_backward=True)
+    with torch.no_grad():
+        module.training_step(torch.zeros(1, 3), 0)
+    steps.reshard(module)
+    assert all(are_shards(module))
+
+
+def test_workers_are_seeded_by_the_replica():
+    loader = DataLoader([1, 2])
+    Steps().prepare_loader(loader, replica=3, device=CPU, trainer=None)
+    assert isinstance(loader.worker_init_fn, functools.partial)
+    assert loader.worker_init_fn.keywords == {"rank": 3}
+
+
+def test_a_users_seeding_of_workers_stays():
+    def seed(worker):
+        return worker
+
+    loader = DataLoader([1, 2], worker_init_fn=seed)
+    Steps().prepare_loader(loader, replica=3, device=CPU, trainer=None)
+    assert loader.worker_init_fn is seed

@@ -1,0 +1,122 @@
+"""What the ranks read: streams of uneven length, equal samples in a domain, equal augmentations."""
+
+import multiprocessing
+import random
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_shard.trainer.batch import check_same_batch
+from tests import training
+from tests.parity import mesh_of
+from tests.trainer.featured import Featured, sample
+
+
+class Stream(IterableDataset):
+    """`lengths[rank]` samples, of which a rank does not know how many others have."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __iter__(self):
+        return map(sample, range(self.lengths[dist.get_rank()]))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("lengths", [(5, 8), (8, 3), (4, 4)], ids=str)
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_streams_end_together(stage, lengths):
+    module, steps = Featured(), []
+    step = {"fit": "training_step", "validate": "validation_step"}[stage]
+    run = getattr(module, step)
+    setattr(module, step, lambda batch, index: (steps.append(index), run(batch, index))[1])
+    runner = training.trainer((1,), max_epochs=2)
+    getattr(runner, stage)(module, DataLoader(Stream(lengths), 2))
+    batches = min(-(-n // 2) for n in lengths)
+    assert steps == list(range(batches)) * (2 if stage == "fit" else 1)
+
+
+@pytest.mark.spmd(2)
+def test_predictions_are_made_for_all_of_a_stream():
+    module, stream = Featured(), DataLoader(Stream((5, 8)), 2)
+    runner = training.trainer((1,))
+    runner.fit(module, stream)
+    assert len(runner.predict(module, stream)) == (3, 4)[dist.get_rank()]
+
+
+class Uneven(Dataset):
+    def __len__(self):
+        return 4 + 4 * dist.get_rank()
+
+    def __getitem__(self, index):
+        return sample(index)
+
+
+@pytest.mark.spmd(2)
+def test_known_lengths_that_differ_are_refused():
+    runner = training.trainer((1,), use_distributed_sampler=False)
+    with pytest.raises(ValueError, match=r"different numbers of batches, \[2, 4\]"):
+        runner.fit(Featured(), DataLoader(Uneven(), 2))
+
+
+class OtherSamples(Dataset):
+    """As a dataset that chooses by the global rank."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return sample(index + 8 * dist.get_rank())
+
+
+@pytest.mark.spmd(2)
+def test_a_domain_that_reads_different_samples_is_refused():
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] share each sample.*entry \['x'\]"):
+        training.trainer((2,)).fit(Featured(), DataLoader(OtherSamples(), 2))
+
+
+@pytest.mark.spmd(4)
+def test_samples_are_compared_along_each_axis_of_the_domain():
+    mesh = mesh_of(2, 2)
+    batch = [torch.ones(2, 2, dtype=torch.complex64), {"label": torch.tensor(3), "name": "a"}]
+    check_same_batch(batch, mesh)
+    batch[1]["label"] += dist.get_rank() % 2
+    with pytest.raises(ValueError, match=r"entry \[1\]\['label'\]"):
+        check_same_batch(batch, mesh)
+
+
+class Augmented(Dataset):
+    """Noise from each generator that people use; scipy draws from numpy's."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        noise = random.random() + scipy.stats.norm.rvs() + torch.rand(()).item()
+        return {key: value + noise for key, value in sample(index).items()}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentations_are_equal_in_a_domain(workers):
+    """Whatever each rank has seeded; the check of the first batch would raise."""
+    # the ranks of the pool are daemons, which may have no children such as workers
+    multiprocessing.current_process()._config["daemon"] = False
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(dist.get_rank())
+    seen = []
+    module = Featured()
+    run = module.training_step
+    module.training_step = lambda batch, index: (seen.append(batch["x"].sum()), run(batch, index))[
+        1
+    ]
+    loader = DataLoader(Augmented(), 2, num_workers=workers)
+    training.trainer((2,), max_epochs=2).fit(module, loader)
+    everywhere = [torch.empty(len(seen), dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(everywhere, torch.stack(seen))
+    assert torch.equal(*everywhere)
+    assert len(set(everywhere[0].tolist())) == len(seen), "each batch its own noise"

@@ -1,0 +1,270 @@
+import contextlib
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import pytest
+import torch
+
+from lightning_modules import DarcyDataModule, TFNODarcy
+from lightning_modules.darcy.files import DarcyRecipe
+from tests import training
+
+SIZES = {"train_resolution": 8, "num_train": 6, "num_val": 2, "num_test": 3, "batch_size": 2}
+
+
+def ready(**options) -> DarcyDataModule:
+    data = DarcyDataModule(**{**SIZES, **options})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def whole(dataset) -> dict[str, torch.Tensor]:
+    return torch.utils.data.default_collate([dataset[i] for i in range(len(dataset))])
+
+
+def test_batches_and_splits(tmp_path):
+    data = ready(root=str(tmp_path))
+    batch = next(iter(data.train_dataloader()))
+    assert {k: (tuple(v.shape), v.dtype) for k, v in batch.items()} == {
+        "x": ((2, 1, 8, 8), torch.float32),
+        "y": ((2, 1, 8, 8), torch.float32),
+    }
+    assert len(data.train_dataloader().dataset) == 6
+    val, test = data.val_dataloader(), data.test_dataloader()
+    assert [len(loader.dataset) for loader in val + test] == [2, 2, 3, 3]
+    assert [loader.dataset[0]["x"].shape[-1] for loader in val + test] == [8, 16, 8, 16]
+    held_out = torch.cat([val[0].dataset.x, test[0].dataset.x, data.train_dataloader().dataset.x])
+    assert len(held_out.unique(dim=0)) == 11
+
+
+def test_stats_describe_the_training_set(tmp_path):
+    data = ready(root=str(tmp_path))
+    pairs = data.train_dataloader().dataset
+    assert data.stats is not None
+    assert data.stats.x_mean == pytest.approx(pairs.x.mean().item())
+    assert data.stats.y_std == pytest.approx(pairs.y.std().item())
+    torch.testing.assert_close(data.stats.mean_solution, pairs.y.mean(0))
+
+
+def test_second_run_reads_the_cache(tmp_path, monkeypatch):
+    first = ready(root=str(tmp_path))
+    monkeypatch.setattr(DarcyRecipe, "generate", lambda self: pytest.fail("generated again"))
+    again = ready(root=str(tmp_path))
+    torch.testing.assert_close(again._train.y, first._train.y, rtol=0, atol=0)
+    assert len(list(tmp_path.iterdir())) == 3  # train, and test at two resolutions
+
+
+def test_samples_depend_on_the_seed_only(tmp_path):
+    first = ready(root=str(tmp_path / "a"))
+    again = ready(root=str(tmp_path / "b"))
+    other = ready(root=str(tmp_path / "a"), seed=1)
+    torch.testing.assert_close(again._train.y, first._train.y, rtol=0, atol=0)
+    assert not torch.equal(other._train.x, first._train.x)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "text"])
+def test_damaged_cache_is_rebuilt(tmp_path, damage):
+    first = ready(root=str(tmp_path))
+    path = next(tmp_path.glob("darcy_train_8_*.pt"))
+    content = bytearray(path.read_bytes())
+    content[content.index(first._train.y.numpy().tobytes()) + 100] ^= 255
+    contents = {"cut": content[: len(content) // 2], "flip": content, "text": b"nothing"}
+    expected = first._train.y.clone()
+    path.unlink()  # the first one still maps it
+    path.write_bytes(contents[damage])
+    with pytest.warns(UserWarning, match=r"darcy_train_8_.* is damaged; generating it again"):
+        again = ready(root=str(tmp_path))
+    torch.testing.assert_close(again._train.y, expected, rtol=0, atol=0)
+
+
+def test_interrupted_generation_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ready(root=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def write_pt(path: Path, count: int, resolution: int) -> dict[str, torch.Tensor]:
+    samples = {
+        "x": torch.rand(count, resolution, resolution) > 0.5,  # boolean, as neuraloperator's are
+        "y": torch.rand(count, resolution, resolution),
+    }
+    torch.save(samples, path)
+    return samples
+
+
+def test_reads_neuraloperator_files(tmp_path):
+    train = write_pt(tmp_path / "darcy_train_8.pt", 7, 8)
+    test = write_pt(tmp_path / "darcy_test_8.pt", 5, 8)
+    data = ready(source=str(tmp_path), test_resolutions=[8])
+    torch.testing.assert_close(data._train.x[:, 0], train["x"][:6].float())
+    torch.testing.assert_close(data._val[0].y[:, 0], test["y"][:2])
+    torch.testing.assert_close(data._test[0].y[:, 0], test["y"][2:])
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_reads_hdf5(tmp_path, grouped):
+    y = {"train": torch.rand(6, 8, 8), "test": torch.rand(5, 1, 8, 8)}
+    for part, values in y.items():
+        path = tmp_path / ("darcy.h5" if grouped else f"darcy_{part}_8.h5")
+        with h5py.File(path, "a") as file:
+            group = file.create_group(f"{part}_8") if grouped else file
+            group["x"], group["y"] = values.numpy(), values.numpy()
+    source = tmp_path / "darcy.h5" if grouped else tmp_path
+    data = ready(source=str(source), test_resolutions=[8])
+    assert whole(data._train)["y"].equal(y["train"][:, None])
+    assert whole(data._val[0])["x"].equal(y["test"][:2])
+
+
+def test_says_which_file_is_missing(tmp_path):
+    wanted = rf"resolution 8 need the file {tmp_path}/darcy_train_8.pt, .* has none. Put it there"
+    with pytest.raises(FileNotFoundError, match=wanted):
+        ready(source=str(tmp_path))
+
+
+def test_says_which_resolutions_there_are(tmp_path):
+    write_pt(tmp_path / "darcy_train_8.pt", 6, 8)
+    write_pt(tmp_path / "darcy_test_16.pt", 6, 16)
+    with pytest.raises(
+        FileNotFoundError, match=r"test samples the folder has 16\. .*another resol"
+    ):
+        ready(source=str(tmp_path), test_resolutions=[8])
+    with h5py.File(tmp_path / "darcy.h5", "w") as file:
+        file["train_8/x"] = file["train_8/y"] = file["test_16/x"] = torch.rand(6, 8, 8).numpy()
+    with pytest.raises(FileNotFoundError, match=r"no group test_8, .*; it has test_16, train_8"):
+        ready(source=str(tmp_path / "darcy.h5"), test_resolutions=[8])
+
+
+@pytest.mark.parametrize("storage", ["hdf5", "zarr"])
+def test_fields_on_disk_are_those_in_memory(tmp_path, storage):
+    memory = ready(root=str(tmp_path))
+    disk = ready(root=str(tmp_path), storage=storage)
+    assert [len(d) for d in (disk._train, *disk._val, *disk._test)] == [6, 2, 2, 3, 3]
+    for pairs, fields in zip(
+        (memory._train, *memory._val, *memory._test),
+        (disk._train, *disk._val, *disk._test),
+        strict=True,
+    ):
+        found = whole(fields)
+        assert found["x"].equal(pairs.x)
+        assert found["y"].equal(pairs.y)
+    assert vars(disk.stats).keys() == vars(memory.stats).keys()
+    for name, value in vars(memory.stats).items():
+        torch.testing.assert_close(getattr(disk.stats, name), value)
+
+
+def test_damaged_statistics_are_made_again(tmp_path):
+    before = ready(root=str(tmp_path), storage="hdf5").stats
+    (kept,) = tmp_path.glob("stats_*.pt")
+    kept.write_bytes(kept.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"stats_\w+\.pt is damaged"):
+        again = ready(root=str(tmp_path), storage="hdf5").stats
+    torch.testing.assert_close(vars(again), vars(before))
+
+
+@pytest.mark.parametrize("storage", ["hdf5", "zarr"])
+def test_damaged_cache_of_fields_is_rebuilt(tmp_path, storage):
+    expected = whole(ready(root=str(tmp_path), storage=storage)._train)["y"]
+    path = next(tmp_path.glob("darcy_train_8_*"))
+    path = path if path.is_file() else path / "y" / "c" / "3" / "0" / "0" / "0"
+    content = bytearray(path.read_bytes())
+    content[content.index(expected[3, 0, 3].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"darcy_train_8_.* is damaged; generating it again"):
+        again = ready(root=str(tmp_path), storage=storage)
+    assert whole(again._train)["y"].equal(expected)
+
+
+def test_says_which_storage_there_is():
+    with pytest.raises(ValueError, match="must be one of memory, hdf5, zarr; got 'csv'"):
+        DarcyDataModule(storage="csv")
+
+
+@contextlib.contextmanager
+def no_room_for_files_above(size):
+    """As on a full disk, the system refuses to write more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("storage", ["memory", "hdf5", "zarr"])
+def test_disk_that_fills_while_samples_are_written(tmp_path, storage):
+    sizes = {"train_resolution": 32, "num_train": 40, "storage": storage}
+    wanted = rf"40 samples .* 32 x 32 nodes, 0.3 MiB, cannot be written to {tmp_path} .*`root`\.$"
+    with no_room_for_files_above(3000), pytest.raises(OSError, match=wanted):
+        ready(root=str(tmp_path), **sizes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_disk_that_is_full_is_noticed_before_solving(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(DarcyRecipe, "generate", lambda self: pytest.fail("solved in vain"))
+    with pytest.raises(OSError, match=r"No space left on device\); free space there, or choose"):
+        ready(root=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_says_which_source_is_damaged(tmp_path):
+    write_pt(tmp_path / "darcy_train_8.pt", 6, 8)
+    (tmp_path / "darcy_train_8.pt").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"darcy_train_8.pt is not a whole file of a dict"):
+        ready(source=str(tmp_path))
+    torch.save({"x": torch.zeros(6, 8, 8)}, tmp_path / "darcy_train_8.pt")
+    with pytest.raises(ValueError, match=r"a dict of tensors x and y"):
+        ready(source=str(tmp_path))
+
+
+def test_says_when_a_file_has_too_few_samples(tmp_path):
+    write_pt(tmp_path / "darcy_train_8.pt", 3, 8)
+    with pytest.raises(ValueError, match=r"needs 6 samples of 8 x 8 nodes; .*x \(3, 1, 8, 8\)"):
+        ready(source=str(tmp_path))
+
+
+def test_says_which_hdf5_datasets_are_missing(tmp_path):
+    with h5py.File(tmp_path / "darcy.h5", "w") as file:
+        file["a"] = [1.0]
+    with pytest.raises(ValueError, match=r"datasets x and y.*group train_8, .* got \['a'\]"):
+        ready(source=str(tmp_path / "darcy.h5"))
+
+
+def test_warns_of_odd_sizes():
+    with pytest.warns(UserWarning, match=r"Even resolutions .* got \[9\]"):
+        DarcyDataModule(train_resolution=9, test_resolutions=[8])
+
+
+@pytest.mark.spmd(2)
+def test_darcy_from_disk_trains_and_tests_as_from_memory():
+    folder, metrics = training.shared_path("darcy"), {}
+    sizes = {"train_resolution": 16, "num_train": 8, "num_val": 2, "num_test": 4, "batch_size": 2}
+    for storage in ("memory", "zarr", "hdf5"):
+        torch.manual_seed(0)
+        data = DarcyDataModule(root=str(folder), storage=storage, **sizes)
+        module = TFNODarcy(n_modes=(4, 4), hidden_channels=4, n_layers=2)
+        runner = training.trainer((2,), max_epochs=2)
+        runner.fit(module, datamodule=data)
+        (first, second) = runner.test(module, datamodule=data, verbose=False)
+        metrics[storage] = first | second
+    assert {"test/l2_16", "test/h1_32_baseline"} <= metrics["memory"].keys()
+    for storage in ("zarr", "hdf5"):
+        assert metrics[storage] == pytest.approx(metrics["memory"], rel=1e-5)
+
+
+def test_sizes_for_each_test_resolution(tmp_path):
+    sizes = SIZES | {"num_test": [3, 1], "eval_batch_size": [2, 1], "test_resolutions": [8, 16]}
+    data = DarcyDataModule(**sizes, root=str(tmp_path))
+    data.prepare_data()
+    data.setup("test")
+    loaders = data.test_dataloader()
+    assert [len(loader.dataset) for loader in loaders] == [3, 1]
+    assert [loader.batch_size for loader in loaders] == [2, 1]
+    assert [len(loader.dataset) for loader in data.val_dataloader()] == [2, 2]
+    assert data.train_dataloader().batch_size == SIZES["batch_size"]
+    with pytest.raises(ValueError, match=r"num_test must be one number, or one for each of the"):
+        DarcyDataModule(**(sizes | {"num_test": [3]}))

@@ -1,0 +1,52 @@
+"""What modules log of their training loss is the mean over the epoch and over all ranks."""
+
+import contextlib
+import csv
+import io
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_modules import MNISTModule
+from lightning_shard import EpochReport
+from tests import training
+from tests.training import Losses, shared_path
+
+
+class Slow(torch.optim.SGD):
+    """Leaves the weights as they are, so that the mean is known."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.0)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
+def test_mean_of_the_epoch_in_line_and_file(domain):
+    folder, seen = shared_path("logs"), Losses()
+    module = MNISTModule(conv_dropout=0.0, linear_dropout=0.0, optimizer=Slow)
+    runner = training.trainer(
+        domain, logger=CSVLogger(folder), log_every_n_steps=1, callbacks=[seen, EpochReport()]
+    )
+    data = training.loader("mnist", torch.float32, 3, 12)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        runner.fit(module, data)
+    losses = torch.tensor(seen.values, dtype=torch.float64)
+    dist.all_reduce(losses)
+    mean = float(losses.mean() / 2)
+    assert float(runner.callback_metrics["train/loss"]) == pytest.approx(mean, rel=1e-5)
+    if dist.get_rank():
+        return
+    with next(folder.rglob("metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    (logged,) = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert logged == pytest.approx(mean, rel=1e-5)
+    assert sum(bool(row["train/loss_step"]) for row in rows) == len(seen.values)
+    line = shown.getvalue().splitlines()[0]
+    assert line.startswith("Epoch 0: ")
+    found = re.search(r"train/loss ([0-9.]+), ([0-9.e+]+) samples/s, peak memory \d+ MiB", line)
+    assert float(found[1]) == pytest.approx(mean, rel=1e-3)
+    assert "loss_step" not in line
