@@ -84,6 +84,7 @@ def test_who_starts_the_other_processes(monkeypatch):
     assert launcher_of(strategy, alone, per_node=1, nodes=1) is None
     launcher = launcher_of(strategy, alone, per_node=2, nodes=1)
     assert isinstance(launcher, _SubprocessScriptLauncher)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     started = TorchElasticEnvironment()
     assert launcher_of(strategy, started, per_node=2, nodes=1) is None

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_shard import HybridShardStrategy, XPUAccelerator
 from lightning_shard.processes.device import ONECCL, default_backend
 from lightning_shard.trainer.precision import ShardedGradScaler
-from lightning_shard.trainer.random_state import random_state, set_random_state
+from lightning_shard.trainer.random_state import random_state, set_random_state, storable
 from lightning_shard.trainer.xpu.random_isolation import (
     IsolatedSanityCheck,
     isolate_random_numbers,
@@ -231,7 +231,7 @@ def generator(two_gpus):
 
 
 def test_random_state_has_that_of_the_device(two_gpus, generator, tmp_path):
-    torch.save(random_state(XPU), tmp_path / "state.pt")
+    torch.save(storable(random_state(XPU)), tmp_path / "state.pt")
     wanted = torch.rand(3, generator=generator)
     set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), XPU)
     assert torch.equal(torch.rand(3, generator=generator), wanted)
