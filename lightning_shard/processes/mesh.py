@@ -19,6 +19,7 @@ from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_c
 from lightning_shard.processes.torch_internals import flattened
 
 Sharding = Literal["full", "gradients", "none", "hybrid"]
+_DATA = ("data", "replicate", "shard")  # axes that are never a domain
 
 
 def make_mesh(
@@ -103,18 +104,27 @@ def _carried() -> str:
 def _made(
     device_type: str, sizes: tuple[int, ...], names: tuple[str, ...], _: dist.ProcessGroup | None
 ) -> DeviceMesh:
-    """Once for each set of processes: every new mesh has communicators and threads of its own."""
+    """Once for each set of processes: every new mesh has communicators and threads of its own.
+
+    torch would lend the default group to an axis of all processes. A domain gets one of its own, so
+    that its group can be told from all processes (replica_world.py).
+    """
     nodes = nodes_of_ranks()
     ranks = nearest_first(nodes, sizes)
     domain = math.prod(n for n, name in zip(sizes, names, strict=True) if _is_domain(name))
     reason = why_crossing(ranks.reshape(-1, domain), nodes)
     if reason is not None and dist.get_rank() == 0:
         warnings.warn(reason, stacklevel=4)
+    lent = [n == len(nodes) > 1 and name not in _DATA for n, name in zip(sizes, names, strict=True)]
+    own = tuple((dist.get_backend() if each else None, None) for each in lent)
     with making_groups():
         if torch.equal(ranks.flatten(), torch.arange(len(nodes))):
-            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            override = {name: each for name, each in zip(names, own, strict=True) if each[0]}
+            mesh = init_device_mesh(
+                device_type, sizes, mesh_dim_names=names, backend_override=override
+            )
         else:
-            mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+            mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=own)
         if names[:2] == ("replicate", "shard"):
             flattened(mesh["replicate", "shard"], "data")
     return mesh

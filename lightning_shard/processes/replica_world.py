@@ -4,7 +4,8 @@ A module that calls torch.distributed itself, as a codebook does that keeps stat
 processes, adds up results of which each process has its own. The ranks of a domain hold copies of
 one result, so over all processes it would be counted once for each of them. While a step runs, the
 default group of such a call is therefore that of the data replicas: of each domain the rank at the
-same place. `get_world_size()` and `get_rank()` count replicas, and so do `src` and `dst`.
+same place. `get_world_size()` and `get_rank()` count replicas, and so do `src` and `dst`. The group
+of all processes by name is refused: it would count each rank of a domain.
 
 Only calls without a group from the user's modules are meant. torch's own parallelism, Lightning,
 torchmetrics and this package ask for the group that they want, and get it.
@@ -15,6 +16,7 @@ replaced when the first step with a domain runs (seen in torch 2.11 to 2.15).
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -28,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.groups import making_groups
-from lightning_shard.processes.mesh import domain_axes, domain_mesh
+from lightning_shard.processes.mesh import domain_axes
 
 _INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip
@@ -37,7 +39,7 @@ _CARRIERS = ("contextlib", "torch.distributed.c10d_logger", functional.__name__,
 
 # of the process, not a ContextVar: backward runs in threads that inherit none
 _active: dist.ProcessGroup | None = None
-_refused: dist.ProcessGroup | None = None  # all processes, where they are more than one domain
+_refused: dist.ProcessGroup | None = None  # all processes
 
 
 @contextlib.contextmanager
@@ -52,15 +54,14 @@ def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Iterat
         domain: The axes along which samples are split; by default those called domain.
     """
     global _active, _refused
-    split = None if mesh is None else domain_mesh(mesh, domain)
-    if mesh is None or split is None or split.size() == 1:
+    names = () if mesh is None else domain_axes(mesh, domain)
+    if mesh is None or math.prod(mesh[name].size() for name in names) == 1:
         yield
         return
     _install()
-    world = c10d.GroupMember.WORLD
     before = _active, _refused
-    _active = _replicas_of(mesh, tuple(domain), world)
-    _refused = None if _active.size() == 1 else world
+    _refused = c10d.GroupMember.WORLD
+    _active = _replicas_of(mesh, names, _refused)
     try:
         yield
     finally:
@@ -69,13 +70,12 @@ def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Iterat
 
 @lru_cache(maxsize=16)
 def _replicas_of(
-    mesh: DeviceMesh, named: tuple[str, ...], _: dist.ProcessGroup | None
+    mesh: DeviceMesh, domain: tuple[str, ...], _: dist.ProcessGroup | None
 ) -> dist.ProcessGroup:
     """The group of this rank, whose ranks are called by their number in it, also as `src`."""
-    domain = domain_axes(mesh, named)
     axes = [axis for axis, name in enumerate(mesh.mesh_dim_names or ()) if name in domain]
     places = mesh.mesh.movedim(axes, list(range(len(axes))))
-    columns = places.flatten(0, len(axes) - 1).flatten(1).tolist()
+    columns = places.reshape(math.prod(places.shape[: len(axes)]), -1).tolist()
     with making_groups():
         group = dist.new_subgroups_by_enumeration(columns)[0]
     assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
@@ -121,7 +121,9 @@ def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(
                 f"{called} over torch.distributed.group.WORLD inside a step would "
                 "count each rank of a domain, which hold copies of one result. Leave the group "
-                "out: it is then that of the data replicas; or name the group."
+                "out: it is then that of the data replicas; or name another one, such as an axis "
+                "of a mesh of lightning_shard.init_mesh (a mesh that torch made may lend WORLD to "
+                "an axis of all processes)."
             )
         return resolve(group, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import nn
 from torch.distributed import all_reduce as bound_before
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import lightning_shard
@@ -67,6 +68,29 @@ def test_groups_that_are_named_keep_their_meaning():
         with pytest.raises(RuntimeError, match=r"all_reduce over .*WORLD"):
             functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
         assert functional.all_reduce(torch.ones(1), "sum", mesh["domain"].get_group()) == 2
+
+
+@pytest.mark.spmd(2)
+def test_all_processes_by_name_where_they_are_one_domain():
+    """The domain's group must be another object than group.WORLD, or one could not tell them."""
+    for mesh in (make_mesh("cpu", 1, [2]), lightning_shard.init_mesh({"domain": 2})):
+        domain = mesh["domain"].get_group()
+        with replica_world(mesh):
+            with pytest.raises(RuntimeError, match=r"all_reduce over .*WORLD"):
+                dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
+            assert (dist.get_world_size(), dist.get_world_size(domain)) == (1, 2)
+            total, alone = torch.ones(1), torch.ones(1)
+            dist.all_reduce(total, group=domain)
+            dist.all_reduce(alone)
+            assert (total, alone) == (2, 1)
+
+
+@pytest.mark.spmd(2)
+def test_a_mesh_of_torch_lends_all_processes_to_its_domain():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "domain"))
+    refusal = r"all_reduce over .*WORLD.*lightning_shard.init_mesh"
+    with replica_world(mesh), pytest.raises(RuntimeError, match=refusal):
+        dist.all_reduce(torch.ones(1), group=mesh["domain"].get_group())
 
 
 @pytest.mark.spmd(4)
@@ -167,15 +191,19 @@ def test_codebook_equals_one_process(ranks):
 
 
 @pytest.mark.spmd(4)
-def test_without_lightning():
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "domain": 2}, {"data": 1, "domain": 4}, {"domain": 4}]
+)
+def test_without_lightning(sizes):
     torch.manual_seed(1)
-    mesh = make_mesh("cpu", 2, [2])
-    codebook, alone, data = Codebook(), Codebook(), torch.randn(4, 6, 5, 3, dtype=torch.float64)
+    mesh, data = lightning_shard.init_mesh(sizes), torch.randn(4, 6, 5, 3, dtype=torch.float64)
+    codebook, alone = Codebook(), Codebook()
     alone.load_state_dict(codebook.state_dict())
     alone.all_reduce = lambda tensor: None
     alone(data)
     lightning_shard.parallelize(codebook, mesh)
-    own = data.chunk(2)[mesh["data"].get_local_rank()]
+    replicas = sizes.get("data", 1)
+    own = data.chunk(replicas)[dist.get_rank() * replicas // 4]
     codebook(lightning_shard.shard(own, mesh["domain"], 1))
     for name, value in alone.state_dict().items():
         assert_same(codebook.state_dict()[name], value, name)
