@@ -114,6 +114,8 @@ _FOR_OPT_EINSUM = {"einsum", "tensordot", "transpose"}
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
+    if name == "__all__":
+        return sorted(_MODULES)
     if name in _FOR_OPT_EINSUM and "opt_einsum" in sys.modules:
         return getattr(importlib.import_module("opt_einsum.backends.torch"), name)
     if name not in _MODULES:

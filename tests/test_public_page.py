@@ -31,6 +31,7 @@ def loaded_after(code: str) -> set[str]:
 def test_every_name_is_there():
     for name in dir(lightning_shard):
         assert getattr(lightning_shard, name) is not None
+    assert lightning_shard.__all__ == dir(lightning_shard)
 
 
 def test_an_unknown_name_is_an_attribute_error():
