@@ -6,11 +6,13 @@ function with its methods, in-place forms and aliases, and sample arguments that
 """
 
 import functools
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -80,8 +82,10 @@ def samples_of(name: str) -> list[Sample]:
     dtype = next((t for t in order if t in op.dtypes), None)
     if dtype is None:
         return []
-    made = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 200)
-    samples = [Sample((s.input, *s.args), dict(s.kwargs)) for s in made]
+    # in which torch looks for a test of its own: half of the time of the sweep
+    with mock.patch.object(inspect, "stack", return_value=[]):
+        made = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 200)
+        samples = [Sample((s.input, *s.args), dict(s.kwargs)) for s in made]
     return [s for s in samples if s.tensors and all(map(_is_ordinary, s.tensors))]
 
 
