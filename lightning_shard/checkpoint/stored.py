@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lightning_shard.processes.torch_internals import local_shape_and_offset
 
 Region = tuple[slice, ...]
 
@@ -62,9 +63,7 @@ def own_region(tensor: Tensor) -> Region:
     """Which part of the whole tensor this rank holds: a slice for each dim."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(low, low + n) for low, n in zip(offsets, sizes, strict=True))
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_shard.cli.nearest import nearest
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.processes.device import accelerators, device_of
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 
@@ -80,7 +81,7 @@ def _check_devices(trainer: Any, given: Sources) -> None:
     kind = _device_kind(trainer.accelerator)
     if kind is None:
         return
-    available = getattr(torch, kind).device_count() if getattr(torch, kind).is_available() else 0
+    available = device_of(kind).count()
     if not available:
         raise UsageError(
             f"trainer.accelerator is '{trainer.accelerator}'{_at(given, 'trainer.accelerator')} "
@@ -166,20 +167,21 @@ def _world(trainer: Any) -> tuple[int | None, str]:
         kind = _device_kind(trainer.accelerator, guess=True)
         if kind is None and trainer.accelerator != "cpu" and trainer.accelerator != "auto":
             return None, ""
-        devices = getattr(torch, kind).device_count() if kind else 1
+        devices = device_of(kind or "cpu").module.device_count()
     if devices is None:
         return None, ""
     return devices * trainer.num_nodes, f"devices {devices} x num_nodes {trainer.num_nodes}"
 
 
 def _device_kind(accelerator: Any, guess: bool = False) -> str | None:
-    if accelerator in ("cuda", "xpu"):
+    """The type of the devices asked for; None for the CPU, Apple's GPU, and what is not known."""
+    rows = accelerators()
+    if accelerator in [row.type for row in rows]:
         return accelerator
+    found = next(row for row in rows if row.found_by_lightning)
     if accelerator == "gpu":
-        return None if torch.backends.mps.is_available() else "cuda"
-    if accelerator == "auto" and guess and torch.cuda.is_available():
-        return "cuda"
-    return None
+        return None if torch.backends.mps.is_available() else found.type
+    return found.type if accelerator == "auto" and guess and found.module.is_available() else None
 
 
 def _count(devices: Any) -> int | None:

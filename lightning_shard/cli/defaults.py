@@ -8,23 +8,24 @@ The parser keeps the arguments of a former class when the new one has them too: 
 
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.cli.names import class_hints, find_class, parameters
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.yaml_places import UsageError, is_mapping
+from lightning_shard.processes.device import accelerators
 
 
-def find_intel_gpu(trainer: Any) -> None:
-    """Let "auto" and "gpu" mean Intel's GPUs where those are the ones; Lightning 2.6 takes the CPU.
+def find_device(trainer: Any) -> None:
+    """Let "auto" and "gpu" mean this machine's device where Lightning would not find it.
 
     Args:
         trainer: The resolved options of the trainer, changed in place.
     """
-    if trainer.accelerator in ("auto", "gpu") and torch.xpu.is_available():
-        trainer.accelerator = "cuda" if torch.cuda.is_available() else "xpu"
+    there = [row for row in accelerators() if row.module.is_available()]
+    if trainer.accelerator in ("auto", "gpu") and not all(row.found_by_lightning for row in there):
+        trainer.accelerator = there[0].type
 
 
 def own_defaults(config: Any, given: Sources, parser: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.processes.device import accelerators, available_backends
 from lightning_shard.processes.launch import launch
 
 PACKAGES = (
@@ -69,12 +70,11 @@ def _versions() -> Iterator[str]:
 
 def _devices() -> Iterator[str]:
     yield _line("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        count = module.device_count() if module.is_available() else 0
-        names = sorted({str(module.get_device_name(i)) for i in range(count)})
-        yield _line(kind, f"{count} x {', '.join(names)}" if count else "no device")
-    backends = [name for name in ("gloo", "nccl", "xccl", "mpi") if dist.is_backend_available(name)]
+    for row in accelerators():
+        count = row.count()
+        names = sorted({str(row.module.get_device_name(i)) for i in range(count)})
+        yield _line(row.type, f"{count} x {', '.join(names)}" if count else "no device")
+    backends = available_backends()
     yield _line("backends", ", ".join(backends) or "none")
 
 

@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_shard.checkpoint.directory import REST
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.config_checks import check
-from lightning_shard.cli.defaults import find_intel_gpu, own_defaults
+from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import diagnose
 from lightning_shard.cli.exits import exit_with, is_first_rank, origin, raised_by_us
 from lightning_shard.cli.hyper_parameters import chosen
@@ -198,7 +198,7 @@ class ShardCLI(LightningCLI):
         config = self.config[command]
         if self.rehearsal:
             self.asked = on_this_machine(config.trainer, self.asked)
-        find_intel_gpu(config.trainer)
+        find_device(config.trainer)
         own_defaults(config, self.given, self._parser(command))
         check(config, self.given)
 

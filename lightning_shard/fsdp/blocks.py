@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from lightning_shard.fsdp.mixins import is_a
+from lightning_shard.processes.torch_internals import own_parameters
 
 Wrap = Sequence[str] | Callable[[nn.Module], bool]
 
@@ -136,7 +137,7 @@ def _holders(root: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
     """The modules that hold each parameter."""
     holders: dict[nn.Parameter, list[nn.Module]] = {}
     for module in root.modules():
-        for p in module._parameters.values():
+        for p in own_parameters(module).values():
             if p is not None:
                 holders.setdefault(p, []).append(module)
     return holders

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.mixins import mix_in
+from lightning_shard.processes.torch_internals import own_parameters
 
 
 class _ComplexView:
@@ -40,14 +41,14 @@ def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(root.modules()):
-        names = [n for n, p in module._parameters.items() if p is not None and p.is_complex()]
+        names = [n for n, p in own_parameters(module).items() if p is not None and p.is_complex()]
         for name in names:
-            old = module._parameters[name]
+            old = own_parameters(module)[name]
             assert old is not None
             if old not in replaced:
                 pairs = torch.view_as_real(old.detach().resolve_conj()).clone()
                 replaced[old] = nn.Parameter(pairs, requires_grad=old.requires_grad)
-            module._parameters[name] = replaced[old]
+            own_parameters(module)[name] = replaced[old]
         if names:
             mix_in(module, _ComplexView, _pairs=frozenset(names))
             module.register_state_dict_post_hook(_give_complex)

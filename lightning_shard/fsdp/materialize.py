@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.fsdp.complex_pairs import pair_names
+from lightning_shard.processes.torch_internals import own_buffers, own_parameters, unsaved_buffers
 
 
 def is_deferred(module: nn.Module) -> bool:
@@ -78,15 +79,15 @@ def materialize(
         _share_generators(device, group)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
-        for name, p in module._parameters.items():
+        for name, p in own_parameters(module).items():
             if p is not None and p.is_meta:
                 place = (shards_on or device) if isinstance(p, DTensor) else device
                 if p not in moved:
                     moved[p] = nn.Parameter(torch.empty_like(p, device=place), p.requires_grad)
-                module._parameters[name] = moved[p]
-        for name, buffer in module._buffers.items():
+                own_parameters(module)[name] = moved[p]
+        for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                own_buffers(module)[name] = torch.empty_like(buffer, device=device)
     unmade, first = set(moved.values()), dict[nn.Parameter, nn.Module]()
     for module in wanted:
         _reset_whole(module, device, unmade, first)
@@ -106,19 +107,19 @@ def _reset_whole(
     wholes: dict[nn.Parameter, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter, bool]] = []
     for prefix, part in module.named_modules():
-        for name, p in part._parameters.items():
+        for name, p in own_parameters(part).items():
             if p is not None:
                 paired = (f"{prefix}.{name}" if prefix else name) in pairs
                 places.append((part, name, p, paired))
                 if p not in wholes:
                     wholes[p] = _whole(p, device, paired, known=p not in unmade)
     for part, name, p, _ in places:
-        part._parameters[name] = wholes[p]
+        own_parameters(part)[name] = wholes[p]
     try:
         reset()
     finally:
         for part, name, p, _ in places:
-            part._parameters[name] = p
+            own_parameters(part)[name] = p
     for part, _, p, paired in places:
         # of tied modules the first one made the value
         if part is not module or first.setdefault(p, module) is module:
@@ -146,9 +147,9 @@ def _keep_part(p: nn.Parameter, whole: Tensor, paired: bool) -> None:
 
 def _needs_reset(module: nn.Module, from_file: bool) -> bool:
     """Whether `module` itself, not one inside it, holds what nothing else gives a value."""
-    own = [*module._parameters.values(), *module._buffers.values()]
+    own = [*own_parameters(module).values(), *own_buffers(module).values()]
     if from_file:
-        own = [module._buffers[name] for name in module._non_persistent_buffers_set]
+        own = [own_buffers(module)[name] for name in unsaved_buffers(module)]
     return any(t is not None and t.is_meta for t in own)
 
 

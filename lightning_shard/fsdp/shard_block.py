@@ -17,12 +17,18 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_shard.fsdp.blocks import can_be_gathered
 from lightning_shard.fsdp.mixins import sharded_modules
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.processes.torch_internals import is_view
+from lightning_shard.processes.device import device_of
+from lightning_shard.processes.torch_internals import (
+    is_view,
+    own_parameters,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from lightning_shard.tensor.placement import pack, unpack
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -59,7 +65,7 @@ def shard_block(
     )
     # a sum that is divided is right everywhere: FSDP2 would ask for averages, or pre-multiplied
     # sums, which oneCCL lacks between nodes (https://github.com/uxlfoundation/oneCCL/issues/195)
-    if mesh.device_type != "cuda":
+    if not device_of(mesh.device_type).averages:
         sharded.set_force_sum_reduction_for_comms(True)
     _show_local_tensors_to_fsdp(block, sharded)
     return sharded
@@ -113,7 +119,9 @@ def _own_pairs(block: nn.Module) -> list[nn.Parameter]:
     parts = [block]
     for part in parts:
         parts.extend(c for c in part.children() if not isinstance(c, FSDPModule))
-    held = [part._parameters[name] for part in parts for name in part.__dict__.get("_pairs", ())]
+    held = [
+        own_parameters(part)[name] for part in parts for name in part.__dict__.get("_pairs", ())
+    ]
     return [p for p in held if p is not None]
 
 

@@ -1,7 +1,13 @@
-"""Which library carries the collectives of a device."""
+"""What this package knows of each type of device, as one row of `DEVICES`.
+
+A new device is one more row. Where Lightning has no accelerator for it, `trainer/xpu` shows how one
+is written.
+"""
 
 import importlib
 import importlib.util
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,26 +17,120 @@ from lightning_shard.processes.torch_internals import internal
 ONECCL = "oneccl_bindings_for_pytorch"
 
 
+@dataclass(frozen=True)
+class Rates:
+    """Nanoseconds per unit of work of one rank, by which spectra choose their method.
+
+    Attributes:
+        flop: Per floating-point operation of a matrix product.
+        touch: Per byte that is read or written once.
+        fft: Per byte that is transformed, at an extent of small prime factors.
+        send: Per byte that goes to another rank.
+        start: Per collective.
+    """
+
+    flop: float
+    touch: float
+    fft: float
+    send: float
+    start: float
+
+
+# from data sheets of an H200 with NVLink; other accelerators are taken for one
+_ACCELERATOR = Rates(flop=2.5e-5, touch=3e-4, fft=1e-3, send=3e-3, start=2e4)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A type of device.
+
+    Attributes:
+        type: Its name in torch, whose module `torch.<type>` it has.
+        rates: How fast it is.
+        substitute: A backend for its collectives where this torch was built without its own, and
+            the package that registers the backend.
+        averages: Whether its collectives average, and multiply while they sum. FSDP2 then asks for
+            that; of other devices it asks for sums, which it divides.
+        ends_groups: Whether its backend warns of process groups that a program has not ended.
+        found_by_lightning: Whether Lightning's accelerators "auto" and "gpu" find it.
+        shown_by: The variable that says which of its devices a process sees.
+        lost: Words by which an error of its collectives says that another rank is gone.
+    """
+
+    type: str
+    rates: Rates = _ACCELERATOR
+    substitute: tuple[str, str] | None = None
+    averages: bool = False
+    ends_groups: bool = False
+    found_by_lightning: bool = False
+    shown_by: str = ""
+    lost: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> Any:
+        """The module of torch that speaks to its driver."""
+        return getattr(torch, self.type)
+
+    def count(self) -> int:
+        """The number of devices that this process sees."""
+        return self.module.device_count() if self.module.is_available() else 0
+
+
+# The first that a machine has is the one that a script takes by default.
+DEVICES: tuple[Device, ...] = (
+    Device(
+        "cuda", averages=True, ends_groups=True, found_by_lightning=True,
+        shown_by="CUDA_VISIBLE_DEVICES",
+    ),
+    Device("xpu", substitute=("ccl", ONECCL), shown_by="ZE_AFFINITY_MASK", lost=("oneCCL",)),
+    Device(  # measured on one core of an AMD EPYC with gloo
+        "cpu", Rates(flop=0.015, touch=0.25, fft=0.9, send=0.8, start=1e5),
+        lost=("gloo/transport",),
+    ),
+)  # fmt: skip
+
+
+def accelerators() -> list[Device]:
+    """All devices but the CPU, which every machine has."""
+    return [row for row in DEVICES if row.type != "cpu"]
+
+
+def device_of(device_type: str) -> Device:
+    """The row of a type; of one that only torch knows, a row that promises least."""
+    return next((row for row in DEVICES if row.type == device_type), Device(device_type))
+
+
+def present() -> str:
+    """The type of the first device that this machine has."""
+    return next((row.type for row in accelerators() if row.module.is_available()), "cpu")
+
+
+def available_backends() -> list[str]:
+    """The names of the process-group backends that this torch has; one of them is for its tests."""
+    there = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    return [name for name in there if name not in ("undefined", "fake")]
+
+
 def default_backend(device: torch.device) -> str:
     """The process-group backend for tensors of `device`: nccl, xccl, ccl or gloo.
 
-    For Intel GPUs torch's own `xccl`; `ccl` of oneccl_bindings_for_pytorch, which is then imported,
-    only where a torch without `xccl` is installed.
+    It is torch's own. Where this torch was built without it, the device's substitute is imported.
 
     Raises:
-        RuntimeError: The device is an Intel GPU and neither is installed.
+        RuntimeError: Neither is installed.
     """
-    if device.type != "xpu":
-        return dist.get_default_backend_for_device(device)
-    if dist.is_xccl_available():
-        return "xccl"
-    if importlib.util.find_spec(ONECCL) is not None:
-        importlib.import_module(ONECCL)  # registers ccl
-        return "ccl"
+    backend = dist.get_default_backend_for_device(device)
+    substitute = device_of(device.type).substitute
+    if substitute is None or dist.is_backend_available(backend):
+        return backend
+    other, package = substitute
+    if importlib.util.find_spec(package) is not None:
+        importlib.import_module(package)  # registers the backend
+        return other
     raise RuntimeError(
-        f"training on {device} needs torch's xccl backend, without which torch {torch.__version__} "
-        f"was built, or the package {ONECCL}, which is not installed; install torch's build for "
-        "XPU."
+        f"training on {device} needs torch's {backend} backend, without which torch "
+        f"{torch.__version__} was built, or the package {package}, which is not installed; install "
+        f"torch's build for {device.type.upper()}."
     )
 
 

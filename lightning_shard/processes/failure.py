@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import store_of_attempt
+from lightning_shard.processes.device import DEVICES
 
 POLL_S = 0.5
 GRACE_S = 10.0  # for a rank to end by itself, once it or another has failed
@@ -38,8 +39,9 @@ LOOK_S = 2.0  # for the reason of a lost connection to arrive, and for heartbeat
 ANSWER_S = 3.0  # for the store to answer
 SIGTERM_CODE = 128 + signal.SIGTERM
 _runs = itertools.count()  # the ranks begin their watches in the same order
-# of gloo, oneCCL and torch's store, whose errors are plain RuntimeErrors in some releases
-_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "oneCCL")
+# of torch's store and of collectives, whose errors are plain RuntimeErrors in some releases
+_LOST = ["Connection closed by peer", "Connection reset by peer"]
+_LOST += [words for row in DEVICES for words in row.lost]
 
 
 @dataclass(frozen=True)

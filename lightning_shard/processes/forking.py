@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_shard.processes.device import accelerators
 from lightning_shard.processes.process_info import NOTEBOOK, process_info
 from lightning_shard.processes.torch_internals import open_groups
 from lightning_shard.processes.variables import joined
@@ -19,8 +20,8 @@ _OF_PARENT: dict[Any, Any] = {}  # kept, because their destructors wait for thre
 
 def initialised_accelerator() -> str | None:
     """The accelerator that this process has begun to use, which would not work in a fork of it."""
-    modules = {"CUDA": torch.cuda, "XPU": torch.xpu}
-    return next((name for name, module in modules.items() if module.is_initialized()), None)
+    begun = (row.type.upper() for row in accelerators() if row.module.is_initialized())
+    return next(begun, None)
 
 
 def belongs_to_a_group() -> bool:

@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import agree, of_attempt
-from lightning_shard.processes.device import default_backend
+from lightning_shard.processes.device import (
+    available_backends,
+    default_backend,
+    device_of,
+    present,
+)
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.variables import ProcessInfo
 
@@ -37,7 +42,7 @@ def start_process_group(
         TimeoutError: Not all processes arrive.
     """
     info = process_info()
-    device = _own_device(device_type or _available(), info)
+    device = _own_device(device_type or present(), info)
     backend = backend or default_backend(device)
     join(
         info.rank,
@@ -48,10 +53,6 @@ def start_process_group(
         timeout_s=timeout_s,
     )
     return info
-
-
-def _available() -> str:
-    return next((t for t in ("cuda", "xpu") if getattr(torch, t).is_available()), "cpu")
 
 
 def _own_device(device_type: str, info: ProcessInfo) -> torch.device:
@@ -72,7 +73,7 @@ def _own_device(device_type: str, info: ProcessInfo) -> torch.device:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that this torch does not have, of `nccl` or `cpu:gloo,cuda:nccl`.
+    """Refuse a backend that this torch does not have, of one name or of `cpu:gloo,cuda:nccl`.
 
     Raises:
         ValueError: With the names of those that it has.
@@ -80,10 +81,9 @@ def check_backend(backend: str) -> None:
     for part in backend.split(","):
         name = part.rpartition(":")[2].lower()
         if not dist.is_backend_available(name):
-            known = [b for b in dist.Backend.backend_list if dist.is_backend_available(b)]
             raise ValueError(
                 f"process group backend {backend!r}: {name!r} is unknown to this torch, "
-                f"{torch.__version__}; use one of {', '.join(known)}."
+                f"{torch.__version__}; use one of {', '.join(available_backends())}."
             )
 
 
@@ -171,5 +171,5 @@ def _identity(device: torch.device) -> str:
     properties = torch.get_device_module(device.type).get_device_properties(device)
     if uuid := getattr(properties, "uuid", None):
         return f"{properties.name} {uuid} of {socket.gethostname()}"
-    shown = os.environ.get("ZE_AFFINITY_MASK", "")
+    shown = os.environ.get(device_of(device.type).shown_by, "")
     return f"{device} ({shown}) of {socket.gethostname()}"

@@ -24,18 +24,22 @@ from types import FrameType, FunctionType
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.groups import making_groups
 from lightning_shard.processes.mesh import domain_axes
+from lightning_shard.processes.torch_internals import number_in_group, replace_internal
 
 _INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip
 # modules between a collective and its caller
-_CARRIERS = ("contextlib", "torch.distributed.c10d_logger", functional.__name__, c10d.__name__)
+_CARRIERS = {
+    "contextlib",
+    "torch.distributed.c10d_logger",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.distributed_c10d",
+}
 
 # of the process, not a ContextVar: backward runs in threads that inherit none
 _active: dist.ProcessGroup | None = None
@@ -60,7 +64,7 @@ def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Iterat
         return
     _install()
     before = _active, _refused
-    _refused = c10d.GroupMember.WORLD
+    _refused = dist.group.WORLD
     _active = _replicas_of(mesh, names, _refused)
     try:
         yield
@@ -79,14 +83,29 @@ def _replicas_of(
     with making_groups():
         group = dist.new_subgroups_by_enumeration(columns)[0]
     assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    number_in_group(group)
     return group
 
 
 @lru_cache(maxsize=1)
 def _install() -> None:
     """Replace the functions of torch that choose a default group, for good."""
-    of_all = c10d._get_default_group
+    replace_internal("torch.distributed.distributed_c10d._get_default_group", _of_replicas)
+    for path in (
+        "torch.distributed.distributed_c10d._rank_not_in_group",
+        # the first of the two since torch 2.12
+        "torch.distributed._functional_collectives._resolve_group|_resolve_group_name",
+    ):
+        replace_internal(path, _refusing)
+    for collective in vars(differentiable).values():  # they name a group made before their import
+        if isinstance(collective, FunctionType):
+            given = collective.__defaults__ or ()
+            world = dist.group.WORLD
+            collective.__defaults__ = tuple(None if each is world else each for each in given)
+
+
+def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.ProcessGroup]:
+    """`of_all`, which tells the group of the data replicas to a collective of the user's."""
 
     def default_group() -> dist.ProcessGroup:
         caller = sys._getframe(1)
@@ -96,17 +115,7 @@ def _install() -> None:
                 return _active
         return of_all()
 
-    c10d._get_default_group = default_group
-    c10d._rank_not_in_group = _refusing(c10d._rank_not_in_group)
-    for name in ("_resolve_group", "_resolve_group_name"):  # the first since torch 2.12
-        if resolve := getattr(functional, name, None):
-            setattr(functional, name, _refusing(resolve))
-            break
-    for collective in vars(differentiable).values():  # they name a group made before their import
-        if isinstance(collective, FunctionType):
-            given = collective.__defaults__ or ()
-            world = c10d.GroupMember.WORLD
-            collective.__defaults__ = tuple(None if each is world else each for each in given)
+    return default_group
 
 
 def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,14 +8,14 @@ importing this module raises one ImportError that lists all of them.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-# name -> what breaks without it
+# name -> what breaks without it; a name may have another in some releases, after a bar
 INTERNALS = {
     # dispatch of split tensors (tensor/tensor.py)
     "torch.Tensor._make_wrapper_subclass": "a split tensor has a shape and no memory",
@@ -46,6 +46,21 @@ INTERNALS = {
     "torch.autograd.Variable._execution_engine": "plain gradients are averaged after the last one",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset":
         "weights are loaded into DTensors",
+    "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
+    "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
+    "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
+    "torch.nn.Module._apply": "a module moves to its device, but for what is on the meta device",
+    "torch.Tensor._base": "a view of a parameter is told from other tensors",
+    "torch.amp.grad_scaler.GradScaler._unscale_grads_": "ranks skip a step of float16 together",
+    # containers of tensors: batches, and what modules and steps return
+    "torch.utils._pytree.keystr": "a tensor of a batch is called by its place",
+    "torch.utils._pytree.tree_flatten": "blocks take and return split tensors in containers",
+    "torch.utils._pytree.tree_flatten_with_path": "batches are split, and described",
+    "torch.utils._pytree.tree_leaves": "batches are counted, and looked through",
+    "torch.utils._pytree.tree_map": "blocks take and return split tensors in containers",
+    "torch.utils._pytree.tree_map_only": "predictions are moved to the CPU",
+    "torch.utils._pytree.tree_unflatten": "blocks take and return split tensors in containers",
+    "torch.utils.data._utils.collate.default_collate_fn_map": "DataLoaders batch slabs",
     # processes
     "torch.distributed.device_mesh.DeviceMesh._flatten": "all axes of a mesh have one group",
     "torch.distributed.distributed_c10d._get_default_store": "ranks report failures to each other",
@@ -54,6 +69,12 @@ INTERNALS = {
     "torch.distributed.ProcessGroup.bound_device_id":
         "meshes are made where a group cannot be split",
     "torch.distributed.Backend.backend_capability": "gloo stands beside xccl",
+    "torch.distributed.distributed_c10d._get_default_group": "modules' collectives count replicas",
+    "torch.distributed.distributed_c10d._rank_not_in_group": "modules' collectives count replicas",
+    "torch.distributed.distributed_c10d._world.pg_group_ranks":
+        "modules' collectives number replicas from 0",
+    "torch.distributed._functional_collectives._resolve_group|_resolve_group_name":
+        "modules' functional collectives count replicas",
 }  # fmt: skip
 
 
@@ -76,8 +97,16 @@ def _find(path: str) -> Any:
     found: Any = importlib.import_module(name)
     for part in rest:
         name = f"{name}.{part}"
-        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
+        there = _part(found, part)
+        found = importlib.import_module(name) if there is None else there
     return found
+
+
+def _part(owner: Any, names: str) -> Any:
+    """The attribute of one of the names; a class may only announce that its instances have it."""
+    announced = getattr(owner, "__annotations__", {}) if isinstance(owner, type) else {}
+    there = (getattr(owner, n, announced.get(n)) for n in names.split("|"))
+    return next((found for found in there if found is not None), None)
 
 
 @functools.cache
@@ -120,8 +149,61 @@ def accessors(name: str) -> Any:
     return vars(internal("torch._C.TensorBase"))[name]
 
 
+if TYPE_CHECKING:  # which says what these return
+    from torch.utils._pytree import keystr as keystr
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+else:
+    keystr = internal("torch.utils._pytree.keystr")
+    tree_flatten = internal("torch.utils._pytree.tree_flatten")
+    tree_flatten_with_path = internal("torch.utils._pytree.tree_flatten_with_path")
+    tree_leaves = internal("torch.utils._pytree.tree_leaves")
+    tree_map = internal("torch.utils._pytree.tree_map")
+    tree_map_only = internal("torch.utils._pytree.tree_map_only")
+    tree_unflatten = internal("torch.utils._pytree.tree_unflatten")
+
+
 def is_view(x: Tensor) -> bool:
     return internal("torch.Tensor._is_view")(x)
+
+
+def base_of(x: Tensor) -> Tensor:
+    """The tensor that `x` is a view of; `x` where it is none."""
+    base = internal("torch.Tensor._base").__get__(x)
+    return x if base is None else base
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of the module itself, as it holds them; an entry can be replaced."""
+    assert "torch.nn.Module._parameters" in INTERNALS
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of the module itself, as it holds them; an entry can be replaced."""
+    assert "torch.nn.Module._buffers" in INTERNALS
+    return module._buffers
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """The names of the module's own buffers that its state dict leaves out."""
+    assert "torch.nn.Module._non_persistent_buffers_set" in INTERNALS
+    return module._non_persistent_buffers_set
+
+
+def apply(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Change all parameters, their gradients and all buffers in place, as `Module.to` does."""
+    assert "torch.nn.Module._apply" in INTERNALS
+    return module._apply(change)
+
+
+def collate_functions() -> dict[Any, Callable[..., Any]]:
+    """What DataLoaders batch samples of a class with; torch documents that entries are added."""
+    return internal("torch.utils.data._utils.collate.default_collate_fn_map")
 
 
 def storage_users(x: Tensor) -> int:
@@ -154,6 +236,20 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 def open_groups() -> dict[Any, Any]:
     """All process groups of this process, with their stores."""
     return internal("torch.distributed.distributed_c10d._world.pg_map")
+
+
+def number_in_group(group: dist.ProcessGroup) -> None:
+    """Call the ranks of the group by their number in it, also as `src` and `dst`."""
+    ranks = internal("torch.distributed.distributed_c10d._world.pg_group_ranks")
+    ranks[group] = {rank: rank for rank in range(group.size())}
+
+
+def replace_internal(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put what `make` makes of a function of a module in its place, for good."""
+    owner, _, names = path.rpartition(".")
+    module, function = _find(owner), internal(path)
+    name = next(name for name in names.split("|") if hasattr(module, name))
+    setattr(module, name, make(function))
 
 
 def splits(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -11,12 +11,17 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from typing_extensions import override
 
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.fsdp.blocks import blocks
+from lightning_shard.processes.torch_internals import (
+    base_of,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+)
 from lightning_shard.rehearsal.seen import Rehearsal
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
@@ -135,5 +140,5 @@ def _memory(x: Tensor) -> int:
 
 def _is_parameter(x: Tensor) -> bool:
     """Whether `x` is a parameter, or a view of one: gathered, it has new memory."""
-    source = x if x._base is None else x._base  # pyright: ignore[reportPrivateUsage]  # no other way
+    source = base_of(x)
     return source.requires_grad and source.grad_fn is None

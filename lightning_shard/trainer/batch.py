@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from lightning_shard.processes.torch_internals import keystr, tree_flatten_with_path, tree_leaves
 from lightning_shard.tensor.placement import from_local, shard
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.slab import Dims, LocalPart, ShardDims, dims_of

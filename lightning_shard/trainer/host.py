@@ -6,9 +6,11 @@ is read on this page. `tests/trainer/test_host.py` lists the names that a releas
 """
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 # Without it a run that is resumed inside an epoch reads the samples of another epoch.
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
@@ -56,10 +58,12 @@ __all__ = [
     "begin_requeue",
     "chosen_devices",
     "destroy_process_group",
+    "meet_at",
     "optimizers_to_device",
     "plain_optimizer",
     "register_ddp_comm_hook",
     "set_sampler_epoch",
+    "take_sigterm",
     "tell_device",
     "tell_mesh",
     "throughputs",
@@ -91,6 +95,16 @@ def begin_requeue(trainer: Trainer, received: signal.Signals) -> None:
     """Do what Lightning does when SLURM says that a job ends: save, and queue the job again."""
     handler: Any = trainer._signal_connector._slurm_sigusr_handler_fn
     handler(received, None)
+
+
+def take_sigterm(trainer: Trainer, handler: Callable[..., Any]) -> None:
+    """Let `handler` be what Lightning calls at SIGTERM; its own begins a broadcast, which hangs."""
+    trainer._signal_connector._sigterm_notifier_fn = handler
+
+
+def meet_at(environment: LightningEnvironment, port: int) -> None:
+    """Let the processes of a notebook meet at the port, at which their store is already open."""
+    environment._main_port = port
 
 
 def throughputs(monitor: ThroughputMonitor) -> list[Any]:

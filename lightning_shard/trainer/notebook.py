@@ -22,7 +22,7 @@ from lightning_shard.processes.forking import (
     initialised_accelerator,
     store_of_ranks,
 )
-from lightning_shard.trainer.host import MultiProcessingLauncher, WorkerOutput
+from lightning_shard.trainer.host import MultiProcessingLauncher, WorkerOutput, meet_at
 
 
 class NotebookLauncher(MultiProcessingLauncher):
@@ -54,7 +54,8 @@ class NotebookLauncher(MultiProcessingLauncher):
         assert isinstance(environment, LightningEnvironment)
         outside = os.environ.get("MASTER_PORT")
         try:
-            with forking(), store_of_ranks() as environment._main_port:  # another for each launch
+            with forking(), store_of_ranks() as port:  # another for each launch
+                meet_at(environment, port)
                 return super().launch(function, *args, trainer=trainer, **named)
         finally:
             os.environ.pop("MASTER_PORT", None)  # which Lightning sets

@@ -18,12 +18,14 @@ class ShardedGradScaler(GradScaler):
 
     torch has the same for FSDP1 (torch.distributed.fsdp.sharded_grad_scaler); here gradients are
     DTensors of several meshes, and plain ones.
+
+    Attributes:
+        device_type: Of the gradients.
     """
 
-    @property
-    def device_type(self) -> str:
-        """Of the gradients."""
-        return self._device
+    def __init__(self, device_type: str, **options: Any) -> None:
+        super().__init__(device_type, **options)
+        self.device_type = device_type
 
     @classmethod
     def like(cls, scaler: GradScaler, device_type: str) -> "ShardedGradScaler":

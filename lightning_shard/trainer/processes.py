@@ -19,7 +19,7 @@ from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.agreement import agree, store_of_attempt
-from lightning_shard.processes.device import default_backend
+from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.group import join
 from lightning_shard.processes.mesh import make_mesh, mesh_names
 from lightning_shard.trainer.environment import check_processes
@@ -203,7 +203,7 @@ def start_group(
         backend=backend,
         timeout_s=timeout_s,
     )
-    if "nccl" in backend:  # which warns of groups that were not ended
+    if device_of(device.type).ends_groups:
         atexit.register(destroy_process_group)
 
 

@@ -16,6 +16,7 @@ from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.parallelize import Moved, parallelize
 from lightning_shard.fsdp.plain_gradients import step_one_by_one_if_mixed
+from lightning_shard.processes.torch_internals import apply
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
@@ -34,7 +35,7 @@ def to_device(module: nn.Module, device: torch.device) -> nn.Module:
     def moved(tensor: Tensor) -> Tensor:
         return tensor if tensor.is_meta else tensor.to(device)
 
-    return module if isinstance(module, FSDPModule) else module._apply(moved)
+    return module if isinstance(module, FSDPModule) else apply(module, moved)
 
 
 def copies(trainer: Trainer, module: LightningModule) -> list[nn.Module]:

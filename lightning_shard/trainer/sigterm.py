@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 
 from lightning_shard.processes.failure import POLL_S, SIGTERM_CODE
+from lightning_shard.trainer.host import take_sigterm
 from lightning_shard.trainer.peers import Peers
 
 
@@ -46,16 +47,15 @@ def leave_together_on_sigterm(
 
     Lightning then neither broadcasts nor ends the processes that it started.
     """
-    connector: Any = trainer._signal_connector
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        connector._sigterm_notifier_fn = _leave_it_to_others
+        take_sigterm(trainer, _leave_it_to_others)
         return
     now = signal.getsignal(signal.SIGTERM)
     if now not in (None, signal.SIG_DFL) and not isinstance(now, LeaveTogether):
-        connector._sigterm_notifier_fn = _leave_it_to_others
+        take_sigterm(trainer, _leave_it_to_others)
         return
     handler = LeaveTogether(peers, rank)
-    connector._sigterm_notifier_fn = handler
+    take_sigterm(trainer, handler)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 

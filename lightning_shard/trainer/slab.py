@@ -14,10 +14,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import domain_of
+from lightning_shard.processes.torch_internals import collate_functions
 from lightning_shard.tensor.placement import from_local
 
 Dims = int | Sequence[int]
@@ -142,4 +142,4 @@ def _collate(
     return LocalPart(rows, (len(parts), *parts[0].shape), samples)
 
 
-default_collate_fn_map[LocalPart] = _collate
+collate_functions()[LocalPart] = _collate

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path
 
+from lightning_shard.processes.torch_internals import tree_flatten_with_path
 from lightning_shard.tensor.tensor import DomainTensor
 
 

@@ -1,13 +1,17 @@
 """What torch does not promise: all names are there, and nothing of torch is replaced at import."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import lightning_shard
 from lightning_shard.processes import torch_internals
 
+ROOT = Path(lightning_shard.__file__).parent
 IMPORT = """
 import torch, torch.utils.checkpoint, torch.distributed.checkpoint, torch._dynamo
 import lightning.pytorch, neuralop.models
@@ -37,6 +41,65 @@ print(sorted(k for k, v in before.items() if after.get(k) is not v and after.get
 
 def test_every_internal_name_is_there():
     assert torch_internals.missing() == []
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _private_imports(tree: ast.AST) -> list[str]:
+    """The private names of other packages that a file imports, at its top or within."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return [path for path in found if any(map(_private, path.split(".")))]
+
+
+def _private_attributes(tree: ast.AST) -> set[str]:
+    """The private attributes of other objects than `self` that a file reads or sets."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and _private(node.attr)
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    }
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """The private attributes that a file gives to its own classes and objects."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            found.add(ast.unparse(node.target).removeprefix("self."))
+        elif isinstance(node, ast.Assign):
+            names = [ast.unparse(target) for target in node.targets]
+            found.update(n.removeprefix("self.") for n in names if n.startswith("self."))
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)  # attributes of mixins
+    return found
+
+
+PAGES = ("processes/torch_internals.py", "trainer/host.py")  # of torch and of Lightning
+PUBLIC = {"_exit", "_getframe", "_replace"}  # which Python documents
+
+
+def test_no_other_file_uses_private_names():
+    trees = {str(f.relative_to(ROOT)): ast.parse(f.read_text()) for f in ROOT.rglob("*.py")}
+    own = set[str]().union(PUBLIC, *map(_defined, trees.values()))
+    own -= vars(torch.nn.Module()).keys()
+    for name, tree in trees.items():
+        if name not in PAGES:
+            assert _private_imports(tree) == [], name
+            assert _private_attributes(tree) - own == set(), name
+    # the test sees what stands on the pages
+    assert {"_cdata", "_backward_cls"} <= _private_attributes(trees[PAGES[0]]) - own
+    assert _private_imports(trees[PAGES[1]])
 
 
 def test_a_removed_name_is_listed_with_what_breaks(monkeypatch):

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -52,6 +53,12 @@ def test_attributes_of_lightnings_objects():
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert host.chosen_devices(trainer) == [torch.device("cpu")]
     assert callable(trainer._signal_connector._slurm_sigusr_handler_fn)
+    assert callable(trainer._signal_connector._sigterm_notifier_fn)
+    host.take_sigterm(trainer, print)
+    assert trainer._signal_connector._sigterm_notifier_fn is print
+    environment = LightningEnvironment()
+    host.meet_at(environment, 29511)
+    assert environment.main_port == 29511
     assert hasattr(ThroughputMonitor(lambda _: 1), "_throughputs")
     module = BoringModel()
     assert hasattr(module, "_device")

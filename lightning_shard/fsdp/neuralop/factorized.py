@@ -22,7 +22,7 @@ from lightning_shard.domain.comm import all_reduce
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import scatter_sum
 from lightning_shard.domain.subdomain import Domain, Subdomain
-from lightning_shard.ops.spectral.cost import rates_of
+from lightning_shard.processes.device import device_of
 from lightning_shard.tensor.tensor import DomainTensor
 
 KINDS = ("tucker", "cp", "tt")
@@ -153,7 +153,7 @@ def travels_less(weight: Any, device: str) -> bool:
         weight: The factorized weight, of shape (in, out, k0, k1, ...).
         device: Its type.
     """
-    rates = rates_of(device)
+    rates = device_of(device).rates
     factors = list(weight.parameters())
     into, out, *modes = weight.shape
     saved = 3 * sum(p.numel() * p.element_size() for p in factors)

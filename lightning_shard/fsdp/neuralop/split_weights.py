@@ -33,6 +33,7 @@ from lightning_shard.domain.layout import Layout, partition
 from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
 from lightning_shard.fsdp.mixins import is_a, mix_in
 from lightning_shard.fsdp.neuralop.factorized import fills, kind_of, terms, travels_less
+from lightning_shard.processes.torch_internals import own_parameters
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -100,7 +101,7 @@ def split_by_mode(
         elif not _split_terms(layer, mesh):
             continue
         seen |= own
-        if layer._parameters.get("bias") is not None:
+        if own_parameters(layer).get("bias") is not None:
             _distribute(layer, "bias", mesh, [Replicate()] * mesh.ndim)
             mix_in(layer, _OwnTerms, _domain_mesh=mesh)
         yield layer
@@ -156,7 +157,7 @@ def show_split_weights(layer: nn.Module, dims: Sequence[int]) -> None:
 def _has_dense_modes(layer: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> bool:
     weight: Any = layer.weight
     order: Any = layer.order
-    known = getattr(weight, "name", "").endswith("Dense") and "tensor" in weight._parameters
+    known = getattr(weight, "name", "").endswith("Dense") and "tensor" in own_parameters(weight)
     first = weight.ndim - order
     return known and all(
         2 <= d < 2 + order and fills(weight.shape[d - 2 + first], parts)
@@ -168,10 +169,10 @@ def _distribute(
     module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]
 ) -> None:
     """Make the named parameter of `module` a DTensor."""
-    parameter = module._parameters[name]
+    parameter = own_parameters(module)[name]
     assert parameter is not None
     data = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-    module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    own_parameters(module)[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def _mean_over(mesh: DeviceMesh, weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_internals import OperatorPacket, functions_of_cpp, schemas
 
 OPERATORS = (
@@ -34,9 +35,9 @@ UNTAGGED = (
     "relu relu6 elu selu celu leaky_relu hardtanh hardsigmoid hardshrink softshrink softplus silu "
     "mish gelu threshold"
 ).split()
-CONVERSIONS = (
+CONVERSIONS = [row.type for row in DEVICES] + (
     "to type type_as float double half bfloat16 chalf cfloat cdouble bool int long short char "
-    "byte cpu cuda xpu clone detach detach_ contiguous requires_grad_ resolve_conj "
+    "byte clone detach detach_ contiguous requires_grad_ resolve_conj "
     "resolve_neg fill_ zero_ zeros_like ones_like full_like empty_like nan_to_num nan_to_num_"
 ).split()
 NOT_POINTWISE_IN_ALL_FORMS = {"max", "min", "equal", "rrelu"}

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from lightning_shard.domain.layout import partition
+from lightning_shard.processes.device import Rates, device_of
 
 Method = Literal["auto", "dft", "fft"]
 Step = tuple[int, bool]  # which of the transformed dims, and whether by an FFT
@@ -43,36 +44,7 @@ def spectral_method(method: Method) -> Generator[None, None, None]:
         _METHOD.reset(token)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Nanoseconds per unit of work of one rank.
-
-    Attributes:
-        flop: Per floating-point operation of a matrix product.
-        touch: Per byte that is read or written once.
-        fft: Per byte that is transformed, at an extent of small prime factors.
-        send: Per byte that goes to another rank.
-        start: Per collective.
-    """
-
-    flop: float
-    touch: float
-    fft: float
-    send: float
-    start: float
-
-
-# cpu: measured on one core of an AMD EPYC with gloo; cuda: from data sheets of an H200 with NVLink
-RATES = {
-    "cpu": Rates(flop=0.015, touch=0.25, fft=0.9, send=0.8, start=1e5),
-    "cuda": Rates(flop=2.5e-5, touch=3e-4, fft=1e-3, send=3e-3, start=2e4),
-}
 AWKWARD = 3.5  # times an FFT takes longer at extents with a prime factor above 13
-
-
-def rates_of(device: str) -> Rates:
-    """Of a device type; other accelerators are taken for CUDA devices."""
-    return RATES.get(device, RATES["cuda"])
 
 
 @dataclass(frozen=True)
@@ -109,7 +81,7 @@ def _plan(
     device: str,
     method: Method,
 ) -> tuple[Step, ...]:
-    rates = rates_of(device)
+    rates = device_of(device).rates
     methods = [
         (False,) if method == "dft" or not e.kept else (True,) if method == "fft" else (False, True)
         for e in extents

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_shard.domain.align import simple
 from lightning_shard.domain.fetch import fetch
 from lightning_shard.domain.layout import Grid
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.torch_internals import tree_map_only
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 

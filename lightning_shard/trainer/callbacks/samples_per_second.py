@@ -7,8 +7,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from lightning_shard.processes.torch_internals import tree_leaves
 
 WINDOW = 10  # batches
 

@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_shard.processes.torch_internals import tree_leaves
 from lightning_shard.tensor.tensor import DomainTensor
 
 
