@@ -8,6 +8,7 @@ tensors where the result is the same on every rank.
 
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,6 +204,17 @@ def canonical_names(
     if not args and "input" in kwargs and "condition" not in kwargs:
         args = (kwargs.pop("input"),)
     return args, kwargs
+
+
+_IN_PLACE = re.compile(
+    r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_"
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_in_place(function: Any) -> bool:
+    """Whether torch's naming says that the function changes its first operand: `add_`, `+=`."""
+    return bool(_IN_PLACE.fullmatch(getattr(function, "__name__", "")))
 
 
 def name_of(function: Any) -> str:

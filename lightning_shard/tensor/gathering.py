@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import gathered
 from lightning_shard.ops import name_of
-from lightning_shard.ops.elementwise.pointwise import is_in_place
+from lightning_shard.ops.registry import is_in_place
 from lightning_shard.tensor.part import Part, part_of
 
 gather_allowed: ContextVar[bool] = ContextVar("gather_allowed", default=False)

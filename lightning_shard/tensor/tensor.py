@@ -19,8 +19,8 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops import name_of, rule_for
 from lightning_shard.ops.become import Became
-from lightning_shard.ops.elementwise.pointwise import is_in_place, pointwise
-from lightning_shard.ops.registry import canonical_names, run_rule
+from lightning_shard.ops.elementwise.pointwise import pointwise
+from lightning_shard.ops.registry import canonical_names, is_in_place, run_rule
 from lightning_shard.processes.torch_internals import (
     accessors,
     frame_callback,

@@ -11,19 +11,28 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.ops.registry import composes
 
 
-@composes(torch.trapezoid, torch.trapz, torch.cumulative_trapezoid)
+@composes(torch.trapezoid, torch.trapz)
 def trapezoid(
     func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
 ) -> Tensor:
-    d = dim % y.ndim
+    return _areas(y, x, dx, dim % y.ndim).sum(dim)
+
+
+@composes(torch.cumulative_trapezoid)
+def cumulative_trapezoid(
+    func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
+) -> Tensor:
+    return _areas(y, x, dx, dim % y.ndim).cumsum(dim)
+
+
+def _areas(y: Any, x: Any, dx: float, d: int) -> Any:
+    """Between each two points along dim `d`."""
     n = y.shape[d]
     areas = y.narrow(d, 1, n - 1) + y.narrow(d, 0, n - 1)
     if x is None:
-        areas = areas * (dx / 2)
-    else:
-        widths = x.diff(dim=-1 if x.ndim == 1 else d) / 2
-        areas = areas * (widths.reshape([-1] + [1] * (y.ndim - 1 - d)) if x.ndim == 1 else widths)
-    return areas.cumsum(d) if func is torch.cumulative_trapezoid else areas.sum(d)
+        return areas * (dx / 2)
+    widths = x.diff(dim=-1 if x.ndim == 1 else d) / 2
+    return areas * (widths.reshape([-1] + [1] * (y.ndim - 1 - d)) if x.ndim == 1 else widths)
 
 
 @composes(torch.gradient, limits="spacing in numbers, not coordinates")
@@ -87,15 +96,19 @@ def bilinear(
         return product if bias is None else product + bias
 
 
-_PRODUCTS: dict[str, Callable[..., Tensor]] = {
-    "addr": torch.outer,
-    "addmv": torch.mv,
-    "addbmm": lambda a, b: torch.einsum("bij,bjk->ik", a, b),
+def _sum_of_products(a: Any, b: Any) -> Tensor:
+    return torch.einsum("bij,bjk->ik", a, b)
+
+
+_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), torch.matmul),
+    **dict.fromkeys((torch.addmv, Tensor.addmv), torch.mv),
+    **dict.fromkeys((torch.addr, Tensor.addr), torch.outer),
+    **dict.fromkeys((torch.addbmm, Tensor.addbmm), _sum_of_products),
 }
 
 
-@composes(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv,
-            torch.addr, Tensor.addr, torch.addbmm, Tensor.addbmm)  # fmt: skip
+@composes(*_PRODUCTS)
 def add_product(
     func: Callable[..., Tensor],
     x: Any,
@@ -106,7 +119,7 @@ def add_product(
 ) -> Tensor:
     """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
     a, b = (*operands, *(named[name] for name in sorted(named)))
-    product = _PRODUCTS.get(func.__name__, torch.matmul)(a, b)
+    product = _PRODUCTS[func](a, b)
     product = product if alpha == 1 else alpha * product
     if not beta:
         return product
@@ -164,16 +177,26 @@ def sum_to_size(func: Callable[..., Tensor], x: Any, *size: Any) -> Tensor:
     return x.sum(ones, keepdim=True) if ones else x
 
 
-@composes(torch.slice_scatter, Tensor.slice_scatter, torch.select_scatter, Tensor.select_scatter)
-def scattered(
-    func: Callable[..., Tensor], x: Any, src: Any, dim: int = 0, *place: Any, **named: Any
+@composes(torch.slice_scatter, Tensor.slice_scatter)
+def slice_scatter(
+    func: Callable[..., Tensor],
+    x: Any,
+    src: Any,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Tensor:
+    return _with_rows(x, src, dim, slice(start, end, step))
+
+
+@composes(torch.select_scatter, Tensor.select_scatter)
+def select_scatter(func: Callable[..., Tensor], x: Any, src: Any, dim: int, index: int) -> Tensor:
+    return _with_rows(x, src, dim, index)
+
+
+def _with_rows(x: Any, src: Any, dim: int, entry: int | slice) -> Tensor:
     """A copy of `x` with `src` in a slice or a row of `dim`."""
-    if func.__name__ == "select_scatter":
-        entry = place[0] if place else named["index"]
-    else:
-        given = dict(zip(("start", "end", "step"), place, strict=False)) | named
-        entry = slice(given.get("start"), given.get("end"), given.get("step", 1))
     found = x.clone()
     found[(slice(None),) * (dim % found.ndim) + (entry,)] = src
     return found

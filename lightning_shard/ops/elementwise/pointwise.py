@@ -5,7 +5,6 @@ The family is discovered: all of torch's functions whose ATen operator carries t
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, is_in_place
 from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_internals import OperatorPacket, functions_of_cpp, schemas
 
@@ -142,13 +141,6 @@ def copy(
         return become_split(x, source.like(x, layout), lambda part: copy(func, part, source))
     _refuse_in_place(x, layout)
     return x.like(func(x.local, local_part(source, layout), *args, **kwargs))
-
-
-@lru_cache(maxsize=4096)
-def is_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    operator = name.startswith("__i") and name[2:-2] in OPERATORS and name != "__invert__"
-    return operator or (name.endswith("_") and name[-2:] != "__")
 
 
 def _refuse_in_place(target: Any, result: Any) -> None:

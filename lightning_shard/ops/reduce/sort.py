@@ -17,7 +17,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch_all
 from lightning_shard.domain.layout import Factor, Layout, partition
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, name_of
 
 _ORDERED = "over a split dim only if another dim of 2 or more rows is whole"
 
@@ -138,7 +138,7 @@ def _named_dim(args: tuple[Any, ...], kwargs: dict[str, Any], default: int | Non
 def _sorted_dim(func: Callable[..., Any], x: Subdomain, dim: int | None) -> int:
     if dim is None:
         raise UnsupportedOperationError(
-            f"{func.__name__} of all elements needs them in order on one rank; name a dim"
+            f"{name_of(func)} of all elements needs them in order on one rank; name a dim"
         )
     return x.layout.dim(dim)
 
@@ -150,7 +150,7 @@ def _spare_dim(func: Callable[..., Any], x: Subdomain, dim: int) -> int | None:
     spare = [d for d in range(x.ndim) if x.shape[d] > 1 and not x.layout.axes(d)]
     if not spare:
         raise UnsupportedOperationError(
-            f"{func.__name__} needs all rows of the split dim {dim} in order on one rank, and no "
+            f"{name_of(func)} needs all rows of the split dim {dim} in order on one rank, and no "
             "other dim can be split in its place"
         )
     return max(spare, key=lambda d: x.shape[d])

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, refuse_shared
-from lightning_shard.ops.registry import implements, implements_lazily
+from lightning_shard.ops.registry import implements, implements_lazily, name_of
 from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
 from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
@@ -57,7 +57,7 @@ def _forward(
     frequencies = [tuple(range(n)) for n in extents]
     if one_sided:
         if x.dtype.is_complex:
-            raise RuntimeError(f"{func.__name__} expects a real input; got {x.dtype}")
+            raise RuntimeError(f"{name_of(func)} expects a real input; got {x.dtype}")
         frequencies[-1] = tuple(range(extents[-1] // 2 + 1))
     factor = scale(norm, extents, forward=True)
     return Spectrum(x, tuple(dims), extents, tuple(frequencies), factor, _complex(x.dtype))

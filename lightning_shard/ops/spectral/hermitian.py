@@ -6,23 +6,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.ops.registry import composes
+from lightning_shard.ops.registry import composes, name_of
 
 _OTHER_WAY = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
-@composes(torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn)
+_INVERSE: dict[Any, Callable[..., Tensor]] = {
+    torch.fft.hfft: torch.fft.irfft,
+    torch.fft.hfft2: torch.fft.irfft2,
+    torch.fft.hfftn: torch.fft.irfftn,
+}
+_FORWARD: dict[Any, Callable[..., Tensor]] = {
+    torch.fft.ihfft: torch.fft.rfft,
+    torch.fft.ihfft2: torch.fft.rfft2,
+    torch.fft.ihfftn: torch.fft.rfftn,
+}
+
+
+@composes(*_INVERSE)
 def to_real(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    inverse = getattr(torch.fft, "ir" + func.__name__.removeprefix("fft_h"))
     args, kwargs = _scaled_the_other_way(func, args, kwargs)
-    return inverse(x.conj(), *args, **kwargs)
+    return _INVERSE[func](x.conj(), *args, **kwargs)
 
 
-@composes(torch.fft.ihfft, torch.fft.ihfft2, torch.fft.ihfftn)
+@composes(*_FORWARD)
 def to_hermitian(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    forward = getattr(torch.fft, "r" + func.__name__.removeprefix("fft_ih"))
     args, kwargs = _scaled_the_other_way(func, args, kwargs)
-    return forward(x, *args, **kwargs).conj()
+    return _FORWARD[func](x, *args, **kwargs).conj()
 
 
 def _scaled_the_other_way(
@@ -31,5 +41,5 @@ def _scaled_the_other_way(
     """The arguments (n or s, dim, norm), with the norm of the opposite direction."""
     norm = args[2] if len(args) > 2 else kwargs.get("norm")
     if norm not in _OTHER_WAY:
-        raise RuntimeError(f'{func.__name__}: invalid normalization mode: "{norm}"')
+        raise RuntimeError(f'{name_of(func)}: invalid normalization mode: "{norm}"')
     return args[:2], {**kwargs, "norm": _OTHER_WAY[norm]}

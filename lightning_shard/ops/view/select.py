@@ -24,7 +24,7 @@ from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.reduce.extreme import extreme
-from lightning_shard.ops.registry import composes, implements
+from lightning_shard.ops.registry import composes, implements, is_in_place, name_of
 from lightning_shard.ops.view.index import take_rows
 
 Operand = Subdomain | Tensor
@@ -83,7 +83,7 @@ def scatter(
     operands = [o for o in (x, index, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
     _whole(d, *operands)
     layout = _layout(d, x.shape, *operands)
-    in_place = func.__name__.endswith("_")
+    in_place = is_in_place(func)
     if in_place and isinstance(x, Tensor):
         part = subdomains(operands)[0].like(x, layout)
         return become_split(
@@ -107,14 +107,14 @@ def write_rows(
 ) -> Subdomain:
     if not isinstance(x, Subdomain) or isinstance(index, Subdomain):
         raise UnsupportedOperationError(
-            f"{func.__name__} into a plain tensor, or with a split index"
+            f"{name_of(func)} into a plain tensor, or with a split index"
         )
     d = x.layout.dim(dim)
     operands = [o for o in (x, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
     _whole(d, *operands)
     layout = _layout(d, x.shape, *operands)
     if layout != x.layout:
-        raise UnsupportedOperationError(f"{func.__name__} of rows that are split otherwise")
+        raise UnsupportedOperationError(f"{name_of(func)} of rows that are split otherwise")
     rows = _part(source, layout, d) if len(operands) > 1 else source
     return x.like(func(x.local, d, index, rows, **kwargs))
 

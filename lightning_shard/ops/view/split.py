@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_shard.domain.layout import partition
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, name_of
 from lightning_shard.ops.view.index import getitem, strided
 
 _DIM_OF: dict[Callable[..., Any], int] = {
@@ -72,6 +72,6 @@ def split_by_name(
     cuts = indices_or_sections
     if isinstance(cuts, int) and x.shape[d] % cuts:
         raise RuntimeError(
-            f"{func.__name__}: dim {d} of size {x.shape[d]} is not divisible by {cuts}"
+            f"{name_of(func)}: dim {d} of size {x.shape[d]} is not divisible by {cuts}"
         )
     return tensor_split(func, x, cuts, d)

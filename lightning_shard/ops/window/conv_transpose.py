@@ -9,7 +9,7 @@ from lightning_shard.domain.align import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, spread_rows
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, name_of
 
 
 @implements(
@@ -44,7 +44,7 @@ def conv_transpose(
         output = (x.shape[dim] - 1) * s - 2 * p + d * (k - 1) + extra[i] + 1
         if extra[i] >= max(s, d) or output < 1:
             raise RuntimeError(
-                f"{func.__name__}: output padding must be smaller than stride or dilation, and the "
+                f"{name_of(func)}: output padding must be smaller than stride or dilation, and the "
                 f"output must have rows; got output_padding {extra[i]}, stride {s}, dilation {d} "
                 f"and {output} rows in dim {dim}"
             )
