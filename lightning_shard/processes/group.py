@@ -26,7 +26,8 @@ def start_process_group(
     """Start torch's default process group, under any launcher.
 
     The current device is set first. Before the first collective the ranks compare, through their
-    store, their number, their versions of torch and of this package, and their devices.
+    store, their number, their versions of torch and of this package, and their devices. A group
+    that runs already is kept, so a cell of a notebook may run twice.
 
     Args:
         device_type: "cuda", "xpu" or "cpu"; by default the first that this machine has.
@@ -37,12 +38,22 @@ def start_process_group(
         Where this process is; ask `process_info()` again wherever it is needed.
 
     Raises:
-        ValueError: The ranks differ, two of them use one device, or the backend is unknown.
+        ValueError: The ranks differ, two of them use one device, the backend is unknown, or a group
+            of another backend runs already.
         RuntimeError: There is no such device, or rank 0 is not reached.
         TimeoutError: Not all processes arrive.
     """
     info = process_info()
     device = _own_device(device_type or present(), info)
+    if dist.is_initialized():
+        running = str(dist.get_backend_config())
+        if backend not in (None, dist.get_backend(), running):
+            raise ValueError(
+                f"a process group of {running} runs already, and backend={backend!r} is another; "
+                "leave out the backend, or end the group with torch.distributed."
+                "destroy_process_group() first."
+            )
+        return info
     backend = backend or default_backend(device)
     join(
         info.rank,

@@ -488,7 +488,7 @@ class HybridShardStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Of each data replica one entry: (replicas, *shape)."""
+        """Gather one entry per data replica, along a new first dim."""
         group = self.data_group if group in (None, dist.group.WORLD) else group
         return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
 

@@ -147,6 +147,17 @@ def test_unknown_backend():
     assert "gloo" in found[0]
 
 
+@pytest.mark.spmd(2)
+def test_a_group_that_runs_is_kept():
+    before = dist.group.WORLD
+    for backend in (None, "gloo"):
+        info = start_process_group("cpu", backend=backend)
+        assert (info.rank, info.world_size) == (dist.get_rank(), 2)
+        assert dist.group.WORLD is before
+    with pytest.raises(ValueError, match="runs already, and backend='mpi' is another"):
+        start_process_group("cpu", backend="mpi")
+
+
 def test_rank_that_is_not_started():
     found, seconds = started([0], 2, options={"timeout_s": 2.0})
     assert "TimeoutError: the ranks [1] of 2 have not arrived after 2 s" in found[0]

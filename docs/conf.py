@@ -1,0 +1,17 @@
+"""How Sphinx builds the site: `bash docs/build`."""
+
+from importlib import metadata
+
+project = "lightning_shard"
+release = metadata.version("lightning-shard")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_site"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "lightning_shard"
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"inherited-members": False, "show-inheritance": False}
+napoleon_numpy_docstring = False
+autodoc_inherit_docstrings = False  # of the hosts, in their own markup

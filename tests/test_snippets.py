@@ -1,0 +1,147 @@
+"""Every block of Python or of commands in README and docs runs here, or says why it does not.
+
+The line above a block says how it runs:
+
+    <!-- run: script -->       by itself, in a process of its own
+    <!-- run: ranks 2 -->      on ranks, after `ON_RANKS`
+    <!-- run: alone -->        in one process, after `ALONE`
+    <!-- run: commands -->     each line in a shell, in a folder with README's program
+    <!-- run: parse -->        the options of each `fit` are read, and nothing is trained
+    <!-- not run: why -->
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_shard.cli import main as cli
+from tests.checkpoint.tiny import leave_group
+from tests.pool import pool_of
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+TRIED_ELSEWHERE = {"tutorial_300_lines.md": "tests/test_tutorial.py"}
+LANGUAGES = {"python", "bash", "yaml"}
+ON_RANKS = """
+import torch
+import torch.distributed as dist
+import lightning_shard
+field = torch.randn(2, 1, 13, 8)
+model = torch.nn.Conv2d(1, 4, 3, padding=1)
+"""
+ALONE = """
+import pathlib, torch, lightning_shard
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning_shard import *
+from lightning_shard import HybridShardStrategy, PredictionWriter, ShardingOptions
+from torch.utils.data import DataLoader
+from train import Fields as MyData, Shift as MyModule
+module, data = MyModule(), MyData()
+datamodule = data
+"""
+
+
+def blocks(*kinds):
+    """The blocks whose mark begins with one of the words, as (page:line, arguments, text)."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            mark, language, code = match.groups()
+            if page.name in TRIED_ELSEWHERE or language not in LANGUAGES:
+                continue
+            line = text[: match.start(3)].count("\n") + 1
+            kind = (mark or "").removeprefix("run: ").split(" ")
+            if kind[0] in kinds or not kinds:
+                found.append(pytest.param(mark, code, id=f"{page.name}:{line}"))
+    return pytest.mark.parametrize(("mark", "code"), found)
+
+
+@blocks()
+def test_it_runs_or_says_why_not(mark, code):
+    assert mark is not None, "no word says how this block is run"
+    how, _, what = mark.partition(": ")
+    known = {"script", "ranks", "alone", "commands", "parse"}
+    assert (how == "run" and what.split()[0] in known) or (how == "not run" and len(what) > 10)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with README's program in it, and what configs name."""
+    (program,) = [
+        code
+        for mark, _, code in BLOCK.findall((ROOT / "README.md").read_text())
+        if "script" in mark
+    ]
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield tmp_path
+    sys.modules.pop("train", None)
+    leave_group()
+
+
+def run(command):
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@blocks("script")
+def test_script(folder, mark, code):
+    (folder / "program.py").write_text(code)
+    assert "split over the domain" in run([sys.executable, "program.py"])
+
+
+def execute(code):
+    exec(compile(ON_RANKS + code, "snippet", "exec"), {})
+
+
+@blocks("ranks")
+def test_on_ranks(mark, code):
+    pool_of(int(mark.split()[-1])).run(execute, {"code": code})
+
+
+@blocks("alone")
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about workers and logging intervals
+def test_alone(folder, mark, code):
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(ALONE + code, "snippet", "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.slow
+@blocks("commands")
+def test_commands(folder, mark, code):
+    for line in code.splitlines():
+        run(["bash", "-c", line])
+
+
+def fits(code):
+    """The words after `lightning_shard` of each command that reads a config."""
+    lines = code.replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [
+        line[line.index("lightning_shard") + 1 :] for line in words if "lightning_shard" in line
+    ]
+
+
+@blocks("parse", "commands")
+def test_options(folder, capsys, mark, code):
+    """`check` and `plan` take the options of `fit`."""
+    found = [words for words in fits(code) if words[0] in {"fit", "check", "plan"}]
+    assert found or "torchrun" in code
+    for _, *options in found:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["fit", *options, "--print_config"])
+        assert ended.value.code == 0, capsys.readouterr().err
