@@ -18,10 +18,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from lightning_shard.cli import main as cli
+from lightning_shard.ops import registry
 from tests.checkpoint.tiny import leave_group
 from tests.pool import pool_of
 
@@ -105,7 +107,8 @@ def test_script(folder, mark, code):
 
 
 def execute(code):
-    exec(compile(ON_RANKS + code, "snippet", "exec"), {})
+    with mock.patch.dict(registry._RULES):  # which a block may add to
+        exec(compile(ON_RANKS + code, "snippet", "exec"), {})
 
 
 @blocks("ranks")

@@ -37,6 +37,15 @@ def test_registered_rule():
         registry._RULES.pop(function)
 
 
+@pytest.mark.spmd(2)
+def test_a_refusal_names_the_ways_out_and_the_command_that_finds_all():
+    x = lightning_shard.shard(torch.randn(4, 3), mesh_of(2), 0)
+    with pytest.raises(UnsupportedOperationError) as refused:
+        torch.linalg.svdvals(x)
+    for way in ("register_rule", "gather", "shard", "allow_gather", "lightning_shard check"):
+        assert way in str(refused.value)
+
+
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -77,7 +77,7 @@ def _fill_where(x: Subdomain, mask: Any, value: Any) -> None:
     if isinstance(value, Subdomain) or (isinstance(value, Tensor) and value.ndim):
         raise UnsupportedOperationError(
             "assignment of many values through a mask: which of them go to this rank is not known "
-            "before"
+            "before; assign with torch.where(mask, values of the whole shape, x) instead"
         )
     for _ in range(x.ndim - mask.ndim):
         mask = (

@@ -111,7 +111,8 @@ def _rows_of_table(table: Tensor, index: Any) -> Subdomain:
     """Rows of a plain tensor by a split tensor of row numbers."""
     if not isinstance(index, Subdomain) or index.dtype == torch.bool:
         raise UnsupportedOperationError(
-            "indexing a plain tensor with a split mask, or with several split tensors"
+            "indexing a plain tensor with a split mask, or with several split tensors; mask with "
+            "torch.where(mask, x, value) instead, which keeps the shape"
         )
     added = tuple((Factor(n),) for n in table.shape[1:])
     return index.like(table[index.local], Layout(index.layout.dims + added, index.layout.grid))
@@ -155,7 +156,8 @@ def _entry(entry: Any, *, lists: bool) -> list[Any]:
     elif lists and isinstance(entry, Tensor) and not entry.is_floating_point():
         return [entry]
     raise UnsupportedOperationError(
-        "indexing with a split tensor or mask: how many elements it picks is not known before"
+        "indexing with a split tensor or mask: how many elements it picks is not known before; "
+        "mask with torch.where(mask, x, value) instead, which keeps the shape"
         if isinstance(entry, Subdomain)
         else "indexing with tensors, lists or masks of this kind"
     )
