@@ -224,7 +224,8 @@ def _refusal(func: Function, arguments: Any, reason: str) -> UnsupportedOperatio
         f"cannot run {name_of(func)} on a tensor split over ranks ({placements}): {reason}. "
         "Two ways out: register a rule with lightning_shard.register_rule, or gather explicitly, "
         "with lightning_shard.gather and lightning_shard.shard, or `with lightning_shard."
-        "allow_gather():` around the call. `python -m lightning_shard check` names all such calls of a model."
+        "allow_gather():` around the call. `python -m lightning_shard check` names all such calls "
+        "of a model."
     )
     error.is_named = True
     return error
