@@ -8,8 +8,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,10 +17,17 @@ from lightning_shard.processes.torch_internals import default_store
 
 STAY_S = 2.0  # of rank 0, after a difference was found
 SHOWN = 200  # characters of a value
+POLL_S = 0.1  # at most, between two looks for what another rank writes
+CHECK_S = 1.0  # between two looks for its failure
+Check = Callable[[Sequence[int]], None]
 
 
 class DisagreementError(ValueError):
     """Ranks differ in what they must have alike; every rank raises it."""
+
+
+def only_wait(ranks: Sequence[int]) -> None:
+    """Look for no failure of the ranks that are waited for: nobody watches yet."""
 
 
 def store_of_attempt() -> Any:
@@ -50,6 +56,7 @@ def agree(
     remedy: str,
     timeout_s: float,
     device: str | None = None,
+    check: Check = only_wait,
 ) -> None:
     """Raise on all ranks if they differ. All ranks must call it.
 
@@ -62,6 +69,7 @@ def agree(
         remedy: What to do about a difference.
         timeout_s: Seconds to wait for the others.
         device: What no two ranks may have alike.
+        check: Raises if one of the ranks that are waited for does not come any more.
 
     Raises:
         DisagreementError: Two ranks differ; the first difference.
@@ -72,19 +80,21 @@ def agree(
     store.set(f"{name}/{rank}", json.dumps([_digest(text), device]))
     if rank == 0:
         try:
-            verdict = _verdict(store, name, world_size, timeout_s, remedy)
+            told = _read(store, name, world_size, timeout_s, check)
         except TimeoutError as err:
             store.set(f"{name}/verdict", json.dumps([str(err), world_size]))
             _stay_until_read(store, name, world_size)
             raise
+        verdict = _verdict(store, name, told, remedy)
         store.set(f"{name}/verdict", json.dumps([verdict, world_size]))
         if verdict:
             _stay_until_read(store, name, world_size)
     else:
         key = f"{name}/verdict"
         try:
-            store.wait([key], timedelta(seconds=timeout_s + 10))  # rank 0 says first who is missing
-        except RuntimeError as err:
+            # rank 0 says first who is missing
+            _wait(store, key, time.monotonic() + timeout_s + 10, lambda: check([0]))
+        except TimeoutError as err:
             raise TimeoutError(
                 f"rank {rank} has waited {timeout_s:.0f} s for rank 0, which has failed, or was "
                 f"not started with the same number of processes, {world_size}."
@@ -108,9 +118,8 @@ def _stay_until_read(store: Any, name: str, world_size: int) -> None:
         time.sleep(0.05)
 
 
-def _verdict(store: Any, name: str, world_size: int, timeout_s: float, remedy: str) -> str:
+def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
     """The first difference; "" if there is none."""
-    told = _read(store, name, world_size, timeout_s)
     holder: dict[str, int] = {}
     for rank, (digest, device) in enumerate(told):
         if digest != told[0][0]:
@@ -125,27 +134,49 @@ def _verdict(store: Any, name: str, world_size: int, timeout_s: float, remedy: s
                 f"ranks {holder[device]} and {rank} use the same device, {device}; start one "
                 "process for each device of a node, and let each see its own or all of them."
             )
-    for rank in range(world_size):
+    for rank in range(len(told)):
         store.delete_key(f"{name}/{rank}/facts")
     return ""
 
 
-def _read(store: Any, name: str, world_size: int, timeout_s: float) -> list[Any]:
+def _read(store: Any, name: str, world_size: int, timeout_s: float, check: Check) -> list[Any]:
     """What each rank has written."""
     deadline = time.monotonic() + timeout_s
     told = []
+
+    def missing() -> list[int]:
+        return [r for r in range(len(told), world_size) if not store.check([f"{name}/{r}"])]
+
     for rank in range(world_size):
         key = f"{name}/{rank}"
         try:
-            store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-        except RuntimeError as err:
-            missing = [r for r in range(rank, world_size) if not store.check([f"{name}/{r}"])]
+            _wait(store, key, deadline, lambda: check(missing()))
+        except TimeoutError as err:
             raise TimeoutError(
-                f"the ranks {missing} of {world_size} have not arrived after {timeout_s:.0f} s; "
+                f"the ranks {missing()} of {world_size} have not arrived after {timeout_s:.0f} s; "
                 "see what they have printed, and whether they were started."
             ) from err
         told.append(json.loads(store.get(key)))
     return told
+
+
+def _wait(store: Any, key: str, deadline: float, check: Callable[[], None]) -> None:
+    """Wait for a key, and call `check` every second; torch would log each wait that ends early.
+
+    Raises:
+        TimeoutError: It is not there at the deadline.
+        torch.distributed.DistNetworkError: The store has ended.
+    """
+    pause_s, next_check = 0.001, time.monotonic() + CHECK_S
+    while not store.check([key]):
+        now = time.monotonic()
+        if now > deadline:
+            raise TimeoutError(f"no {key} in the store")
+        if now > next_check:
+            check()
+            next_check = time.monotonic() + CHECK_S
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
 
 
 def _digest(text: str) -> str:

@@ -1,7 +1,7 @@
 """The collectives that Lightning asks of a strategy, and the end of all ranks when one fails."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.processes.failure import Failure, FailureWatch
+from lightning_shard.processes.failure import Failure
+from lightning_shard.processes.failure_watch import FailureWatch, watch_ranks
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.reduce import divide, reduce
 
@@ -33,13 +34,18 @@ class Peers:
         self._alone: bool | None = None  # whether only this rank fails; None: not asked yet
 
     def watch(self, timeout_s: float = 1800.0) -> None:
-        """Follow the failures of other ranks, until `close`.
+        """Follow the failures of other ranks, until `rest` or `close`.
 
         Args:
             timeout_s: Seconds without an answer of rank 0's store, after which this process ends.
         """
-        if self._watch is None and dist.get_world_size() > 1:
-            self._watch, self._alone = FailureWatch(dist.get_rank(), timeout_s=timeout_s), None
+        if dist.get_world_size() > 1 and (self._watch is None or self._watch.rests):
+            self._watch, self._alone = watch_ranks(dist.get_rank(), timeout_s=timeout_s), None
+
+    def check(self, waited_for: Sequence[int]) -> None:
+        """Raise if a rank that this one waits for does not come any more."""
+        if self._watch is not None:
+            self._watch.check(waited_for)
 
     def leave(self, text: str, code: int) -> Failure | None:
         """Tell all ranks to end with this exit status; None where nobody watches.
@@ -49,6 +55,13 @@ class Peers:
         """
         self._alone = True
         return None if self._watch is None else self._watch.leave(text, code)
+
+    def rest(self) -> None:
+        """End a stage. Callbacks and the script go on, so failures are still told and heard."""
+        if self._watch is not None and self._alone is None:
+            self._watch.rest()
+        else:  # it has told what failed
+            self.close()
 
     def close(self) -> None:
         """End the watch; the next run begins another."""

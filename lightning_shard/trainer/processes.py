@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.processes.agreement import agree, store_of_attempt
+from lightning_shard.processes.agreement import Check, agree, only_wait, store_of_attempt
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.group import join
 from lightning_shard.processes.mesh import make_mesh, mesh_names
@@ -122,33 +122,36 @@ class Processes:
         return index
 
     def join(
-        self,
-        environment: ClusterEnvironment,
-        device: torch.device,
-        *,
-        per_node: int,
-        offloads: bool = False,
-    ) -> DeviceMesh:
-        """Start the process group and make the mesh, unless an earlier stage has.
+        self, environment: ClusterEnvironment, device: torch.device, *, offloads: bool = False
+    ) -> None:
+        """Start the process group, unless an earlier stage has.
 
         Args:
             environment: What the launcher says of this process.
             device: Of this process.
-            per_node: Number of processes on each node.
             offloads: Whether shards are in CPU memory, which the group must then carry, too.
 
         Raises:
             ValueError: The sizes do not fit the number of processes.
             RuntimeError: The group was there before and does not carry CPU memory.
         """
+        self._data_size(environment.world_size())
+        backend = self.backend or default_backend(device)
+        if offloads and device.type != "cpu" and ":" not in backend:
+            backend = f"cpu:gloo,{device.type}:{backend}"  # shards are gathered on the CPU, too
+        start_group(environment, device, backend=backend, timeout_s=self.timeout_s)
+        if offloads:
+            _check_that_cpu_is_carried()
+
+    def arrange(self, device: torch.device, *, per_node: int) -> DeviceMesh:
+        """The mesh of the processes that have joined, made by the first stage.
+
+        Args:
+            device: Of this process.
+            per_node: Number of processes on each node.
+        """
         if self.mesh is None:
-            data = self._data_size(environment.world_size())
-            backend = self.backend or default_backend(device)
-            if offloads and device.type != "cpu" and ":" not in backend:
-                backend = f"cpu:gloo,{device.type}:{backend}"  # shards are gathered on the CPU, too
-            start_group(environment, device, backend=backend, timeout_s=self.timeout_s)
-            if offloads:
-                _check_that_cpu_is_carried()
+            data = self._data_size(dist.get_world_size())
             shared_by = per_node if self.shard_size == "node" else self.shard_size
             self.mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
         return self.mesh
@@ -169,8 +172,13 @@ class Processes:
             )
         return data
 
-    def compare(self, what: str, same: Mapping[str, str]) -> None:
+    def compare(self, what: str, same: Mapping[str, str], *, check: Check = only_wait) -> None:
         """Raise on all ranks if they differ in `same`, through the store, which cannot hang.
+
+        Args:
+            what: Is compared.
+            same: What has to be alike, by name.
+            check: Raises if one of the ranks that are waited for does not come any more.
 
         Raises:
             ValueError: Two ranks differ.
@@ -184,6 +192,7 @@ class Processes:
                 world_size=dist.get_world_size(),
                 remedy="start all ranks with the same code, options and files",
                 timeout_s=self.timeout_s,
+                check=check,
             )
 
 

@@ -6,7 +6,6 @@ all would wait for the timeout of their collectives.
 
 import os
 import signal
-import sys
 import threading
 import time
 from typing import Any, NoReturn
@@ -15,7 +14,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 
-from lightning_shard.processes.failure import POLL_S, SIGTERM_CODE
+from lightning_shard.processes.failure import SIGTERM_CODE
+from lightning_shard.processes.failure_watch import POLL_S
 from lightning_shard.trainer.host import take_sigterm
 from lightning_shard.trainer.peers import Peers
 
@@ -34,8 +34,6 @@ class LeaveTogether:
         if failure is None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        elif failure.rank == self._rank:
-            sys.stderr.write(f"[rank {self._rank}] ended by SIGTERM on rank {self._rank}\n")
         time.sleep(2 * POLL_S)  # so that all have heard of it before the first connection is lost
         raise SystemExit(SIGTERM_CODE)
 

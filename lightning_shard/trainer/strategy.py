@@ -273,15 +273,13 @@ class HybridShardStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        mesh = self.processes.join(
-            self.cluster_environment,
-            self.root_device,
-            per_node=self.num_processes,
-            offloads=self.sharding_options.cpu_offload,
+        self.processes.join(
+            self.cluster_environment, self.root_device, offloads=self.sharding_options.cpu_offload
         )
-        tell_mesh(self._module, mesh)
         self.peers.watch(self.processes.timeout_s)
-        self.processes.compare("options", self._options_alike())
+        self.processes.compare("options", self._options_alike(), check=self.peers.check)
+        mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
+        tell_mesh(self._module, mesh)
         if self.world_size > 1:
             save_before_requeue(self._module.trainer, self.cluster_environment)
             leave_together_on_sigterm(
@@ -350,7 +348,8 @@ class HybridShardStrategy(ParallelStrategy):
 
     def _shard_parameters(self, trainer: Trainer) -> None:
         assert self.device_mesh is not None
-        self.processes.compare("module", parameters.described(self._module))
+        described = parameters.described(self._module)
+        self.processes.compare("module", described, check=self.peers.check)
         self._moved |= parameters.shard_with_copies(
             self._module,
             parameters.copies(trainer, self._module),
@@ -560,7 +559,7 @@ class HybridShardStrategy(ParallelStrategy):
         self._while_set_up.close()
         self.steps.close()
         self.saver.finish(together_with_all=not self.peers.cut_off())
-        self.peers.close()
+        self.peers.rest()
         module = self.lightning_module
         if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
             super().teardown()

@@ -46,6 +46,7 @@ FAST = [
     Cell("_exit", "validation", 1),
     Cell("sigterm", "forward", 1),
     Cell("exception", "write directory", 1),
+    Cell("exception", "end of fit", 1),
 ]
 SLOW = [
     *(Cell("exception", phase, 1) for phase in (*BEFORE, *STEP, *AFTER)),

@@ -23,7 +23,8 @@ class Seen:
     """What a cell showed.
 
     Attributes:
-        seconds: From the fault to the end of the last rank; infinite where a rank had to be killed.
+        seconds: From the fault, or the time-out of a DataLoader whose worker is stopped, to the end
+            of the last rank; infinite where a rank had to be killed.
         codes: The exit status of each rank.
         last_lines: What each rank printed last.
         damaged: Checkpoints that changed or are not whole.
@@ -35,10 +36,10 @@ class Seen:
     damaged: list[str]
 
     def names(self, cell: Cell) -> bool:
-        """Whether each rank that could still speak says which rank failed."""
+        """Whether the last line of each rank that could still speak says which rank failed."""
         silent = {cell.rank} if cell.fault in ("kill", "segfault", "_exit") else set()
         return all(
-            f"rank {cell.rank}" in lines
+            f"rank {cell.rank}" in lines.splitlines()[-1]
             for rank, lines in enumerate(self.last_lines)
             if rank not in silent
         )
@@ -66,8 +67,9 @@ def run(cell: Cell, folder: Path) -> Seen:
     struck = json.loads((folder / "struck.json").read_text())
     damaged = [p for p, was in struck["kept"].items() if ranks.digest(Path(p)) != was]
     damaged += [str(p) for p in folder.glob("*.ckpt") if p.is_file() and not _whole(p)]
+    unnoticed_s = ranks.WORKER_TIMEOUT_S if cell.fault == "stopped worker" else 0.0
     return Seen(
-        seconds=ended - struck["at"],
+        seconds=ended - struck["at"] - unnoticed_s,
         codes=[process.exitcode for process in processes],
         last_lines=["\n".join(text.strip().splitlines()[-LINES:]) for text in outputs],
         damaged=damaged,

@@ -16,7 +16,8 @@ CPU = torch.device("cpu")
 
 def joined(*sizes, **options):
     processes = Processes(*sizes, **options)
-    processes.join(TorchElasticEnvironment(), CPU, per_node=dist.get_world_size())
+    processes.join(TorchElasticEnvironment(), CPU)
+    processes.arrange(CPU, per_node=dist.get_world_size())
     return processes
 
 
@@ -45,8 +46,8 @@ def test_mesh_and_places_on_it(sizes, mesh):
     assert (processes.replica(rank), processes.domain_rank(rank)) == divmod(rank, domain)
     assert dist.get_world_size(processes.data_group) == 4 // domain
     assert processes.domain_mesh.size() == domain
-    again = processes.join(TorchElasticEnvironment(), CPU, per_node=4)
-    assert again is processes.mesh
+    made = processes.mesh
+    assert processes.arrange(CPU, per_node=4) is made
 
 
 @pytest.mark.spmd(4)
@@ -76,7 +77,7 @@ def test_a_group_without_the_cpu_cannot_offload():
     of_the_device_only = mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl")
     refused = pytest.raises(RuntimeError, match="make it with 'cpu:gloo,cuda:nccl'")
     with of_the_device_only, refused:
-        processes.join(TorchElasticEnvironment(), CPU, per_node=2, offloads=True)
+        processes.join(TorchElasticEnvironment(), CPU, offloads=True)
 
 
 def test_who_starts_the_other_processes(monkeypatch):

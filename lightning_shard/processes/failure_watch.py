@@ -1,0 +1,297 @@
+"""When one rank fails, all end, and each says which rank it was: "rank N: reason".
+
+Three things happen in one process group, each told through the store in which the ranks met:
+
+- A rank that fails says so. The others have `GRACE_S` to end by themselves, then they are ended.
+- A rank that is killed says nothing. A rank that has lost a connection, or waits for another one,
+  sees whose process has ended or whose heartbeats stand still.
+- A rank that is cut off from the store hears nothing. It ends once it has waited for `timeout_s`.
+
+The watch of a process group begins with the first stage of a Trainer. It rests between stages,
+when a rank may end or be late, but hears of failures. A thread ends the process where all else
+hangs.
+"""
+
+import atexit
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_shard.processes.agreement import store_of_attempt
+from lightning_shard.processes.failure import (
+    ENDED,
+    SIGTERM_CODE,
+    Failure,
+    RankFailedError,
+    is_lost_connection,
+)
+from lightning_shard.processes.heartbeats import Heartbeats
+from lightning_shard.processes.store_thread import ANSWER_S, StoreThread
+from lightning_shard.processes.torch_internals import default_store
+
+POLL_S = 0.5
+GRACE_S = 10.0  # for a rank to end by itself, once it or another has failed
+AGREE_S = 2.0  # for all ranks to report the same failure, as after Ctrl-C
+LOOK_S = 2.0  # for the reason of a lost connection to arrive, and for heartbeats to be compared
+FAREWELL_S = 2 * POLL_S  # for the others to hear that rank 0 ends, and its store
+_runs = itertools.count()  # the ranks begin their watches in the same order
+_resting: list["FailureWatch"] = []  # of this process, at most one
+
+
+def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
+    """The watch of the process group, which may have rested since an earlier stage.
+
+    Args:
+        rank: The rank of this process.
+        timeout_s: Seconds without an answer of the store, after which this process ends.
+    """
+    if _resting:
+        watch = _resting.pop()
+        if watch.group_store is default_store():
+            watch.wake(timeout_s)
+            return watch
+        watch.close()  # of a group that is no more
+    return FailureWatch(rank, timeout_s=timeout_s)
+
+
+class FailureWatch:
+    """Watches the ranks of the default process group, in threads, until `close`."""
+
+    def __init__(self, rank: int, *, timeout_s: float = 1800.0) -> None:
+        """Begin; all ranks do.
+
+        Args:
+            rank: The rank of this process.
+            timeout_s: Seconds without an answer of the store, after which this process ends.
+        """
+        self.rank = rank
+        self.heard: Failure | None = None  # the first failure of the run
+        self.group_store = default_store()  # lives as long as it is watched
+        self._ranks = dist.get_world_size()
+        self._timeout_s = timeout_s
+        self.rests = False  # between stages
+        self._prefix = f"run_{next(_runs)}"
+        self._store = store_of_attempt().clone()  # the first connection may be busy waiting
+        self._store.set_timeout(timedelta(seconds=ANSWER_S))
+        self._hearts = Heartbeats(self._store, self._prefix, rank, self._ranks)
+        self._closed = threading.Event()
+        self._last_moment: float | None = None  # when this process is ended
+        self._code = 1
+        self._talk = StoreThread(self._beat, every_s=POLL_S)
+        threading.Thread(target=self._guard, daemon=True, name="failure-guard").start()
+        atexit.register(self._part)
+
+    def check(self, waited_for: Sequence[int]) -> None:
+        """Call it every second while waiting for ranks.
+
+        Raises:
+            RankFailedError: One of them has ended, or any rank has failed.
+        """
+        lost: list[int] = []
+        if self.heard is None:
+            with contextlib.suppress(RuntimeError, TimeoutError):  # which who waits finds, too
+                lost = self._talk.ask(lambda: self._hearts.lost(waited_for))
+        if lost:
+            time.sleep(2 * POLL_S)  # it may have said why
+        if self.heard or lost:
+            raise RankFailedError(self.heard or _ended(lost))
+
+    def reported_alone(self, error: BaseException | None) -> bool:
+        """Report that this rank fails; whether others do not, so that no collective may begin.
+
+        The error gets a note that names the rank that failed first.
+        """
+        self._last_moment = time.monotonic() + AGREE_S + GRACE_S
+        lost = is_lost_connection(error) or isinstance(error, RankFailedError)
+        failure = Failure(self.rank, f"rank {self.rank}: {type(error).__name__}: {error}")
+        try:
+            if isinstance(error, RankFailedError):
+                failure = error.failure
+            elif lost:
+                failure = self._reason_of_lost_connection() or failure
+            first = self._tell(failure)
+            alone = first.code == SIGTERM_CODE or self._others_go_on(lost) or lost
+        except (RuntimeError, TimeoutError):  # the store is gone, or does not answer
+            of_store = self._failure_of_store() if lost else None
+            first = self.heard = self.heard or of_store or failure
+            alone = True
+        self._last_moment = time.monotonic() + GRACE_S if alone else None
+        if alone and error is not None:
+            _note(error, first.text)
+            self._say_at_exit()
+        return alone
+
+    def leave(self, text: str, code: int) -> Failure:
+        """Tell all ranks to end, and why; return what was first told to all.
+
+        Args:
+            text: The reason.
+            code: The exit status of all ranks.
+        """
+        self._code = code
+        self._last_moment = time.monotonic() + GRACE_S
+        failure = Failure(self.rank, f"rank {self.rank}: {text}", code)
+        try:
+            first = self._tell(failure, 2 * POLL_S)
+        except (RuntimeError, TimeoutError):
+            first = self.heard = self.heard or failure
+        self._say_at_exit()
+        return first
+
+    def rest(self) -> None:
+        """End a stage on all ranks: until the next one this process waits for no other."""
+        self.rests = True
+        if self not in _resting:
+            _resting.append(self)
+
+    def wake(self, timeout_s: float) -> None:
+        """Begin another stage."""
+        self._timeout_s, self.rests = timeout_s, False
+        self._talk.answered = max(self._talk.answered, time.monotonic())
+        self._hearts.forget()
+
+    def close(self) -> None:
+        """End the watch; the process may go on, or end by itself."""
+        self._last_moment = None
+        self._closed.set()
+        self._talk.close()
+        atexit.unregister(self._part)
+        if self in _resting:
+            _resting.remove(self)
+
+    def _others_go_on(self, lost: bool) -> bool:
+        """Whether some rank does not report a failure within `AGREE_S`, as it does after Ctrl-C.
+
+        Where a connection is lost that is known. Only rank 0, which may hold the store, then waits,
+        so that the ranks that are left read in it.
+        """
+        failed, left = f"{self._prefix}/failed", f"{self._prefix}/left"
+        self._talk.ask(lambda: self._store.add(left if lost else failed, 1))
+        deadline = time.monotonic() + (2 * LOOK_S if lost else AGREE_S)
+        while not (lost and self.rank) and time.monotonic() < deadline:
+            count = self._talk.ask(lambda: self._store.add(failed, 0))
+            if lost:
+                count += self._talk.ask(lambda: self._store.add(left, 0)) + 1
+            if count >= self._ranks:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _reason_of_lost_connection(self) -> Failure | None:
+        """What another rank has said, or whose heart stands still; None where neither is known."""
+        before = self._talk.ask(self._hearts.counts)
+        silent: list[int] = []
+        for _ in range(2):  # once more where one is silent: a busy machine stops threads, too
+            deadline = time.monotonic() + LOOK_S
+            while self.heard is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            silent = self._talk.ask(lambda: self._hearts.ended(range(self._ranks)))
+            if self.heard or silent:
+                break
+            silent = self._talk.ask(lambda: self._hearts.silent_since(before))
+            if not silent:
+                break
+        return self.heard or (_ended(silent) if silent else None)
+
+    def _failure_of_store(self) -> Failure | None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.rank == 0:
+            return None
+        return Failure(0, "rank 0: ended, or is not reached any more: its store does not answer")
+
+    def _beat(self) -> None:
+        self._hearts.beat()
+        if self.heard is None and self._store.check([f"{self._prefix}/reason"]):
+            failure = Failure(*json.loads(self._store.get(f"{self._prefix}/reason")))
+            self.heard = failure
+            self._last_moment = self._last_moment or time.monotonic() + GRACE_S
+            self._code = failure.code
+            if failure.code == SIGTERM_CODE and failure.rank != self.rank:
+                self._say(self._why()) if self.rests else self._say_at_exit()
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self.rests and self._store.check([f"{self._prefix}/rank_0_ends"]):
+            self._store.add(f"{self._prefix}/ended", 1)
+            self._talk.close()  # before torch logs that the store is not reached
+
+    def _tell(self, failure: Failure, limit_s: float = ANSWER_S) -> Failure:
+        """Tell all ranks, unless one was first; return what was told first."""
+        told = json.dumps([failure.rank, failure.text, failure.code])
+        key = f"{self._prefix}/reason"
+        first = self._talk.ask(lambda: self._store.compare_set(key, "", told), limit_s)
+        self.heard = Failure(*json.loads(first))
+        return self.heard
+
+    def _guard(self) -> None:
+        """End this process where nothing else does."""
+        while not self._closed.wait(POLL_S):
+            now = time.monotonic()
+            if not self.rests and now > self._talk.answered + self._timeout_s + ANSWER_S:
+                self._end(f"the store, at rank 0, has not answered for {self._timeout_s:.0f} s")
+            if self._last_moment is not None and now > self._last_moment:
+                self._end(self._why())
+
+    def _part(self) -> None:
+        """End the watch with the process. Rank 0 lets the others hear it before its store ends."""
+        holds = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        key = f"{self._prefix}/ended"
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            if holds and self.heard is None:
+                name = f"{self._prefix}/rank_0_ends"
+                self._talk.ask(lambda: self._store.set(name, ""), POLL_S)
+            gone = self._talk.ask(lambda: self._store.add(key, 1), POLL_S)
+            deadline = time.monotonic() + FAREWELL_S
+            while holds and gone < self._ranks and time.monotonic() < deadline:
+                time.sleep(0.02)
+                gone = self._talk.ask(lambda: self._store.add(key, 0), POLL_S)
+        self.close()
+        self._talk.join()
+
+    def _say_at_exit(self) -> None:
+        atexit.unregister(self._limit_exit)
+        atexit.register(self._limit_exit)
+
+    def _limit_exit(self) -> None:
+        """Say why, below all else, and limit what else runs at the end of the process."""
+        for child in multiprocessing.active_children():
+            if child.daemon:  # a data worker; where it is stopped, SIGTERM would not end it
+                child.kill()
+        self._talk.close()
+        self._talk.join()
+        self._say(self._why())
+        self._last_moment = time.monotonic() + GRACE_S
+        self._closed.clear()
+        threading.Thread(target=self._guard, daemon=True, name="failure-guard").start()
+
+    def _why(self) -> str:
+        if self.heard is None:
+            return "it failed, and did not end by itself"
+        return self.heard.told_by(self.rank)
+
+    def _end(self, why: str) -> None:
+        self._say(why)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(self._code)
+
+    def _say(self, why: str) -> None:
+        sys.stderr.write(f"[rank {self.rank}] ended, because {why}\n")
+        sys.stderr.flush()
+
+
+def _ended(ranks: Sequence[int]) -> Failure:
+    return Failure(ranks[0], f"rank {' and '.join(map(str, ranks))}: {ENDED}")
+
+
+def _note(error: BaseException, text: str) -> None:
+    note = f"The run ends, because one rank failed first: {text}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

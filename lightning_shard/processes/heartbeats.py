@@ -1,0 +1,64 @@
+"""Each rank counts its heartbeats in the store, and says which process it is."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_shard.processes.place import has_ended, own_place
+
+SILENT_S = 30.0  # without a heartbeat of a rank that is waited for, on another machine
+
+
+class Heartbeats:
+    """The heartbeats of all ranks. Only the thread that talks to the store calls the methods."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, ranks: int) -> None:
+        """Begin; all ranks do.
+
+        Args:
+            store: In which the ranks meet.
+            prefix: Of the names in it.
+            rank: Of this process.
+            ranks: How many there are.
+        """
+        self._store, self._prefix = store, prefix
+        self.rank, self.ranks = rank, ranks
+        self._seen: dict[int, tuple[int, float]] = {}  # by rank a count, and since when it is that
+        store.set(f"{prefix}/place_{rank}", own_place())
+
+    def beat(self) -> None:
+        """Count one."""
+        self._store.add(f"{self._prefix}/beat_{self.rank}", 1)
+
+    def counts(self) -> list[int]:
+        """Of each rank."""
+        return [self._count(rank) for rank in range(self.ranks)]
+
+    def silent_since(self, before: list[int]) -> list[int]:
+        """The other ranks that have not counted since `counts` returned `before`."""
+        now = self.counts()
+        return [r for r in range(self.ranks) if now[r] == before[r] and r != self.rank]
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` whose processes have ended, as far as it is seen from this machine."""
+        keys = {rank: f"{self._prefix}/place_{rank}" for rank in ranks if rank != self.rank}
+        there = [rank for rank, key in keys.items() if self._store.check([key])]
+        return [rank for rank in there if has_ended(self._store.get(keys[rank]).decode())]
+
+    def lost(self, waited_for: Sequence[int]) -> list[int]:
+        """Those of the ranks that do not live any more, where it is called about every second."""
+        now = time.monotonic()
+        for rank in waited_for:
+            count = self._count(rank)
+            if self._seen.get(rank, (0, 0.0))[0] != count:
+                self._seen[rank] = (count, now)
+        seen = [(rank, self._seen[rank][1]) for rank in waited_for if rank in self._seen]
+        still = [rank for rank, since in seen if now - since > SILENT_S]
+        return still or self.ended(waited_for)
+
+    def forget(self) -> None:
+        """Begin to wait anew."""
+        self._seen.clear()
+
+    def _count(self, rank: int) -> int:
+        return self._store.add(f"{self._prefix}/beat_{rank}", 0)

@@ -1,0 +1,76 @@
+"""The one thread of a process that talks to a store, since some operations never return.
+
+An operation on a dead connection has no end. Whoever needs an answer waits for it with a limit.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+ANSWER_S = 3.0  # for the store to answer
+
+
+class StoreThread:
+    """Does what is asked of the store, and `beat` every `every_s`, until `close`.
+
+    Attributes:
+        answered: The reading of `time.monotonic` when the store last answered; infinite once it has
+            ended, since no silence is then to be waited for.
+    """
+
+    def __init__(self, beat: Callable[[], None], *, every_s: float) -> None:
+        self._beat, self._every_s = beat, every_s
+        self._tasks = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
+        self._closed = threading.Event()
+        self.answered = time.monotonic()
+        self._thread = threading.Thread(target=self._talk, daemon=True, name="failure-talk")
+        self._thread.start()
+
+    def ask(self, operation: Callable[[], Any], limit_s: float = ANSWER_S) -> Any:
+        """What `operation` returns.
+
+        Raises:
+            RuntimeError: The store has ended, or this thread.
+            TimeoutError: There is no answer yet.
+        """
+        answer = Future[Any]()
+        self._tasks.put((operation, answer))
+        if self._closed.is_set():
+            raise RuntimeError("nobody talks to the store any more")
+        return answer.result(limit_s)
+
+    def close(self) -> None:
+        """End after the operation that is going on."""
+        self._closed.set()
+        self._tasks.put((lambda: None, Future[Any]()))  # wakes the thread
+
+    def join(self) -> None:
+        """Wait for the end, so that no thread is inside of torch when the interpreter ends."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ANSWER_S)
+
+    def _talk(self) -> None:
+        next_beat = 0.0
+        while not self._closed.is_set():
+            try:
+                operation, answer = self._tasks.get(timeout=max(0, next_beat - time.monotonic()))
+            except queue.Empty:
+                next_beat = time.monotonic() + self._every_s
+                operation, answer = self._beat, Future[Any]()
+            try:
+                answer.set_result(operation())
+                self.answered = time.monotonic()
+            except (RuntimeError, ConnectionError) as err:
+                answer.set_exception(RuntimeError(str(err)))
+                if "timeout" not in str(err).lower():
+                    self.answered = float("inf")
+                    self._refuse_all()
+                    return
+
+    def _refuse_all(self) -> None:
+        while not self._closed.wait(0.05):
+            while not self._tasks.empty():
+                self._tasks.get()[1].set_exception(RuntimeError("the store has ended"))
