@@ -96,11 +96,22 @@ def test_rank_that_does_not_wait_for_the_others():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interrupt_ends_all():
+def test_interrupt_ends_all(tmp_path):
+    def body():
+        (tmp_path / str(dist.get_rank())).touch()
+        time.sleep(1000)
+
+    def interrupt():
+        while len(list(tmp_path.iterdir())) < 2:  # Python loses an interrupt inside of a fork
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
     others = set(multiprocessing.active_children())  # of the tests before
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        launch(time.sleep, 1000)
+        launch(body)
+    thread.join()
     assert set(multiprocessing.active_children()) <= others
 
 
