@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard.cli.nearest import nearest
 from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.cli.usage import UsageError, nearest, nearest_file, told_by_user
 from lightning_shard.processes.device import accelerators, device_of
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
@@ -72,9 +71,8 @@ def _check_checkpoint(path: Any, given: Sources) -> None:
         return
     file = Path(path)
     if not file.exists():
-        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
-        close = nearest(file.name, siblings, f"{file.parent} has", lambda n: str(file.parent / n))
-        raise UsageError(f"ckpt_path '{path}'{_at(given, 'ckpt_path')} does not exist{close}")
+        place = _at(given, "ckpt_path")
+        raise UsageError(f"ckpt_path '{path}'{place} does not exist{nearest_file(file)}")
 
 
 def _check_devices(trainer: Any, given: Sources) -> None:
@@ -197,10 +195,8 @@ def _count(devices: Any) -> int | None:
 
 def _started() -> ProcessInfo | None:
     """This process among those that a launcher has started; None where the Trainer starts them."""
-    try:
+    with told_by_user(ValueError):
         return process_info() if launcher().starts_all else None
-    except ValueError as err:
-        raise UsageError(str(err).removesuffix(".")) from err
 
 
 def _at(given: Sources, key: str) -> str:

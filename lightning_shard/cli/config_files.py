@@ -5,9 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_shard.cli.nearest import nearest
 from lightning_shard.cli.sources import ENV_PREFIX
-from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.cli.usage import UsageError, nearest
 
 
 def folder() -> Path | None:

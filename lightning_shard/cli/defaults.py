@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.cli.names import class_hints, find_class, parameters
 from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.yaml_places import UsageError, is_mapping
+from lightning_shard.cli.usage import UsageError, is_mapping
 from lightning_shard.processes.device import accelerators
 
 

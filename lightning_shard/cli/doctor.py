@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.cli.usage import UsageError
 from lightning_shard.processes.device import accelerators, available_backends
 from lightning_shard.processes.launch import launch
 

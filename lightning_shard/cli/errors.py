@@ -20,9 +20,8 @@ from lightning_shard.cli.names import (
     parameters,
     required,
 )
-from lightning_shard.cli.nearest import nearest
 from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Source, Sources, short
-from lightning_shard.cli.yaml_places import UsageError, is_list, is_mapping
+from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
 
 PARSER_ONLY = ("config", "print_config", "help", "print_shtab")
 GROUPS: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_shard.cli.sources import ENV_PREFIX
-from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.cli.usage import UsageError
 from lightning_shard.processes.process_info import rank_variables
 
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed

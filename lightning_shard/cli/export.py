@@ -14,10 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_shard.checkpoint.atomic import written_file
+from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights, with_integer_keys
 from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
-from lightning_shard.cli.opened import Opened, open_checkpoint, weights, with_integer_keys
-from lightning_shard.cli.yaml_places import UsageError, is_mapping
+from lightning_shard.cli.usage import UsageError, is_mapping, told_by_user
 
 Read = Callable[[Any], Any]
 
@@ -40,19 +40,15 @@ def export(args: Sequence[str]) -> None:
         )
     if options.out.resolve() == options.checkpoint.resolve():
         raise UsageError(f"'{options.out}' is the checkpoint itself; give another name")
-    try:
+    with told_by_user(ValueError, FileNotFoundError):
         opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
-    except (ValueError, FileNotFoundError) as err:
-        raise UsageError(str(err).rstrip(".")) from err
     if opened.problem:
         raise UsageError(f"'{options.checkpoint}' is incomplete: {opened.problem}")
     try:
-        with written_file(options.out) as file:
-            write(opened, file)
+        with told_by_user(ValueError), written_file(options.out) as file:
+            write(opened, file)  # which reads all parts of the checkpoint
     except OSError as err:
         raise UsageError(err.strerror or str(err)) from err
-    except ValueError as err:  # a part of the checkpoint that is read now
-        raise UsageError(str(err).rstrip(".")) from err
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
 
 

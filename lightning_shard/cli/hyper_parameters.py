@@ -8,17 +8,21 @@ of a class or function must be the one that the configuration names.
 
 import inspect
 import types
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal, get_args, get_origin
 
 import torch
 import yaml
 from torch import Tensor
 
+from lightning_shard.checkpoint.directory import REST
+from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.names import find_class, flatten, parameters
-from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.cli.usage import UsageError, told_by_user
 
 CLASS, CLASS_PATH = "_class_path", "class_path"
 SPEC = frozenset((CLASS, CLASS_PATH, "init_args", "dict_kwargs"))
@@ -27,6 +31,26 @@ NUMBERS = (bool, int, float, complex, bytes, Tensor, torch.dtype, torch.device, 
 SEQUENCES = (list, tuple, set, frozenset)
 CONTAINERS = (*SEQUENCES, dict, Iterable, Sequence, Mapping)
 ANYTHING = (Any, object, inspect.Parameter.empty)
+
+
+def hyperparameters(path: str | None, *, trusted: bool) -> Any:
+    """The hyperparameters in a checkpoint; None if it holds none that can be read without its code.
+
+    Args:
+        path: The option ckpt_path.
+        trusted: Whether weights_only is false; then hyperparameters that are objects are left out.
+
+    Raises:
+        UsageError: The file cannot be read.
+    """
+    file = Path(path or "")
+    file = file / REST if file.is_dir() else file
+    if not zipfile.is_zipfile(file):
+        return None  # of "last" and "best", or of another format, which holds weights alone
+    loaded: Any = None
+    with suppress(ValueError) if trusted else told_by_user(ValueError):
+        loaded = read_torch_file(file, only="data.pkl")
+    return loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
 
 
 def chosen(given: Mapping[str, Any], stored: Any, origin: str) -> dict[str, Any]:

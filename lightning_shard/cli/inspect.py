@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.checkpoint.errors import DamagedError
+from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights
 from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
-from lightning_shard.cli.opened import Opened, open_checkpoint, weights
-from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.cli.usage import told_by_user
 
 OWN = "lightning_shard"
 
@@ -26,13 +26,12 @@ def inspect(args: Sequence[str]) -> None:
     parser.add_argument("checkpoint", type=Path, help="a file, or a sharded directory")
     parser.add_argument("--trusted", action="store_true", help="build objects, which can run code")
     options = parser.parse_args(args)
-    try:
-        opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
-    except DamagedError as err:
-        print(_line("complete", f"no: {err}".rstrip(".")))
-        sys.exit(1)
-    except (ValueError, FileNotFoundError) as err:
-        raise UsageError(str(err).rstrip(".")) from err
+    with told_by_user(ValueError, FileNotFoundError):
+        try:
+            opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
+        except DamagedError as err:
+            print(_line("complete", f"no: {err}".rstrip(".")))
+            sys.exit(1)
     print("\n".join(described(opened)))
     if opened.problem:
         sys.exit(1)

@@ -6,22 +6,15 @@ later only if this package raised it. All other errors keep their traceback.
 """
 
 import argparse
-import contextlib
-import importlib
-import importlib.util
 import os
 import re
-import signal
 import sys
-import time
 import warnings
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
@@ -30,15 +23,15 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.checkpoint.directory import REST
-from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import diagnose
-from lightning_shard.cli.exits import exit_with, is_first_rank, origin, raised_by_us
-from lightning_shard.cli.hyper_parameters import chosen
+from lightning_shard.cli.exits import exit_with, is_first_rank, origin
+from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
 from lightning_shard.cli.last_words import last_words
+from lightning_shard.cli.names import import_short_names
 from lightning_shard.cli.rehearsal_commands import Wanted, on_this_machine, rehearse, wanted
+from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import (
     ENV_PREFIX,
     Sources,
@@ -46,11 +39,9 @@ from lightning_shard.cli.sources import (
     read_sources,
     split_subcommand,
 )
-from lightning_shard.cli.yaml_places import UsageError, is_list, is_mapping
+from lightning_shard.cli.usage import UsageError
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.strategy import HybridShardStrategy
-
-REFUSALS = (ValueError, OSError, NotImplementedError, MisconfigurationException)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -71,56 +62,6 @@ class SaveConfig(SaveConfigCallback):
             logger.log_hyperparams(
                 {key: options[key] for key in ("trainer", "model", "data") if key in options}
             )
-
-
-class RunState(Callback):
-    """How far the run is, and the last error while building, which the parser would hide.
-
-    Attributes:
-        running: Whether batches flow: then an error of the user's code keeps its traceback.
-        stepped: Whether a batch is done: then every error keeps it.
-    """
-
-    def __init__(self) -> None:
-        self.running = self.stepped = False
-        self.error: Exception | None = None
-        self.trainer: Trainer | None = None
-        self.started = time.monotonic()
-        self.first_step: int | None = None  # of this training, which may not begin
-
-    def is_refusal(self, err: Exception) -> bool:
-        """Whether one sentence says enough."""
-        if self.running:
-            return not self.stepped and raised_by_us(err)
-        return isinstance(err, REFUSALS)
-
-    def stop_children(self) -> None:
-        """Stop the ranks launched from here, which would report the same refusal once more."""
-        launcher = self.trainer.strategy.launcher if self.trainer else None
-        if launcher:
-            launcher.kill(signal.SIGKILL)
-
-    def build(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
-        """Build for the parser, and keep the error that it would replace by its own."""
-        try:
-            return class_type(*args, **kwargs)
-        except Exception as err:
-            self.error = err
-            raise
-
-    def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.running = True
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Batches flow from here on, and steps count."""
-        self.running, self.first_step = True, trainer.global_step
-
-    def _step(self, *args: Any, **kwargs: Any) -> None:
-        self.stepped = True
-
-    on_sanity_check_start = on_validation_start = _run
-    on_test_start = on_predict_start = _run
-    on_train_batch_end = on_test_batch_end = on_predict_batch_end = _step
 
 
 class ShardCLI(LightningCLI):
@@ -264,29 +205,6 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
-def hyperparameters(path: str | None, *, trusted: bool) -> Any:
-    """The hyperparameters in a checkpoint; None if it holds none that can be read without its code.
-
-    Args:
-        path: The option ckpt_path.
-        trusted: Whether weights_only is false; then hyperparameters that are objects are left out.
-
-    Raises:
-        UsageError: The file cannot be read.
-    """
-    file = Path(path or "")
-    file = file / REST if file.is_dir() else file
-    if not zipfile.is_zipfile(file):
-        return None  # of "last" and "best", or of another format, which holds weights alone
-    try:
-        loaded: Any = read_torch_file(file, only="data.pkl")
-    except ValueError as err:
-        if trusted:
-            return None
-        raise UsageError(str(err).rstrip(".")) from err
-    return loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
-
-
 def run(args: Sequence[str]) -> None:
     """Run a subcommand of Lightning, or a rehearsal of `fit`.
 
@@ -312,27 +230,3 @@ def run(args: Sequence[str]) -> None:
             raise err from err.__cause__
         state.stop_children()
         exit_with(err, code=1)
-
-
-def import_short_names(given: Sources | None = None) -> None:
-    """Import the classes of the workloads that may be named without their module.
-
-    Args:
-        given: What the user gave: only classes that it names are imported; None for all of them.
-    """
-    if importlib.util.find_spec("lightning_modules") is None:
-        return
-    workloads = importlib.import_module("lightning_modules")
-    words = None if given is None else set(map(str, _leaves([s.options for s in given.given])))
-    for name in dir(workloads):
-        if words is None or name in words:
-            with contextlib.suppress(ModuleNotFoundError):  # said where the class is used
-                getattr(workloads, name)
-
-
-def _leaves(value: object) -> Iterator[object]:
-    if is_mapping(value) or is_list(value):
-        for child in value.values() if is_mapping(value) else value:
-            yield from _leaves(child)
-    else:
-        yield value

@@ -15,7 +15,7 @@ from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.exits import exit_with
 from lightning_shard.cli.help import PAGES, page
 from lightning_shard.cli.sources import ENV_PREFIX, read_sources, split_subcommand
-from lightning_shard.cli.yaml_places import UsageError
+from lightning_shard.cli.usage import UsageError
 
 if TYPE_CHECKING:
     from lightning_shard.cli.lightning_cli import ShardCLI as ShardCLI

@@ -4,12 +4,14 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lightning_shard.cli.nearest import nearest
+from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.usage import nearest
 
 WORDS: dict[Any, str] = {
     int: "an integer",
@@ -20,6 +22,22 @@ WORDS: dict[Any, str] = {
     dict: "a mapping",
     list: "a list",
 }
+
+
+def import_short_names(given: Sources | None = None) -> None:
+    """Import the classes of the workloads that may be named without their module.
+
+    Args:
+        given: What the user gave: only classes that it names are imported; None for all of them.
+    """
+    if importlib.util.find_spec("lightning_modules") is None:
+        return
+    workloads = importlib.import_module("lightning_modules")
+    words = None if given is None else given.words()
+    for name in dir(workloads):
+        if words is None or name in words:
+            with suppress(ModuleNotFoundError):  # said where the class is used
+                getattr(workloads, name)
 
 
 def describe(hint: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.yaml_places import UsageError, is_list
+from lightning_shard.cli.usage import UsageError, is_list
 from lightning_shard.rehearsal.check import check
 from lightning_shard.rehearsal.forecast import plan
 

@@ -10,15 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_shard.cli.nearest import nearest
-from lightning_shard.cli.yaml_places import (
-    Places,
-    UsageError,
-    is_list,
-    is_mapping,
-    read_yaml,
-    scalar_or_tree,
-)
+from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
+from lightning_shard.cli.yaml_places import Places, read_yaml, scalar_or_tree
 
 ENV_PREFIX = "LIGHTNING_SHARD"
 OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG")
@@ -60,6 +53,10 @@ class Sources:
         found = [_at(s.options, short(key)) for s in reversed(self.given) if self._in(s, key)]
         return found[0] if found else default
 
+    def words(self) -> set[str]:
+        """All values that were written anywhere, as text."""
+        return {str(leaf) for source in self.given for leaf in _leaves(source.options)}
+
     def __contains__(self, key: str) -> bool:
         return bool(self.place(key))
 
@@ -68,6 +65,14 @@ class Sources:
 
 
 MISSING = object()
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if is_mapping(value) or is_list(value):
+        for child in value.values() if is_mapping(value) else value:
+            yield from _leaves(child)
+    else:
+        yield value
 
 
 def short(key: str) -> str:

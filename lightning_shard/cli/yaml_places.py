@@ -5,33 +5,14 @@ refused.
 """
 
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import yaml
 
-from lightning_shard.cli.nearest import nearest
+from lightning_shard.cli.usage import UsageError, is_mapping, nearest_file
 
 Places = dict[str, str]  # of dotted keys without init_args: "at a.yaml:3"
 MAX_VALUES, MAX_LEVELS, MAX_BYTES = 100_000, 100, 2**24
 MERGE = "tag:yaml.org,2002:merge"
-
-
-class UsageError(Exception):
-    """A mistake in what the user typed: one sentence, and perhaps a hint for a second line."""
-
-    def __init__(self, sentence: str, hint: str = "") -> None:
-        super().__init__(sentence)
-        self.hint = hint
-
-
-def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a value of YAML or JSON is a mapping; its keys are strings."""
-    return isinstance(value, dict)
-
-
-def is_list(value: object) -> TypeGuard[list[Any]]:
-    """Whether a value of YAML or JSON is a list."""
-    return isinstance(value, list)
 
 
 def read_yaml(path: str) -> tuple[dict[str, object], Places]:
@@ -65,11 +46,7 @@ def scalar_or_tree(text: str, where: str) -> object:
 def _text(path: str) -> str:
     file = Path(path)
     if not file.exists():
-        siblings: list[str] = []
-        if file.parent.is_dir():
-            siblings = sorted(p.name for p in file.parent.glob("*.y*ml"))
-        close = nearest(file.name, siblings, f"{file.parent} has", lambda n: str(file.parent / n))
-        raise UsageError(f"config file '{path}' does not exist{close}")
+        raise UsageError(f"config file '{path}' does not exist{nearest_file(file, '*.y*ml')}")
     if not file.is_file():
         what = "a folder" if file.is_dir() else "a pipe or a device"
         raise UsageError(f"config file '{path}' is {what}, not a file; name a YAML file")

@@ -3,6 +3,10 @@
 A rank is a fork of this process where that is possible, so that functions of a notebook's cells
 run in it; where an accelerator has been initialised it is a new interpreter. The process that
 launches holds the store in which the ranks meet, as torchrun does, so no free port is guessed.
+
+torch's `elastic_launch` was tried instead (torch 2.15). Its agent runs a thread before it forks,
+and two ranks that it forked had not returned after four minutes. New interpreters, its other way,
+know no function of a notebook's cells.
 """
 
 import os

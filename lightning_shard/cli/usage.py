@@ -1,0 +1,70 @@
+"""A mistake in what was typed, in one sentence that names the nearest valid word."""
+
+import difflib
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeGuard
+
+SHORT_LIST = 12
+
+
+class UsageError(Exception):
+    """A mistake in what the user typed: one sentence, and perhaps a hint for a second line."""
+
+    def __init__(self, sentence: str, hint: str = "") -> None:
+        super().__init__(sentence)
+        self.hint = hint
+
+
+@contextmanager
+def told_by_user(*kinds: type[Exception]) -> Generator[None]:
+    """Take errors of these kinds for mistakes in what was typed; their sentence says enough.
+
+    Raises:
+        UsageError: In the place of such an error.
+    """
+    try:
+        yield
+    except kinds as err:
+        raise UsageError(str(err).rstrip(".")) from err
+
+
+def nearest(
+    name: str,
+    choices: Iterable[str],
+    label: str = "accepted here:",
+    quote: Callable[[str], str] = str,
+) -> str:
+    """The end of a sentence: the nearest valid name, or the choices when they are few.
+
+    Args:
+        name: What was typed.
+        choices: The valid names.
+        label: What stands before the list of choices.
+        quote: How the nearest name is shown, for example as a path.
+    """
+    names = sorted(set(choices))
+    lower = {candidate.lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.lower(), lower, 1, 0.6)
+    if close:
+        return f"; did you mean '{quote(lower[close[0]])}'?"
+    if names and len(names) <= SHORT_LIST:
+        return f"; {label} {', '.join(names)}"
+    return ""
+
+
+def nearest_file(path: Path, pattern: str = "*") -> str:
+    """The end of a sentence on a file that is not there: the nearest name in its folder."""
+    found = [p.name for p in path.parent.glob(pattern)] if path.parent.is_dir() else []
+    return nearest(path.name, found, f"{path.parent} has", lambda n: str(path.parent / n))
+
+
+def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value of YAML or JSON is a mapping; its keys are strings."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether a value of YAML or JSON is a list."""
+    return isinstance(value, list)
