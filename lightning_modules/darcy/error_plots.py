@@ -5,22 +5,21 @@ Shapes: fields are (B, H, W).
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_modules.darcy.gallery import whole_fields
-from lightning_modules.shared.pictures import new_figure, picture_folder, save_picture
+from lightning_modules.shared.pictures import Pictures, new_figure
 
 COLORS = {"l2": "tab:blue", "h1": "tab:orange"}
 
 
-class ErrorPlots(Callback):
+class ErrorPlots(Pictures):
     """Print and draw, at the end of a test, errors by resolution, and draw spectra of the error.
 
     A table of resolution x norm in percent takes the place of Lightning's, which has a column for
@@ -34,13 +33,9 @@ class ErrorPlots(Callback):
     """
 
     def __init__(self, num_samples: int = 16) -> None:
+        super().__init__()
         self.num_samples = num_samples
-        self._directory = Path()
         self._fields: dict[int, dict[str, np.ndarray]] = {}
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._directory = picture_folder(trainer)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,8 +67,7 @@ class ErrorPlots(Callback):
             data = getattr(trainer, "datamodule", None)
             trained_at = getattr(data, "train_resolution", None)
             pictures["error_by_resolution"] = draw_errors(errors, trained_at)
-        for name, figure in pictures.items():
-            save_picture(trainer, figure, self._directory / f"{name}.png", name)
+        self.save(trainer, pictures)
         if errors:
             print(error_table(errors))
             if sum(map(len, errors.values())) == len(trainer.callback_metrics):

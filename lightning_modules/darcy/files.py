@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from lightning_modules.darcy.solver import ConvergenceError, binary_coefficient, solve_darcy
 from lightning_modules.shared.cached import is_intact
-from lightning_modules.shared.fields import (
+from lightning_modules.shared.field_files import (
     HDF5,
     ZARR,
     field_shapes,

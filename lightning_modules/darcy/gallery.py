@@ -7,22 +7,21 @@ Shapes: fields are (B, 1, H, W).
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
 from typing_extensions import override
 
 import lightning_shard
-from lightning_modules.shared.pictures import new_figure, picture_folder, save_picture
+from lightning_modules.shared.pictures import Pictures, new_figure, save_picture
 
 COLUMNS = ("input", "truth", "prediction", "absolute error")
 
 
-class PredictionGallery(Callback):
+class PredictionGallery(Pictures):
     """Save input, truth, prediction and error of some samples as pictures, one for each loader.
 
     Pictures go to `gallery/` in the trainer's log directory. Their names carry the resolution of
@@ -39,24 +38,18 @@ class PredictionGallery(Callback):
     def __init__(
         self, every_n_epochs: int = 5, num_samples: int = 3, dataloader_idx: int | None = None
     ) -> None:
+        super().__init__()
         self.every_n_epochs = every_n_epochs
         self.num_samples = num_samples
         self.dataloader_idx = dataloader_idx
-        self._directory = Path()
         self._fields: dict[int, dict[str, np.ndarray]] = {}
         self._announced = False
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._directory = picture_folder(trainer)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fields.clear()
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fields.clear()
+    on_test_start = on_validation_start
 
     @override
     def on_validation_batch_end(
@@ -68,8 +61,13 @@ class PredictionGallery(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if not trainer.sanity_checking:
-            self._keep(outputs, batch_idx, dataloader_idx)
+        """Gather the fields of the first batch; a collective, so on every rank."""
+        first = batch_idx == 0 and not trainer.sanity_checking
+        if first and self.dataloader_idx in (None, dataloader_idx):
+            fields = whole_fields("PredictionGallery", outputs, self.num_samples)
+            self._fields[dataloader_idx] = fields
+
+    on_test_batch_end = on_validation_batch_end
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,27 +81,9 @@ class PredictionGallery(Callback):
         self._announce(trainer, "final")
 
     @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Tensor | Mapping[str, Any] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._keep(outputs, batch_idx, dataloader_idx)
-
-    @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._draw(trainer, "test")
         self._announce(trainer, "test")
-
-    def _keep(self, outputs: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """Gather the fields of the first batch; a collective, so on every rank."""
-        if batch_idx == 0 and self.dataloader_idx in (None, dataloader_idx):
-            fields = whole_fields("PredictionGallery", outputs, self.num_samples)
-            self._fields[dataloader_idx] = fields
 
     def _draw(self, trainer: Trainer, when: str) -> None:
         if not trainer.is_global_zero:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_modules.shared.cached import is_intact, write_whole
-from lightning_modules.shared.fields import read_blocks
+from lightning_modules.shared.field_files import read_blocks
 
 CHUNK = 32  # samples in memory at once
 

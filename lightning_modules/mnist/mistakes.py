@@ -5,19 +5,18 @@ Shapes: B images of one or three channels, (B, C, H, W).
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 from typing_extensions import override
 
 import lightning_shard
-from lightning_modules.shared.pictures import new_figure, picture_folder, save_picture
+from lightning_modules.shared.pictures import Pictures, new_figure
 
 COLUMNS = 8
 
@@ -30,7 +29,7 @@ class Mistake(NamedTuple):
     predicted: int
 
 
-class Mistakes(Callback):
+class Mistakes(Pictures):
     """Draw, at the end of a test, the confusion matrix and the misclassified images.
 
     `confusion.png` and `mistakes.png` go to `gallery/` in the trainer's log directory, and to
@@ -43,16 +42,12 @@ class Mistakes(Callback):
     """
 
     def __init__(self, num_classes: int = 10, num_images: int = 40) -> None:
+        super().__init__()
         self.num_classes = num_classes
         self.num_images = num_images
-        self._directory = Path()
         self._seen: dict[tuple[int, ...], tuple[int, int]] = {}
         self._wrong: dict[tuple[int, ...], np.ndarray] = {}
         self._numbers: Iterator[tuple[int, ...]] = iter(())
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._directory = picture_folder(trainer)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,8 +94,7 @@ class Mistakes(Callback):
             "confusion": draw_confusion(confusion),
             "mistakes": draw_mistakes(mistakes[: self.num_images], len(mistakes), len(seen)),
         }
-        for name, figure in pictures.items():
-            save_picture(trainer, figure, self._directory / f"{name}.png", name)
+        self.save(trainer, pictures)
         print(f"Confusion matrix and mistakes: {self._directory}")
 
 

@@ -1,30 +1,20 @@
-"""Fields in HDF5 or Zarr files, of which each rank reads only the part of a sample that it needs.
-
-Both formats hold arrays (S, C, *spatial) in small blocks with checksums: a part is read without its
-neighbours, and damaged bytes raise an error.
+"""Samples of fields on disk, of which each rank reads only the part that it needs.
 
 Shapes: S samples of C channels.
 """
 
-import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_modules.shared.optional import optional
+from lightning_modules.shared.field_files import field_shapes, open_fields, read
 from lightning_shard import slab_of
-
-HDF5, ZARR = (".h5", ".hdf5"), (".zarr",)
-BLOCKS = 16  # along each dim of a field, so that the parts of up to as many ranks overlap little
-EDGE = 8  # nodes that a block has at least
 
 
 class FieldDataset(Dataset[dict[str, Any]]):
@@ -96,212 +86,3 @@ class FieldDataset(Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
-
-
-def field_shapes(
-    path: Path, names: Sequence[str], group: str = ""
-) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """The number of samples and the shape (C, *spatial) of a sample, for each array of a file.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file cannot be read, or lacks an array.
-    """
-    with _opened(path, group) as arrays:
-        if missing := [name for name in names if name not in arrays]:
-            where = f", at its root or in a group {group}" if group else ""
-            raise ValueError(
-                f"{path} needs datasets {' and '.join(names)}{where}, but has no {missing[0]}; got "
-                f"{sorted(arrays)}. Rename them, or read another file."
-            )
-        stored = {name: tuple(arrays[name].shape) for name in names}
-    return {
-        name: (shape[0], shape[1:] if len(shape) > 3 else (1, *shape[1:]))
-        for name, shape in stored.items()
-    }
-
-
-def _library(path: Path) -> Any:
-    """The package that reads and writes the format of a file."""
-    return optional("h5py" if path.suffix in HDF5 else "zarr", f"the file {path}")
-
-
-def open_fields(path: Path, group: str = "") -> Any:
-    """The arrays of an HDF5 file or a Zarr group by name, to read; `group` only if it is there.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is of another format, or damaged.
-    """
-    if path.suffix not in HDF5 + ZARR:
-        raise ValueError(f"{path} must end in {', '.join(HDF5 + ZARR)}, which say its format.")
-    if not path.exists():
-        raise FileNotFoundError(f"the file of fields {path} does not exist; check its name.")
-    library = _library(path)
-    try:
-        if path.suffix in HDF5:
-            root: Any = library.File(path, "r")
-        else:
-            store = library.storage.LocalStore(path, read_only=True)
-            root = library.open_group(store, mode="r")
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} is not a whole {'HDF5 file' if path.suffix in HDF5 else 'Zarr group'} "
-            f"({error}); restore it, or remove it if it was generated."
-        ) from error
-    if path.suffix in HDF5:
-        _refuse_outside(library, root, root, path)
-    arrays = root[group] if group and group in root else root
-    if arrays is not root and path.suffix in HDF5:
-        _refuse_outside(library, root, arrays, path)
-    return arrays
-
-
-def _refuse_outside(library: Any, root: Any, arrays: Any, path: Path) -> None:
-    """A file of HDF5 can name any other file of this machine to be read in place of its own data.
-
-    Raises:
-        ValueError: An array of the file is outside of it.
-    """
-    for name in arrays:
-        link = arrays.get(name, getlink=True)
-        external = isinstance(link, library.ExternalLink)
-        if external or _is_outside(library, arrays.get(name), root):
-            raise ValueError(
-                f"{path} keeps '{name}' outside of it (an external file, a link or a virtual "
-                "dataset), which is not read; copy the data into the file."
-            )
-
-
-def _is_outside(library: Any, found: Any, root: Any) -> bool:
-    if found is None:  # a link to nothing
-        return False
-    if found.file.filename != root.filename:  # a soft link by way of an external one
-        return True
-    return isinstance(found, library.Dataset) and bool(found.external or found.is_virtual)
-
-
-def read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
-    """What lies at `index` of an open array.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
-    reason = ""
-    try:
-        values = np.asarray(array[index])
-        unset = path.suffix in ZARR and np.isnan(array.fill_value)
-        if unset and np.isnan(values).any():
-            reason = "it is not all there"  # Zarr reads what it does not find as this value
-    except (OSError, RuntimeError, ValueError) as error:  # of the checksums
-        values, reason = np.empty(0), str(error)
-    if reason:
-        raise ValueError(
-            f"sample {index[0]} of {array.name} in {path} is damaged ({reason}); restore the file, "
-            "or remove it if it was generated."
-        )
-    return values
-
-
-def write_fields(path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
-    """Write samples block by block, so that they need not fit into memory.
-
-    Args:
-        path: A new HDF5 file or Zarr group.
-        count: Number S of all samples.
-        blocks: Some samples at a time: for each array its name and (samples, C, *spatial).
-
-    Raises:
-        OSError: If it cannot be written, for example on a full disk.
-    """
-    if path.suffix not in HDF5:
-        _fill(_library(path).open_group(path, mode="w"), count, blocks)
-        return
-    with _FailingLater(path, "w+") as file:
-        with _library(path).File(file, "w", libver="latest") as root:
-            _fill(root, count, file.watch(blocks))
-        file.check()
-
-
-class _FailingLater(io.FileIO):
-    """A file whose first error is raised when HDF5 is not writing: inside it ends the process."""
-
-    error: OSError | None = None
-
-    @override
-    def write(self, data: Any, /) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        while rest and self.error is None:
-            try:
-                rest = rest[super().write(rest) :]
-            except OSError as error:
-                self.error = error
-        return size
-
-    @override
-    def truncate(self, size: int | None = None, /) -> int:
-        try:
-            return super().truncate(size)
-        except OSError as error:
-            self.error = self.error or error
-            return size or 0
-
-    def watch(self, blocks: Iterable[Any]) -> Iterator[Any]:
-        for block in blocks:
-            self.check()
-            yield block
-
-    def check(self) -> None:
-        if self.error:
-            raise self.error
-
-
-def _fill(root: Any, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
-    start = 0
-    for block in blocks:
-        for name, values in block.items():
-            if start == 0:
-                _create(root, name, (count, *values.shape[1:]), values.dtype)
-            # one by one: when one cannot be written, Zarr would still be writing others
-            for i, value in enumerate(values, start):
-                root[name][i] = value
-        start += len(next(iter(block.values())))
-
-
-def _create(root: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    edges = [min(n, max(EDGE, -(-n // BLOCKS))) for n in shape[2:]]
-    chunks = (1, shape[1], *edges)
-    if not hasattr(root, "create_array"):  # HDF5
-        root.create_dataset(name, shape, dtype, chunks=chunks, fletcher32=True)
-        return
-    sample = (1, shape[1], *(-(-n // e) * e for n, e in zip(shape[2:], edges, strict=True)))
-    root.create_array(
-        name,
-        shape=shape,
-        dtype=dtype,
-        chunks=chunks,
-        shards=sample,  # one file for each sample, of which single blocks are read
-        compressors=optional("zarr.codecs", "a Zarr group").Crc32cCodec(),
-        fill_value=np.nan if dtype.kind == "f" else 0,
-    )
-
-
-def read_blocks(
-    path: Path, names: Sequence[str], group: str, count: int, size: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """The first `count` samples of a file, whole, at most `size` of them at a time."""
-    with _opened(path, group) as arrays:
-        for start in range(0, count, size):
-            some = slice(start, min(start + size, count))
-            yield {name: read(arrays[name], path, (some,)) for name in names}
-
-
-@contextmanager
-def _opened(path: Path, group: str) -> Iterator[Any]:
-    arrays = open_fields(path, group)
-    try:
-        yield arrays
-    finally:
-        if path.suffix in HDF5:
-            arrays.file.close()

@@ -1,16 +1,13 @@
 """Where pictures of a run go: to files in its log directory, and to loggers that take them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-
-def picture_folder(trainer: Trainer) -> Path:
-    """The folder `gallery` of the log directory; all ranks must ask, since rank 0 names it."""
-    return Path(trainer.log_dir or trainer.default_root_dir) / "gallery"
+from typing_extensions import override
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -18,6 +15,26 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+class Pictures(Callback):
+    """A callback that draws what evaluation steps return, for files in `gallery/` and for loggers.
+
+    The folder is in the trainer's log directory.
+    """
+
+    def __init__(self) -> None:
+        self._directory = Path()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # on every rank: log_dir is broadcast from rank 0
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir) / "gallery"
+
+    def save(self, trainer: Trainer, pictures: Mapping[str, Figure]) -> None:
+        """Write each picture to a file of its name, and hand it to the loggers."""
+        for name, figure in pictures.items():
+            save_picture(trainer, figure, self._directory / f"{name}.png", name)
 
 
 def save_picture(trainer: Trainer, figure: Figure, path: Path, tag: str) -> None:

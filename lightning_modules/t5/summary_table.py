@@ -44,31 +44,7 @@ class SummaryTable(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._keep(outputs, batch, batch_idx, dataloader_idx)
-
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._save(trainer, f"epoch_{trainer.current_epoch:04d}")
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._keep(outputs, batch, batch_idx, dataloader_idx)
-
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        path = self._save(trainer, "test")
-        rank_zero_info(f"Generated summaries: {path}")
-
-    def _keep(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Keep the texts of the first batch."""
         if batch_idx or dataloader_idx:
             return
         if not isinstance(outputs, Mapping) or "generated" not in outputs:
@@ -82,6 +58,18 @@ class SummaryTable(Callback):
         generated: list[str] = outputs["generated"]
         columns: tuple[list[str], ...] = (batch["source"], batch["summary"], generated)
         self._rows = [list(row) for row in zip(*columns, strict=True)][: self.num_rows]
+
+    on_test_batch_end = on_validation_batch_end
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._save(trainer, f"epoch_{trainer.current_epoch:04d}")
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        path = self._save(trainer, "test")
+        rank_zero_info(f"Generated summaries: {path}")
 
     def _save(self, trainer: Trainer, name: str) -> Path:
         path = self._folder / f"{name}.csv"

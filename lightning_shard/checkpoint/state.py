@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.foreign import by_index, plain_name
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
+from lightning_shard.processes.exchange import copy_from_first
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -101,6 +102,14 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
         p: plain_name(n) for n, p in module.named_parameters(remove_duplicate=False)
     }
     return [names[p] for p in _parameters(optimizer)]
+
+
+def share_buffers(state: Mapping[str, Any], module: nn.Module) -> None:
+    """All ranks go on with the buffers that are saved, those of rank 0 (as under DDP)."""
+    parameters = {plain_name(name) for name, _ in module.named_parameters()}
+    for name, value in state.items():
+        if name not in parameters and isinstance(value, Tensor):
+            copy_from_first(value)
 
 
 def full(value: Any, keep: bool = True) -> Any:

@@ -140,6 +140,11 @@ def mesh_names(domain_axes: int) -> tuple[str, ...]:
     return ("data", *(f"domain_{axis}" for axis in range(domain_axes)))
 
 
+def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """The number of ranks along each axis, by name."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
 def domain_axes(mesh: DeviceMesh, named: Sequence[str] = ()) -> tuple[str, ...]:
     """The axes along which samples are split: those `named`, by default those called domain.
 

@@ -3,6 +3,7 @@
 A file appears whole or not at all: it is written beside its place under another name and renamed.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
@@ -18,6 +20,7 @@ from lightning_shard.checkpoint.atomic import remove, written_file
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
 from lightning_shard.processes.exchange import together
+from lightning_shard.trainer.host import WrappingCheckpointIO
 
 
 def is_local(path: str | Path) -> bool:
@@ -71,3 +74,29 @@ class CheckpointFiles(TorchCheckpointIO):
             remove(local_path(path))
         else:
             super().remove_checkpoint(path)
+
+
+def written_as(chosen: str, later: bool | None) -> tuple[Any, bool]:
+    """How the strategy's `checkpoint_format` is meant: the format, and whether in the background.
+
+    Args:
+        chosen: One of the formats, or "async": a directory in the background.
+        later: The argument `async_checkpoint` of before there was "async"; None: not given.
+    """
+    if later is not None:
+        warnings.warn(
+            "the argument async_checkpoint of HybridShardStrategy is deprecated: write "
+            "checkpoint_format='async'.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return ("sharded", True) if chosen == "async" else (chosen, bool(later))
+
+
+def complete_io(io: CheckpointIO | None) -> CheckpointIO:
+    """What writes and reads single files: `io`, with this package's files where it has none."""
+    if io is None:
+        return CheckpointFiles()
+    if isinstance(io, WrappingCheckpointIO) and io.checkpoint_io is None:
+        io.checkpoint_io = CheckpointFiles()
+    return io

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.processes.agreement import Check, agree, only_wait, store_of_attempt
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.group import join
-from lightning_shard.processes.mesh import make_mesh, mesh_names
+from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import (
     Launcher,
@@ -103,7 +103,7 @@ class Processes:
     def mesh_sizes(self) -> dict[str, int]:
         """The number of ranks along each axis of the mesh, by name."""
         assert self.mesh is not None, "the processes have not joined yet"
-        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+        return sizes_of(self.mesh)
 
     def replica(self, rank: int) -> int:
         """The data replica of this process, whose global rank is `rank`."""

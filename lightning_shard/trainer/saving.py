@@ -1,6 +1,5 @@
 """Checkpoints: what a strategy gathers, writes and reads back."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -11,27 +10,29 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.checkpoint import directory as sharded_directory
 from lightning_shard.checkpoint.errors import UnsafeFileError
-from lightning_shard.checkpoint.foreign import as_lightning, plain_name
+from lightning_shard.checkpoint.foreign import as_lightning
 from lightning_shard.checkpoint.state import (
     full,
     load_optimizer_state,
     module_state,
     optimizer_state,
     parameter_names,
+    share_buffers,
     split_off,
 )
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.weights import load_module_state
-from lightning_shard.processes.exchange import copy_from_first, gather_to_first, together
+from lightning_shard.processes.exchange import gather_to_first, together
+from lightning_shard.processes.mesh import sizes_of
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, is_local, local_path
-from lightning_shard.trainer.host import WrappingCheckpointIO, plain_optimizer
+from lightning_shard.trainer.host import plain_optimizer
 from lightning_shard.trainer.random_state import random_state, set_random_state, storable
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Saver:
     def gather_module(self, module: nn.Module) -> dict[str, Any]:
         """The state of the module, with shards as they are."""
         state = module_state(module)
-        _share_buffers(state, module)
+        share_buffers(state, module)
         return state
 
     def gather_optimizer(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class Saver:
                 so the random numbers are those with which it began.
         """
         entry: dict[str, Any] = {
-            "mesh": _sizes(mesh),
+            "mesh": sizes_of(mesh),
             "versions": {
                 "torch": str(torch.__version__),
                 "lightning": lightning.__version__,
@@ -167,7 +168,7 @@ class Saver:
             ValueError: The format is "sharded" and the path on no mounted file system.
         """
         self.finish()
-        _share_buffers(checkpoint.get("state_dict", {}), module)  # of averages, say, of a callback
+        share_buffers(checkpoint.get("state_dict", {}), module)  # of averages, say, of a callback
         if self._is_directory(checkpoint, path, io, storage_options):
             names = [parameter_names(optimizer, module) for optimizer in optimizers]
             self._write_directory(checkpoint, local_path(path), names)
@@ -297,43 +298,5 @@ class Saver:
     def continue_random_numbers(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Go on with the random numbers of the run that saved, if each rank has its own again."""
         own, self._own = self._own, None
-        if own is not None and own["mesh"] == _sizes(mesh) and "random" in own:
+        if own is not None and own["mesh"] == sizes_of(mesh) and "random" in own:
             set_random_state(own["random"][dist.get_rank()], device)
-
-
-def written_as(chosen: str, later: bool | None) -> tuple[Any, bool]:
-    """How the strategy's `checkpoint_format` is meant: the format, and whether in the background.
-
-    Args:
-        chosen: One of the formats, or "async": a directory in the background.
-        later: The argument `async_checkpoint` of before there was "async"; None: not given.
-    """
-    if later is not None:
-        warnings.warn(
-            "the argument async_checkpoint of HybridShardStrategy is deprecated: write "
-            "checkpoint_format='async'.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    return ("sharded", True) if chosen == "async" else (chosen, bool(later))
-
-
-def complete_io(io: CheckpointIO | None) -> CheckpointIO:
-    """What writes and reads single files: `io`, with this package's files where it has none."""
-    if io is None:
-        return CheckpointFiles()
-    if isinstance(io, WrappingCheckpointIO) and io.checkpoint_io is None:
-        io.checkpoint_io = CheckpointFiles()
-    return io
-
-
-def _share_buffers(state: Mapping[str, Any], module: nn.Module) -> None:
-    """All ranks go on with the buffers that are saved, those of rank 0 (as under DDP)."""
-    parameters = {plain_name(name) for name, _ in module.named_parameters()}
-    for name, value in state.items():
-        if name not in parameters and isinstance(value, Tensor):
-            copy_from_first(value)
-
-
-def _sizes(mesh: DeviceMesh) -> dict[str, int]:
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))

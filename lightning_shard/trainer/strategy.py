@@ -35,6 +35,7 @@ from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import processes
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.batch import ShardDims, check_same_batch, shard_batch, split_dims
+from lightning_shard.trainer.checkpoint_io import complete_io, written_as
 from lightning_shard.trainer.count_once import count_domains_once
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
@@ -49,7 +50,7 @@ from lightning_shard.trainer.processes import Processes
 from lightning_shard.trainer.random_state import share_random_state
 from lightning_shard.trainer.requeue import save_before_requeue
 from lightning_shard.trainer.resumable import unfinished_step
-from lightning_shard.trainer.saving import Saver, complete_io, written_as
+from lightning_shard.trainer.saving import Saver
 from lightning_shard.trainer.sigterm import leave_together_on_sigterm
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
 from lightning_shard.trainer.steps import Steps, use_no_grad

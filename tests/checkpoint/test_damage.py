@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_modules.shared.fields import open_fields
+from lightning_modules.shared.field_files import open_fields
 from lightning_shard import load_weights
 from lightning_shard.checkpoint import directory as sharded_directory
 from lightning_shard.checkpoint.manifest import FORMAT, problem_of

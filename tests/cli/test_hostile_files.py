@@ -22,7 +22,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_modules.shared.fields import open_fields
+from lightning_modules.shared.field_files import open_fields
 from lightning_modules.t5.tokenizer import load_tokenizer
 from lightning_shard import load_weights
 from lightning_shard.checkpoint.dcp_reader import read_dcp

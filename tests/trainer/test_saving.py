@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
 from lightning_shard.checkpoint.state import full_module_state
-from lightning_shard.trainer.checkpoint_io import CheckpointFiles
-from lightning_shard.trainer.saving import OWN_KEY, Saver, complete_io
+from lightning_shard.trainer.checkpoint_io import CheckpointFiles, complete_io
+from lightning_shard.trainer.saving import OWN_KEY, Saver
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 
 CPU = torch.device("cpu")

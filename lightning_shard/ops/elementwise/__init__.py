@@ -2,6 +2,7 @@
 
 from lightning_shard.ops.elementwise import autograd as autograd
 from lightning_shard.ops.elementwise import composite as composite
+from lightning_shard.ops.elementwise import dropout as dropout
 from lightning_shard.ops.elementwise import formula as formula
 from lightning_shard.ops.elementwise import pointwise as pointwise
 from lightning_shard.ops.elementwise import random as random

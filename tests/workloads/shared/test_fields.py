@@ -19,7 +19,7 @@ from zarr.storage import LocalStore
 
 import lightning_shard
 from lightning_modules import FieldDataset
-from lightning_modules.shared.fields import write_fields
+from lightning_modules.shared.field_files import write_fields
 from lightning_shard import DomainTensor, HybridShardStrategy, slab_of
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.trainer.batch import check_same_batch, shard_batch

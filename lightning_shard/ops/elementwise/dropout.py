@@ -1,0 +1,115 @@
+"""Dropout, of single elements and of whole channels."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.domain.layout import Factor
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.elementwise.random import Draw, drawn
+from lightning_shard.ops.registry import implements
+
+_ALPHA = 1.7580993408473766  # minus the value that a SELU saturates to
+# dropout of whole channels: the number of dims of a batch; with fewer there is no batch dim
+_BATCHED = {F.dropout1d: 3, F.dropout3d: 5}
+
+
+@implements(F.dropout, torch.dropout)
+def dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    return _dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
+
+
+@implements(torch.dropout_)
+def dropout_in_place(func: Callable[..., Tensor], x: Subdomain, p: float, train: bool) -> Subdomain:
+    return _dropped(x, p, train, True, dims=range(x.ndim))
+
+
+@implements(F.alpha_dropout, torch.alpha_dropout)
+def alpha_dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
+
+
+@implements(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
+def feature_dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    dims = range(2 if x.ndim >= _BATCHED.get(func, 0) else 1)
+    return _dropped(x, p, named.get("train", training), inplace, dims=dims)
+
+
+@implements(F.feature_alpha_dropout, torch.feature_alpha_dropout)
+def feature_alpha_dropout(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    **named: bool,
+) -> Subdomain:
+    return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(2))
+
+
+def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range) -> Subdomain:
+    _check_probability(p)
+    if not training or p == 0:
+        return x if inplace else x.like(x.local.clone())
+
+    def draw(t: Tensor, own: torch.Generator | None) -> None:
+        if own is None and not inplace and len(dims) == x.ndim:
+            # one process: by a kernel with numbers of its own on some devices
+            t.copy_(torch.dropout(torch.ones_like(t), p, True) != 0)
+        else:
+            t.bernoulli_(1 - p, generator=own)
+
+    factor = _kept(x, p, dims, draw) / (1 - p if p < 1 else 1)
+    return x.like(x.local.mul_(factor) if inplace else x.local * factor)
+
+
+def _alpha_dropped(
+    x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range
+) -> Subdomain:
+    """Dropped elements get the value at which a SELU saturates; mean and variance are kept."""
+    _check_probability(p)
+    if not training or p == 0:
+        return x if inplace else x.like(x.local.clone())
+    kept = _kept(x, p, dims, lambda t, own: t.bernoulli_(1 - p, generator=own))
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    shift = (kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p
+    factor = kept * scale
+    return x.like(x.local.mul_(factor).add_(shift) if inplace else x.local * factor + shift)
+
+
+def _kept(x: Subdomain, p: float, dims: range, draw: Draw) -> Tensor:
+    """One for what is kept, zero for what is dropped; one number for all dims after `dims`."""
+    if p == 1:  # as torch: without drawing
+        return x.local.new_zeros(())
+    ones = x.layout.with_dims({d: (Factor(1),) for d in range(x.ndim) if d not in dims})
+    like = x.local if len(dims) == x.ndim else x.local.new_empty(ones.local_shape)
+    return drawn(x.like(like, ones), draw)
+
+
+def _check_probability(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
