@@ -9,23 +9,19 @@ Source: "Domain Decomposition, ShardTensor and FSDP Tutorial", NVIDIA PhysicsNeM
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from lightning_modules.shared.train_loss import log_train_loss
-
-Batch = tuple[Tensor, Tensor]
+from lightning_modules.shared.classifier import Batch, Classifier
 
 
 # A named function and not a lambda: jsonargparse turns a lambda into init_args, and those would
@@ -60,7 +56,7 @@ class SimpleCNN(nn.Module):
         return self.fc(torch.flatten(x, 1))
 
 
-class SimpleCNNModule(LightningModule):
+class SimpleCNNModule(Classifier):
     """Classify images with `SimpleCNN`, trained on the cross-entropy.
 
     Evaluation logs `val/loss`, `val/accuracy`, `test/loss` and `test/accuracy`, where accuracy is
@@ -84,54 +80,9 @@ class SimpleCNNModule(LightningModule):
         optimizer: OptimizerCallable = adam,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__()
+        network = SimpleCNN(in_channels, hidden_channels, num_classes)
+        super().__init__(network, num_classes, F.cross_entropy, optimizer, lr_scheduler)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
-        self.network = SimpleCNN(in_channels, hidden_channels, num_classes)
-        self.make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = optimizer
-        self.make_lr_scheduler = lr_scheduler
-        # micro: torchmetrics' default is the mean over classes
-        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
-        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of the classes: (B, C, H, W) -> (B, num_classes)."""
-        return self.network(x)
-
-    @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        log_train_loss(self, loss, len(labels))
-        return loss
-
-    @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._shared_step("val", batch, self.val_accuracy)
-
-    @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._shared_step("test", batch, self.test_accuracy)
-
-    @override
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self(batch[0]).argmax(dim=1)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        if self.make_lr_scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
-
-    def _shared_step(self, stage: str, batch: Batch, accuracy: MulticlassAccuracy) -> None:
-        images, labels = batch
-        logits = self(images)
-        loss = F.cross_entropy(logits, labels)
-        accuracy.update(logits.argmax(dim=1), labels)
-        size = len(labels)
-        self.log(f"{stage}/loss", loss, on_epoch=True, sync_dist=True, batch_size=size)
-        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,22 +6,17 @@ columns are split over ranks. Shapes: B samples, 28 x 28 pixels, 10 classes.
 Source: https://github.com/pytorch/examples/tree/main/mnist
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Adadelta, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
-from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from lightning_modules.shared.train_loss import log_train_loss
-
-Batch = tuple[Tensor, Tensor]
+from lightning_modules.shared.classifier import Classifier
 
 
 # Defaults are named functions and not lambdas: jsonargparse turns a lambda into init_args, and
@@ -63,7 +58,7 @@ class MNISTNet(nn.Module):
         return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
 
 
-class MNISTModule(LightningModule):
+class MNISTModule(Classifier):
     """Classify digits with `MNISTNet`, trained on the negative log-likelihood.
 
     Evaluation logs `val/loss`, `val/accuracy`, `test/loss` and `test/accuracy`, where accuracy is
@@ -85,52 +80,6 @@ class MNISTModule(LightningModule):
         optimizer: OptimizerCallable = adadelta,
         lr_scheduler: LRSchedulerCallable = step_lr,
     ) -> None:
-        super().__init__()
+        network = MNISTNet(conv_dropout, linear_dropout)
+        super().__init__(network, 10, F.nll_loss, optimizer, lr_scheduler)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
-        self.network = MNISTNet(conv_dropout, linear_dropout)
-        self.make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = optimizer
-        self.make_lr_scheduler = lr_scheduler
-        # micro: torchmetrics' default is the mean over classes
-        self.val_accuracy = MulticlassAccuracy(10, average="micro")
-        self.test_accuracy = MulticlassAccuracy(10, average="micro")
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Log-probabilities of the classes: (B, 1, 28, 28) -> (B, 10)."""
-        return self.network(x)
-
-    @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = F.nll_loss(self(images), labels)
-        log_train_loss(self, loss, len(labels))
-        return loss
-
-    @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._shared_step("val", batch, self.val_accuracy)
-
-    @override
-    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self._shared_step("test", batch, self.test_accuracy)
-
-    @override
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self(batch[0]).argmax(dim=1)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
-
-    def _shared_step(self, stage: str, batch: Batch, accuracy: MulticlassAccuracy) -> Tensor:
-        """Log loss and accuracy; the predicted classes, (B,)."""
-        images, labels = batch
-        log_probabilities = self(images)
-        loss = F.nll_loss(log_probabilities, labels)
-        predicted = log_probabilities.argmax(dim=1)
-        accuracy.update(predicted, labels)
-        size = len(labels)
-        self.log(f"{stage}/loss", loss, on_epoch=True, sync_dist=True, batch_size=size)
-        self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=size)
-        return predicted

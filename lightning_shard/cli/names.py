@@ -1,6 +1,7 @@
 """Classes and types in words: the classes that fit, and what a type hint accepts."""
 
 import importlib
+import importlib.util
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
