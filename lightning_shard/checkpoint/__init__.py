@@ -1,1 +1,1 @@
-"""What a checkpoint holds, in which files, and whether they are whole."""
+"""Says what a checkpoint holds, in which files, and whether they are whole."""

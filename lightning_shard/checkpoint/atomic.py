@@ -1,4 +1,4 @@
-"""Files and directories that have their name when they are whole, and lose it before they are not.
+"""Writes and deletes files and directories so that what has its final name is whole.
 
 What is being written, and what is being deleted, ends with `.partial`. The name says which process
 writes it, so that two runs never write into one, and a later save finds what a killed one left.
@@ -25,19 +25,19 @@ _WRITER = re.compile(r"\.([A-Za-z0-9_-]+)\.(\d+)\.[0-9a-f]{8}\.partial$")
 
 
 def partial_of(path: Path) -> Path:
-    """A name beside `path` that no other process, and no other call, uses."""
+    """Make a name beside `path` that no other process, and no other call, uses."""
     writer = f"{_HOST}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     return path.with_name(f"{path.name}.{writer}{PARTIAL}")
 
 
 def replaced_name(path: Path) -> Path:
-    """Where the old checkpoint waits while the new one is renamed; `last` finds it there too."""
+    """Say where the old checkpoint waits while the new one is renamed; `last` finds it there."""
     return path.with_name(f"{path.stem}.replaced{path.suffix}")
 
 
 @contextlib.contextmanager
 def written_file(path: Path) -> Generator[io.BufferedWriter]:
-    """A file to write into; it becomes `path` if nothing is raised, and is removed otherwise.
+    """Open a file to write; it becomes `path` if nothing is raised, and is removed otherwise.
 
     Raises:
         OSError: It cannot be written; one sentence with the path and the cause.
@@ -72,7 +72,7 @@ def _file(path: Path) -> Generator[io.BufferedWriter]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Generator[None]:
-    """Inside, an error of the disk is one sentence, also where torch's writer hides it.
+    """Turn an error of the disk into one sentence, also where torch's writer hides it.
 
     Raises:
         OSError: `path` cannot be written.

@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint, read without a process group and without pickle.
+"""Reads directories of torch.distributed.checkpoint without a process group and without pickle.
 
 Their metadata are a pickle, which could run any code: here only the classes that such metadata
 consist of are built. Each tensor becomes a `StoredTensor`, so that a rank reads the chunks that
@@ -63,7 +63,7 @@ KIND, REMEDY = "no metadata of torch.distributed.checkpoint", "take an earlier c
 
 
 class Files:
-    """The files of a directory, of which none is read that was changed since it was written.
+    """Reads the files of a directory, and refuses one that was changed since it was written.
 
     Args:
         folder: The directory.
@@ -81,7 +81,7 @@ class Files:
         return found.st_ino, found.st_mtime_ns
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file.
+        """Read bytes of a file.
 
         Raises:
             DamagedError: It is missing, too short, changed, or outside of the directory.
@@ -103,7 +103,7 @@ class Files:
 
 
 def read_dcp(files: Files | Path) -> dict[str, Any]:
-    """The nested dicts and lists that were saved, with `StoredTensor`s in place of tensors.
+    """Read the nested dicts and lists that were saved, with `StoredTensor`s in place of tensors.
 
     Raises:
         DamagedError: The metadata are not whole, or hold anything but metadata.

@@ -1,4 +1,4 @@
-"""Checkpoints as directories: each rank writes its part with torch.distributed.checkpoint.
+"""Saves checkpoints as directories, into which each rank writes its part.
 
     name.ckpt/
       manifest.json     mesh, versions, hyperparameters, and size and hash of each other file
@@ -55,7 +55,7 @@ Tree = dict[str, Any]
 
 
 def is_sharded(path: str | Path) -> bool:
-    """Whether `path` is a directory of torch.distributed.checkpoint."""
+    """Say whether `path` is a directory of torch.distributed.checkpoint."""
     return (Path(path) / METADATA).is_file()
 
 
@@ -105,7 +105,7 @@ def write_later(
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, whose errors of the disk name the checkpoint and the cause."""
+    """Writes as torch does, and names the checkpoint and the cause in errors of the disk."""
 
     def __init__(self, partial: Path, path: Path) -> None:
         super().__init__(partial)
@@ -176,7 +176,7 @@ def _own_files(folder: Path) -> dict[str, Any]:
 
 
 def check(folder: Path) -> None:
-    """All ranks call it, and each reads its share of the files.
+    """Compare the files with the manifest. All ranks call it, and each reads its share of them.
 
     Raises:
         DamagedError: The directory is not whole.
@@ -190,7 +190,7 @@ def check(folder: Path) -> None:
 def read_directory(
     folder: Path, weights_only: bool = True, *, checked: bool = False
 ) -> dict[str, Any]:
-    """A Lightning checkpoint from a directory of ours or of Lightning's.
+    """Read a Lightning checkpoint from a directory of ours or of Lightning's.
 
     Weights are a `StoredState` and tensors of optimizers are `StoredTensor`s: they are read when
     they are needed, and each rank reads its part.
@@ -217,7 +217,7 @@ def read_directory(
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """The weights in a directory by name, with `StoredTensor`s; objects beside them are not built.
+    """Read the weights by name, as `StoredTensor`s; objects beside them are not built.
 
     Raises:
         DamagedError: It is not whole.

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, each in one sentence that names the file."""
+"""Says what is wrong with a checkpoint, in one sentence that names the file."""
 
 import contextlib
 from collections.abc import Generator
@@ -30,7 +30,7 @@ class UnsafeFileError(ValueError):
 
 @contextlib.contextmanager
 def damage_named(what: str, *, kind: str, remedy: str) -> Generator[None]:
-    """Inside, whatever a parser raises about bytes that are not what it expects is one sentence.
+    """Turn what a parser raises about bytes that it does not expect into one sentence.
 
     Args:
         what: The file, in quotes.
@@ -49,7 +49,7 @@ def damage_named(what: str, *, kind: str, remedy: str) -> Generator[None]:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The path of a file that another file of `folder` names.
+    """Find the file of `folder` that another of its files names.
 
     Raises:
         DamagedError: The name points outside of the folder.

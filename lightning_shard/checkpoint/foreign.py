@@ -1,4 +1,4 @@
-"""Checkpoints of other strategies: names with what wrappers put into them, other keys."""
+"""Reads checkpoints of other strategies, which have other keys, and wrappers' words in names."""
 
 from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
@@ -16,14 +16,14 @@ WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
 
 def plain_name(name: str) -> str:
-    """`name` without what wrappers put into it."""
+    """Take out of `name` what wrappers put into it."""
     for part in WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
 def plain_names(stored: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
-    """`stored` under the names of a module that has the names `wanted`; unknown ones stay."""
+    """Give `stored` the names of a module that has the names `wanted`; unknown ones stay."""
     if all(name in wanted for name in stored):
         return stored
     own = {plain_name(name): name for name in wanted}
@@ -35,7 +35,7 @@ def plain_names(stored: Mapping[str, Any], wanted: Collection[str]) -> Mapping[s
 
 
 def by_index(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """The state of an optimizer, keyed by integers as `Optimizer.state_dict` does.
+    """Key the state of an optimizer by integers, as `Optimizer.state_dict` does.
 
     Args:
         state: As torch's optimizers give it; or keyed by names, as FSDP and
@@ -93,7 +93,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights_of(loaded: Any, path: object) -> Mapping[str, Any]:
-    """The state dict in what a file of `torch.save` holds.
+    """Find the state dict in what a file of `torch.save` holds.
 
     Raises:
         ValueError: There is none.
@@ -120,7 +120,7 @@ def _described(loaded: Any) -> str:
 
 
 def as_lightning(loaded: Any, path: object, wanted: Collection[str]) -> dict[str, Any]:
-    """A loaded file as a Lightning checkpoint whose weights have the names `wanted`.
+    """Make a Lightning checkpoint of a loaded file; its weights have the names `wanted`.
 
     Args:
         loaded: A Lightning checkpoint, or a raw state dict, as in a file of a script of your own.

@@ -1,4 +1,4 @@
-"""What a directory says of its files: size and SHA-256 of each, and by which run it was written."""
+"""Compares the files of a directory with its manifest, which has size and SHA-256 of each."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What the manifest says, or None for a directory that another strategy wrote.
+    """Read the manifest; None for a directory that another strategy wrote.
 
     Raises:
         DamagedError: It is not whole, or names files outside of the directory.
@@ -39,7 +39,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def problem_of(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """Why the directory is not whole, or None; each of several ranks reads its share of files."""
+    """Say why the directory is not whole, or None; each of several ranks reads its share."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None
@@ -51,7 +51,7 @@ def problem_of(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
 
 
 def problem_with(path: Path, entry: Mapping[str, Any], with_hash: bool = True) -> str | None:
-    """Why a file is not the one that the manifest describes."""
+    """Say why a file is not the one that the manifest describes."""
     if not path.is_file():
         return f"'{path.name}' is missing"
     if path.stat().st_size != entry.get("bytes"):
@@ -64,7 +64,7 @@ def problem_with(path: Path, entry: Mapping[str, Any], with_hash: bool = True) -
 
 
 def compared_with(folder: Path, manifest: Mapping[str, Any]) -> Callable[[Path], None]:
-    """What compares a file of the directory with the manifest."""
+    """Give the function that compares a file of the directory with the manifest."""
 
     def compare(path: Path) -> None:
         name = path.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""A checkpoint of any kind, opened without a trainer; its tensors are read when they are used."""
+"""Opens a checkpoint of any kind without a trainer; its tensors are read when they are used."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from lightning_shard.checkpoint.torch_file import read_torch_file
 
 @dataclass(frozen=True)
 class Opened:
-    """What is in a checkpoint that was found whole.
+    """Holds what is in a checkpoint, and whether it is whole.
 
     Attributes:
         kind: In words.
@@ -68,13 +68,13 @@ def _directory(path: Path, trusted: bool) -> Opened:
 
 
 def weights(opened: Opened) -> dict[str, Any]:
-    """The weights by name, not read yet."""
+    """Give the weights by name, not read yet."""
     state = opened.content["state_dict"]
     return state.stored if isinstance(state, StoredState) else dict(state)
 
 
 def with_integer_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state keyed as `Optimizer.state_dict` does, instead of by names."""
+    """Key an optimizer's state as `Optimizer.state_dict` does, instead of by names."""
     held = [name for group in state["param_groups"] for name in group["params"]]
     index = {name: i for i, name in enumerate(held)}
     groups = [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]]

@@ -1,4 +1,4 @@
-"""Safetensors files with checksums, written and read one tensor at a time.
+"""Writes and reads safetensors files with checksums, one tensor at a time.
 
 The format has no checksum, so ours stand in its free metadata: under `crc32` a CRC-32 of each
 tensor's name, dtype, shape and bytes. Files of others have none and are read without. The format
@@ -34,7 +34,7 @@ DTYPES = {
 
 
 def in_order(names: Iterable[str], dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """The order of the tensors in a file: the widest numbers first, so that each is aligned."""
+    """Order the tensors of a file: the widest numbers come first, so that each is aligned."""
     return sorted(names, key=lambda name: -_as_stored(dtypes[name]).itemsize)
 
 
@@ -97,7 +97,7 @@ def _described(name: str, entry: Mapping[str, Any], pairs: list[str]) -> int:
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, or of the files that an index names; read when they are used.
+    """Give the tensors of a file, or of those that an index names; each is read when it is used.
 
     A tensor that has a checksum is compared with it before its first part is read.
 

@@ -1,4 +1,4 @@
-"""The state of sharded modules and optimizers, in the names, shapes and dtypes of unsharded ones.
+"""Gives the state of sharded modules and optimizers as unsharded ones have it.
 
 A state is first a view of this rank's shards: DTensors, in which parameters that are stored as
 pairs of real numbers are complex again. `full` gathers such a view, one tensor at a time;
@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` under plain names, with sharded tensors as DTensors.
+    """Give `module.state_dict()` under plain names, with sharded tensors as DTensors.
 
     torch's `get_model_state_dict` gives the same names and tensors, by a walk over all modules that
     these lines do not need. Asked for whole tensors it refuses a state dict with anything else in
@@ -40,7 +40,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """`optimizer.state_dict()`, keyed by integers, with sharded tensors as DTensors.
+    """Give `optimizer.state_dict()`, keyed by integers, with sharded tensors as DTensors.
 
     torch's `get_optimizer_state_dict` knows names, but not that a parameter is stored as pairs of
     real numbers: of a complex weight (3, 2) it gives moments (3, 2, 2) of float32, which an
@@ -59,12 +59,12 @@ def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def full_module_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
+    """Gather `module.state_dict()`, as whole plain tensors on the CPU. All ranks call it."""
     return full(module_state(module))
 
 
 def full_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole plain tensors on the CPU. All ranks must call it."""
+    """Gather `optimizer.state_dict()`, as whole plain tensors on the CPU. All ranks call it."""
     return full(optimizer_state(optimizer, module))
 
 
@@ -97,7 +97,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
 
 
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """The names of the optimizer's parameters, in the order of its state."""
+    """Name the optimizer's parameters, in the order of its state."""
     names: dict[Tensor, str] = {
         p: plain_name(n) for n, p in module.named_parameters(remove_duplicate=False)
     }
@@ -105,7 +105,7 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
 
 
 def share_buffers(state: Mapping[str, Any], module: nn.Module) -> None:
-    """All ranks go on with the buffers that are saved, those of rank 0 (as under DDP)."""
+    """Give all ranks the buffers that are saved: those of rank 0, as under DDP."""
     parameters = {plain_name(name) for name, _ in module.named_parameters()}
     for name, value in state.items():
         if name not in parameters and isinstance(value, Tensor):
@@ -113,7 +113,7 @@ def share_buffers(state: Mapping[str, Any], module: nn.Module) -> None:
 
 
 def full(value: Any, keep: bool = True) -> Any:
-    """`value` with every sharded or split tensor replaced by the whole one on the CPU.
+    """Replace every sharded or split tensor in `value` by the whole one on the CPU.
 
     Args:
         value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
@@ -188,7 +188,7 @@ def _pair_parameters(module: nn.Module) -> set[Tensor]:
 
 
 def split_off(checkpoint: Mapping[str, Any], names: list[list[str]]) -> tuple[Tree, Tree]:
-    """What torch.distributed.checkpoint writes of a checkpoint, and the rest.
+    """Part a checkpoint into what torch.distributed.checkpoint writes, and the rest.
 
     Args:
         checkpoint: A Lightning checkpoint with DTensors.
@@ -224,7 +224,7 @@ def _take_out(value: Any, extra: dict[str, Any]) -> Any:
 
 
 def put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
-    """`value` with the DTensors that `split_off` took out of it, whole."""
+    """Put back into `value` the DTensors that `split_off` took out of it, whole."""
     if isinstance(value, dict):
         items: Mapping[Any, Any] = value
         if items.keys() == {_MARK}:

@@ -1,4 +1,4 @@
-"""Tensors on disk that are read when they are asked for."""
+"""Stands for tensors on disk, which are read when they are asked for."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class StoredTensor:
     read: Callable[[Region], Tensor]
 
     def whole(self) -> Tensor:
-        """All of it, on the CPU."""
+        """Read all of it, into memory of the CPU."""
         return self.read(tuple(slice(0, n) for n in self.shape))
 
 
@@ -60,7 +60,7 @@ class StoredState(MutableMapping[str, Any]):
 
 
 def own_region(tensor: Tensor) -> Region:
-    """Which part of the whole tensor this rank holds: a slice for each dim."""
+    """Find the part of the whole tensor that this rank holds: a slice for each dim."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
     sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -68,7 +68,7 @@ def own_region(tensor: Tensor) -> Region:
 
 
 def tensors_in(value: Any) -> list[Tensor | StoredTensor]:
-    """All tensors in nested dicts, lists and tuples, read or not."""
+    """Find all tensors in nested dicts, lists and tuples, read or not."""
     if isinstance(value, Tensor | StoredTensor):
         return [value]
     if isinstance(value, StoredState):
@@ -81,5 +81,5 @@ def tensors_in(value: Any) -> list[Tensor | StoredTensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """The bytes of all tensors in nested dicts, lists and tuples."""
+    """Count the bytes of all tensors in nested dicts, lists and tuples."""
     return sum(t.shape.numel() * t.dtype.itemsize for t in tensors_in(value))

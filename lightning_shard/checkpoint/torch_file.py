@@ -1,4 +1,4 @@
-"""Files of `torch.save`: nothing in them is executed, and what was changed since is refused.
+"""Reads files of `torch.save`: runs nothing that is in them, and refuses what was changed since.
 
 Such a file is a zip archive of stored records: one pickle, and the bytes of each tensor. The
 archive holds a CRC-32 of each record, which torch itself does not compare. A flipped bit in a name
@@ -30,7 +30,7 @@ _NAME = 30  # where the name begins in the header of a record
 def read_torch_file(
     path: str | Path, weights_only: bool = True, *, checked: bool = False, only: str = ""
 ) -> Any:
-    """What `torch.save` wrote, its tensors mapped into memory and not read before they are used.
+    """Read what `torch.save` wrote; its tensors are mapped, and not read before they are used.
 
     Args:
         path: A local file.
@@ -53,7 +53,7 @@ def read_torch_file(
 
 
 def read_torch_bytes(data: bytes, origin: str) -> Any:
-    """What `torch.save` wrote into a part of the file `origin`.
+    """Read what `torch.save` wrote into a part of the file `origin`.
 
     Raises:
         DamagedError: It is not whole, is not what was written, or is of another kind.

@@ -1,4 +1,4 @@
-"""Weights of a module that may be sharded: read by each rank in part, written into one file."""
+"""Reads and writes weights of a module that may be sharded; each rank reads its part."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -138,7 +138,7 @@ def _copy_part(name: str, target: Tensor, source: Any, *, paired: bool, origin: 
 
 
 def stored_weights(path: str | Path) -> dict[str, Any]:
-    """The weights in a file, by name: `StoredTensor`s, and entries that are no tensors as they are.
+    """Read weights by name: `StoredTensor`s, and entries that are no tensors as they are.
 
     Args:
         path: A safetensors file, the index of several (`*.safetensors.index.json`), or a file of
@@ -163,7 +163,7 @@ def _in_memory(tensor: Tensor) -> StoredTensor:
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """`module.load_state_dict`, of a part of the state at a time if it is not read yet.
+    """Load as `module.load_state_dict`, a part of the state at a time if it is not read yet.
 
     Raises:
         RuntimeError: `strict`, and names are missing or unknown; or shapes differ.

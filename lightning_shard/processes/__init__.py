@@ -1,1 +1,1 @@
-"""Which processes there are, how they meet, and how they fail together."""
+"""Says which processes there are, how they meet, and how they fail together."""

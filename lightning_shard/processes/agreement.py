@@ -1,4 +1,4 @@
-"""What all ranks must have alike is compared in their store, before a collective could hang on it.
+"""Compares what all ranks must have alike in their store, before a collective could hang on it.
 
 Each rank writes a digest of what it has; rank 0 reads all and writes a verdict, which every rank
 raises.
@@ -23,7 +23,7 @@ Check = Callable[[Sequence[int]], None]
 
 
 class DisagreementError(ValueError):
-    """Ranks differ in what they must have alike; every rank raises it."""
+    """Says that ranks differ in what they must have alike; every rank raises it."""
 
 
 def only_wait(ranks: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ def only_wait(ranks: Sequence[int]) -> None:
 
 
 def store_of_attempt() -> Any:
-    """The store of the process group, with names of this attempt of an elastic launcher.
+    """Give the store of the process group, with names of this attempt of an elastic launcher.
 
     torchrun's agent keeps its store when it starts the processes again. Without the number of the
     attempt they would find what the processes before them have left there.
@@ -40,7 +40,7 @@ def store_of_attempt() -> Any:
 
 
 def of_attempt(store: Any) -> Any:
-    """A view of `store` whose names are those of this attempt."""
+    """Give a view of `store` whose names are those of this attempt."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # torch documents dist.PrefixStore
     return dist.PrefixStore(f"lightning_shard/attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,4 +1,4 @@
-"""The bytes that this rank sends to other ranks, counted at the collectives of torch.distributed.
+"""Counts the bytes that this rank sends to others, at the collectives of torch.distributed.
 
 Of the reductions and gathers it counts what the algorithms of least traffic send over P ranks:
 a reduce-scatter of n bytes (P - 1) / P * n, an all-gather as much of its result, and an all-reduce

@@ -1,4 +1,4 @@
-"""What this package knows of each type of device, as one row of `DEVICES`.
+"""Says what this package knows of each type of device, as one row of `DEVICES`.
 
 A new device is one more row. Where Lightning has no accelerator for it, `trainer/xpu` shows how one
 is written.
@@ -72,7 +72,7 @@ class Device:
         return getattr(torch, self.type)
 
     def count(self) -> int:
-        """The number of devices that this process sees."""
+        """Count the devices that this process sees."""
         return self.module.device_count() if self.module.is_available() else 0
 
 
@@ -91,28 +91,28 @@ DEVICES: tuple[Device, ...] = (
 
 
 def accelerators() -> list[Device]:
-    """All devices but the CPU, which every machine has."""
+    """Give the rows of all devices but the CPU, which every machine has."""
     return [row for row in DEVICES if row.type != "cpu"]
 
 
 def device_of(device_type: str) -> Device:
-    """The row of a type; of one that only torch knows, a row that promises least."""
+    """Find the row of a type; of one that only torch knows, make a row that promises least."""
     return next((row for row in DEVICES if row.type == device_type), Device(device_type))
 
 
 def present() -> str:
-    """The type of the first device that this machine has."""
+    """Find the type of the first device that this machine has."""
     return next((row.type for row in accelerators() if row.module.is_available()), "cpu")
 
 
 def available_backends() -> list[str]:
-    """The names of the process-group backends that this torch has; one of them is for its tests."""
+    """Name the process-group backends that this torch has, but for the one of its own tests."""
     there = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
     return [name for name in there if name not in ("undefined", "fake")]
 
 
 def default_backend(device: torch.device) -> str:
-    """The process-group backend for tensors of `device`: nccl, xccl, ccl or gloo.
+    """Choose the process-group backend for tensors of `device`: nccl, xccl, ccl or gloo.
 
     It is torch's own. Where this torch was built without it, the device's substitute is imported.
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other outside of training: errors, and values for the first of them."""
+"""Tells ranks about each other outside of training: errors, and values for the first of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +31,12 @@ def together(step: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
 
 
 def all_stop(rank: int, error: BaseException) -> str:
-    """What ranks say that stop because another one failed."""
+    """Word what ranks say that stop because another one failed."""
     return f"all ranks stop, because one failed: rank {rank}: {type(error).__name__}: {error}"
 
 
 def gather_to_first(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks on rank 0, an empty list on the others."""
+    """Gather the values of all ranks on rank 0; the others get an empty list."""
     if dist.get_world_size(group) == 1:
         return [value]
     values = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None

@@ -1,4 +1,4 @@
-"""What a fork of an interpreter that has computed may and may not do."""
+"""Forks an interpreter that has computed, and cares for what such a fork may not do."""
 
 import os
 import signal
@@ -19,20 +19,20 @@ _OF_PARENT: dict[Any, Any] = {}  # kept, because their destructors wait for thre
 
 
 def initialised_accelerator() -> str | None:
-    """The accelerator that this process has begun to use, which would not work in a fork of it."""
+    """Name the accelerator that this process has begun to use: it would not work in a fork."""
     begun = (row.type.upper() for row in accelerators() if row.module.is_initialized())
     return next(begun, None)
 
 
 def belongs_to_a_group() -> bool:
-    """Whether this process is one of several that another process started."""
+    """Say whether this process is one of several that another process started."""
     _, ranks = joined() or (0, 1)
     return max(process_info().world_size, ranks) > 1
 
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """While open, processes are forked without Python 3.12's warning of threads.
+    """Fork processes, while open, without Python 3.12's warning of threads.
 
     The threads are those of torch and of a notebook's kernel; a rank uses none of them.
     """

@@ -1,4 +1,4 @@
-"""The process group of a script without a Trainer, and of the Trainer."""
+"""Starts the process group of a script without a Trainer, and of the Trainer."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Process groups made one by one where torch could not split the first."""
+"""Makes process groups one by one where torch could not split the first."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from lightning_shard.processes.torch_internals import splits
 
 @contextmanager
 def making_groups() -> Generator[None, None, None]:
-    """While open, torch makes the groups of a mesh one by one, where it could not split the first.
+    """Let torch make the groups of a mesh one by one, while open, where it cannot split the first.
 
     torch 2.15 splits the default group, if that is bound to a device, for each new mesh; xccl
     cannot be split (https://github.com/pytorch/pytorch/issues/186548). Bound it must be: FSDP2

@@ -1,4 +1,4 @@
-"""Processes of this machine as the ranks of one function, from a notebook or a script.
+"""Runs one function on several processes of this machine, from a notebook or a script.
 
 A rank is a fork of this process where that is possible, so that functions of a notebook's cells
 run in it; where an accelerator has been initialised it is a new interpreter. The process that

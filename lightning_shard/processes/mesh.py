@@ -1,4 +1,4 @@
-"""The processes as a mesh of named axes, and the axes over which parameters are sharded.
+"""Arranges the processes as a mesh of named axes, and says which axes shard parameters.
 
 Ranks of one node share a domain, so that halos stay within it where they can (nodes.py); then come
 the ranks that share one set of parameters.
@@ -25,7 +25,7 @@ _DATA = ("data", "replicate", "shard")  # axes that are never a domain
 def make_mesh(
     device_type: str, data: int, domain: Sequence[int], *, shard_size: int | None = None
 ) -> DeviceMesh:
-    """The mesh `("data", "domain")`, or `("data", "domain_0", "domain_1", ...)` for several dims.
+    """Make the mesh `("data", "domain")`, or `("data", "domain_0", ...)` for several split dims.
 
     Args:
         device_type: Of all ranks: "cuda", "xpu" or "cpu".
@@ -60,7 +60,7 @@ def make_mesh(
 
 
 def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> DeviceMesh:
-    """The mesh of all processes with axes of your names, wherever it is asked for.
+    """Give the mesh of all processes with axes of your names, wherever it is asked for.
 
     The same sizes give the same mesh, in a Trainer its strategy's. `mesh["domain"]` is the group of
     this rank along an axis, `mesh["ensemble", "data"]` that along several; `shard`, `parallelize`
@@ -141,12 +141,12 @@ def mesh_names(domain_axes: int) -> tuple[str, ...]:
 
 
 def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """The number of ranks along each axis, by name."""
+    """Count the ranks along each axis, by name."""
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def domain_axes(mesh: DeviceMesh, named: Sequence[str] = ()) -> tuple[str, ...]:
-    """The axes along which samples are split: those `named`, by default those called domain.
+    """Find the axes along which samples are split: those `named`, by default those called domain.
 
     Raises:
         ValueError: The mesh has no axis of such a name.
@@ -158,19 +158,19 @@ def domain_axes(mesh: DeviceMesh, named: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def domain_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh | None:
-    """The domain axes of a mesh that has others, too."""
+    """Give the domain axes of a mesh that has others, too."""
     names = domain_axes(mesh, named)
     return mesh[names] if names and len(names) < mesh.ndim else None
 
 
 def replica_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh:
-    """The other axes: `data`, or `replicate` and `shard`."""
+    """Give the axes that split no sample: `data`, or `replicate` and `shard`."""
     domain = domain_axes(mesh, named)
     return mesh[tuple(n for n in mesh.mesh_dim_names or () if n not in domain)]
 
 
 def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks of the mesh on one axis, in the order that their process group has."""
+    """Put all ranks of the mesh on one axis, in the order that their process group has."""
     return mesh if mesh.ndim == 1 else _flat_mesh(mesh, dist.group.WORLD)
 
 
@@ -185,7 +185,7 @@ def _flat_mesh(mesh: DeviceMesh, _: dist.ProcessGroup | None) -> DeviceMesh:
 
 
 def parameter_mesh(mesh: DeviceMesh, sharding: Sharding) -> DeviceMesh:
-    """What FSDP2 takes: one axis that shards, or one that replicates and one that shards."""
+    """Give the mesh that FSDP2 takes: one axis that shards, or one that replicates beside it."""
     return _parameter_mesh(mesh, sharding, dist.group.WORLD)
 
 

@@ -1,4 +1,4 @@
-"""Which ranks are near to each other: those of one node."""
+"""Finds which ranks are on one node, and so near to each other."""
 
 import socket
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from lightning_shard.processes.process_info import launcher, process_info
 
 
 def own_node() -> str:
-    """The name of the node of this process."""
+    """Name the node of this process."""
     return f"{socket.gethostname()}/{process_info().node if launcher().tells_nodes else 0}"
 
 
 def nodes_of_ranks() -> list[str]:
-    """The node of each rank. All ranks must call it."""
+    """Find the node of each rank. All ranks must call it."""
     nodes = [""] * dist.get_world_size()
     dist.all_gather_object(nodes, own_node())
     return nodes
 
 
 def nearest_first(nodes: Sequence[str], sizes: Sequence[int]) -> Tensor:
-    """The ranks in the shape `sizes`, so that the last axes lie within nodes where they can.
+    """Arrange the ranks in the shape `sizes`, with the last axes within nodes where they can be.
 
     Along each axis they ascend, as in process groups, which order their ranks. Where that and the
     nodes exclude each other, the ranks stand in their own order.
@@ -58,7 +58,7 @@ def _crossing(groups: Tensor, nodes: Sequence[str]) -> list[list[int]]:
 
 
 def why_crossing(ranks: Tensor, nodes: Sequence[str]) -> str | None:
-    """What to say where groups of `ranks` (groups, ranks) are on several nodes; None: none is."""
+    """Say why groups of `ranks` (groups, ranks) are on several nodes; None: none is."""
     crossing = _crossing(ranks, nodes)
     if not crossing:
         return None

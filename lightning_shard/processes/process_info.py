@@ -1,4 +1,4 @@
-"""Which of how many processes this is, and where they meet, as the launcher says in variables.
+"""Reads from the launcher's variables which of how many processes this is, and where they meet.
 
 `LAUNCHERS` is all that this package knows of launchers. A new one is one more row.
 
@@ -73,7 +73,7 @@ def launcher() -> Launcher:
 
 
 def rank_variables() -> list[str]:
-    """The variables that are 0, or not set, on the first rank of any launcher."""
+    """Name the variables that are 0, or not set, on the first rank of any launcher."""
     names = [name for row in LAUNCHERS for name in (row.rank, row.local_rank, *row.node)]
     return list(dict.fromkeys(names))
 

@@ -1,4 +1,4 @@
-"""What ranks print, shown by the process that started them, line by line."""
+"""Shows what ranks print, line by line, in the process that started them."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ Writers = tuple[Connection, ...]  # of one rank, for NAMES
 
 
 class Stream:
-    """The standard output or error of one rank."""
+    """Shows the standard output or error of one rank."""
 
     def __init__(self, rank: int, name: str, reader: Connection) -> None:
         self._reader, self._name = reader, name
@@ -21,7 +21,7 @@ class Stream:
         self._rest = b""
 
     def fileno(self) -> int:
-        """What `multiprocessing.connection.wait` watches."""
+        """Give the number that `multiprocessing.connection.wait` watches."""
         return self._reader.fileno()
 
     def show(self) -> None:
@@ -48,7 +48,7 @@ class Stream:
 
 @contextmanager
 def streams(ranks: int) -> Iterator[tuple[list[Stream], list[Writers]]]:
-    """What each rank writes to, and what shows it here; open until the ranks have ended."""
+    """Open what each rank writes to, and what shows it here, until the ranks have ended."""
     pipes = [[Pipe(duplex=False) for _ in NAMES] for _ in range(ranks)]
     shown = [
         Stream(rank, name, reader)

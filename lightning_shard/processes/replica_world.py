@@ -1,4 +1,4 @@
-"""A module's own collectives count each domain once.
+"""Lets a module's own collectives count each domain once.
 
 A module that calls torch.distributed itself, as a codebook does that keeps statistics over all
 processes, adds up results of which each process has its own. The ranks of a domain hold copies of
@@ -48,7 +48,7 @@ _refused: dist.ProcessGroup | None = None  # all processes
 
 @contextlib.contextmanager
 def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Iterator[None]:
-    """Inside, collectives of the user's modules go over the data replicas of `mesh`.
+    """Send collectives of the user's modules over the data replicas of `mesh`, while open.
 
     `parallelize` opens it around the module's forward pass and its steps, the strategy also around
     the backward pass.

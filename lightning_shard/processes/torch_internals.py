@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, seen in torch 2.11 to 2.15.
+"""Lists every private name of torch that this package uses, seen in torch 2.11 to 2.15.
 
 It lies in the lowest room because all rooms above may import it, and a new release of torch is read
 in one file. `INTERNALS` says of each name what breaks without it. Where a release has removed some,
@@ -79,7 +79,7 @@ INTERNALS = {
 
 
 def missing() -> list[str]:
-    """The names that this torch lacks, each with what breaks without it."""
+    """List the names that this torch lacks, each with what breaks without it."""
     return [f"{path}: {use}" for path, use in INTERNALS.items() if not _has(path)]
 
 
@@ -111,7 +111,7 @@ def _part(owner: Any, names: str) -> Any:
 
 @functools.cache
 def internal(path: str) -> Any:
-    """The object of that name, which `INTERNALS` lists.
+    """Find the object of a name that `INTERNALS` lists.
 
     Raises:
         ImportError: This torch lacks it; the message lists all that it lacks.
@@ -145,7 +145,7 @@ CheckpointFunction: Any = internal("torch.utils.checkpoint.CheckpointFunction")
 
 
 def accessors(name: str) -> Any:
-    """The descriptor of an attribute of tensors, as `__torch_function__` is given its methods."""
+    """Find the descriptor of a tensor's attribute; `__torch_function__` is given its methods."""
     return vars(internal("torch._C.TensorBase"))[name]
 
 
@@ -172,25 +172,25 @@ def is_view(x: Tensor) -> bool:
 
 
 def base_of(x: Tensor) -> Tensor:
-    """The tensor that `x` is a view of; `x` where it is none."""
+    """Give the tensor that `x` is a view of, or `x` itself where it is none."""
     base = internal("torch.Tensor._base").__get__(x)
     return x if base is None else base
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters of the module itself, as it holds them; an entry can be replaced."""
+    """Give the dict in which a module holds its own parameters; an entry can be replaced."""
     assert "torch.nn.Module._parameters" in INTERNALS
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of the module itself, as it holds them; an entry can be replaced."""
+    """Give the dict in which a module holds its own buffers; an entry can be replaced."""
     assert "torch.nn.Module._buffers" in INTERNALS
     return module._buffers
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """The names of the module's own buffers that its state dict leaves out."""
+    """Name the module's own buffers that its state dict leaves out."""
     assert "torch.nn.Module._non_persistent_buffers_set" in INTERNALS
     return module._non_persistent_buffers_set
 
@@ -202,17 +202,17 @@ def apply(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def collate_functions() -> dict[Any, Callable[..., Any]]:
-    """What DataLoaders batch samples of a class with; torch documents that entries are added."""
+    """Give the functions that batch samples, by class; torch documents that one may add to it."""
     return internal("torch.utils.data._utils.collate.default_collate_fn_map")
 
 
 def storage_users(x: Tensor) -> int:
-    """How many objects hold the memory of `x`, among them the storage object of this line."""
+    """Count the objects that hold the memory of `x`, among them the storage object of this line."""
     return internal("torch._C._storage_Use_Count")(x.untyped_storage()._cdata)
 
 
 def node_class(function: Any) -> Any:
-    """The class of an autograd.Function's nodes in the graph."""
+    """Find the class of an autograd.Function's nodes in the graph."""
     assert "torch.autograd.Function._backward_cls" in INTERNALS
     return function._backward_cls
 
@@ -223,18 +223,18 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of this rank's part of a DTensor; imported late, for it loads much."""
+    """Find shape and offset of this rank's part of a DTensor; imported late, for it loads much."""
     path = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
     return internal(path)(*of_tensor)
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """The mesh of one axis with the same ranks."""
+    """Make the mesh of one axis with the same ranks."""
     return internal("torch.distributed.device_mesh.DeviceMesh._flatten")(mesh, name)
 
 
 def open_groups() -> dict[Any, Any]:
-    """All process groups of this process, with their stores."""
+    """Give all process groups of this process, with their stores."""
     return internal("torch.distributed.distributed_c10d._world.pg_map")
 
 
@@ -253,5 +253,5 @@ def replace_internal(path: str, make: Callable[[Callable[..., Any]], Callable[..
 
 
 def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether groups for that device can be split off the group."""
+    """Say whether groups for that device can be split off the group."""
     return internal("torch.distributed.ProcessGroup._get_backend")(group, device).supports_splitting

@@ -1,4 +1,4 @@
-"""The variables of launchers, and how their numbers are read and checked."""
+"""Reads the variables of launchers, and checks their numbers."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMIX_NAMESPACE"
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """This process among those of its run.
+    """Places this process among those of its run.
 
     Attributes:
         launcher: "torchrun", "openmpi", "hydra" (Intel MPI, MPICH), "slurm", "lightning" (the
@@ -44,7 +44,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, by the variables that it sets.
+    """Describes a launcher by the variables that it sets.
 
     Attributes:
         name: As `ProcessInfo.launcher` has it.
@@ -91,7 +91,7 @@ class Launcher:
 
 
 def read_numbers(row: Launcher, env: Env) -> ProcessInfo:
-    """Numbers that a launcher tells one by one; those of a node may be missing."""
+    """Read numbers that a launcher tells one by one; those of a node may be missing."""
     rank, world = _number(env, row.rank), _number(env, row.world_size, least=1)
     local = _number(env, row.local_world_size, world, least=1)
     local_rank = _number(env, row.local_rank, rank % local)
@@ -165,7 +165,7 @@ def alone(row: Launcher, env: Env) -> ProcessInfo:
 
 
 def joined() -> tuple[int, int] | None:
-    """Rank and number of processes of the process group; None where there is none."""
+    """Read rank and number of processes of the process group; None where there is none."""
     if "torch" not in sys.modules:  # which the command line loads late
         return None
     import torch.distributed as dist

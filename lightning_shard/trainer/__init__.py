@@ -1,1 +1,1 @@
-"""Lightning's contracts: the strategy, its batches, steps and callbacks."""
+"""Keeps Lightning's contracts: the strategy, its batches, steps and callbacks."""

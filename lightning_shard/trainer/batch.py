@@ -1,4 +1,4 @@
-"""Which dims of which batch entries a domain splits, and keeping this rank's part of them."""
+"""Finds the dims of batch entries that a domain splits, and keeps this rank's part of them."""
 
 import copy
 import zlib
@@ -18,7 +18,7 @@ from lightning_shard.trainer.slab import Dims, LocalPart, ShardDims, dims_of
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> Any:
-    """`batch` with its fields split over the domain mesh; all else stays whole on every rank.
+    """Split the fields of `batch` over the domain mesh; all else stays whole on every rank.
 
     Args:
         batch: Nested dicts, lists and tuples of tensors, equal on all ranks of the domain, or of
@@ -49,7 +49,7 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
 
 
 def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
-    """Compare what the ranks of the domain have read, of which all must call this.
+    """Compare what the ranks of the domain have read. All of them must call this.
 
     Raises:
         ValueError: They have read different samples, whose parts make up no field.
@@ -84,7 +84,7 @@ def _identity(x: Tensor | LocalPart) -> tuple[Any, ...]:
 
 
 def split_dims(shard_dims: ShardDims) -> tuple[int, ...] | None:
-    """The dims along which all named fields are split, counted from the front; None: not known."""
+    """Find the dims along which all named fields are split, from the front; None: not known."""
     named = list(shard_dims.values()) if isinstance(shard_dims, Mapping) else [shard_dims]
     chosen = {(d,) if isinstance(d, int) else tuple(d) for d in named if d is not None}
     dims = chosen.pop() if len(chosen) == 1 else ()
@@ -120,7 +120,7 @@ class _Field(NamedTuple):
     dims: tuple[int, ...]
 
     def has_map(self, shape: Sequence[int]) -> bool:
-        """Whether `shape` is (B, *spatial), or (B, any, *spatial), of this field."""
+        """Say whether `shape` is (B, *spatial), or (B, any, *spatial), of this field."""
         spatial = self.shape[2:]
         without_channels = tuple(shape[1:]) == spatial
         same_dims = len(shape) == len(self.shape) and tuple(shape[2:]) == spatial

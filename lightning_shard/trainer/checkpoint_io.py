@@ -1,4 +1,4 @@
-"""Lightning's file format, written and read without second copies: an own `CheckpointIO`.
+"""Writes and reads Lightning's files without second copies: a `CheckpointIO` of our own.
 
 A file appears whole or not at all: it is written beside its place under another name and renamed.
 """
@@ -24,17 +24,17 @@ from lightning_shard.trainer.host import WrappingCheckpointIO
 
 
 def is_local(path: str | Path) -> bool:
-    """Whether `path` is on a mounted file system, not behind a URL."""
+    """Say whether `path` is on a mounted file system, not behind a URL."""
     return isinstance(url_to_fs(str(path))[0], LocalFileSystem)
 
 
 def local_path(path: str | Path) -> Path:
-    """The path of a file on a mounted file system, which may be written as a `file://` URL."""
+    """Read the path of a file on a mounted file system, which may be a `file://` URL."""
     return Path(url_to_fs(str(path))[1])
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Lightning's files, streamed to disk and mapped into memory; URLs as Lightning does it."""
+    """Streams Lightning's files to disk, and maps them into memory; leaves URLs to Lightning."""
 
     @override
     def save_checkpoint(
@@ -77,7 +77,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 def written_as(chosen: str, later: bool | None) -> tuple[Any, bool]:
-    """How the strategy's `checkpoint_format` is meant: the format, and whether in the background.
+    """Read the strategy's `checkpoint_format`: the format, and whether in the background.
 
     Args:
         chosen: One of the formats, or "async": a directory in the background.
@@ -94,7 +94,7 @@ def written_as(chosen: str, later: bool | None) -> tuple[Any, bool]:
 
 
 def complete_io(io: CheckpointIO | None) -> CheckpointIO:
-    """What writes and reads single files: `io`, with this package's files where it has none."""
+    """Choose what writes and reads files: `io`, with this package's files where it has none."""
     if io is None:
         return CheckpointFiles()
     if isinstance(io, WrappingCheckpointIO) and io.checkpoint_io is None:

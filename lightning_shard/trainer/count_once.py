@@ -1,4 +1,4 @@
-"""The ranks of a domain see the same samples: metrics and rates count them once."""
+"""Lets metrics and rates count once what the ranks of a domain all see: the same samples."""
 
 from typing import Any
 

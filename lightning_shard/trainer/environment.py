@@ -1,4 +1,4 @@
-"""Launchers that Lightning 2.6 does not know, or knows only with mpi4py."""
+"""Tells Lightning of launchers that 2.6 does not know, or knows only with mpi4py."""
 
 import os
 
@@ -12,7 +12,7 @@ from lightning_shard.processes.variables import ProcessInfo
 
 
 class LauncherEnvironment(ClusterEnvironment):
-    """What `process_info` finds, in Lightning's terms."""
+    """Says in Lightning's terms what `process_info` finds."""
 
     def __init__(self, info: ProcessInfo) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class LauncherEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """The launcher has set it."""
+        """Leave it as the launcher has set it."""
 
     @override
     def global_rank(self) -> int:
@@ -52,7 +52,7 @@ class LauncherEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has set it."""
+        """Leave it as the launcher has set it."""
 
     @override
     def local_rank(self) -> int:
@@ -64,7 +64,7 @@ class LauncherEnvironment(ClusterEnvironment):
 
 
 def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """The environment of the launcher, where Lightning has `found` none or the one outside of it.
+    """Give the launcher's environment where Lightning `found` none, or the one outside of it.
 
     Raises:
         ValueError: The launcher's variables are incomplete or wrong, or SLURM's tasks were not

@@ -1,4 +1,4 @@
-"""What to do about errors of torch and Lightning that only say what happened inside them."""
+"""Says what to do about errors of torch and Lightning that only tell what happened inside them."""
 
 import traceback
 

@@ -1,4 +1,4 @@
-"""Lightning's private names that this package uses, all of them, as seen in Lightning 2.6.6.
+"""Lists every private name of Lightning that this package uses, as seen in Lightning 2.6.6.
 
 Nothing else in the package imports a name of Lightning's that begins with an underscore, or reads
 such an attribute. What breaks without a name stands above it, so that a new release of Lightning
@@ -71,7 +71,7 @@ __all__ = [
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that Lightning has wrapped: the wrapper's state cannot be saved by name."""
+    """Give the optimizer that Lightning has wrapped; the wrapper's state has no names."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
@@ -86,7 +86,7 @@ def tell_device(module: LightningModule, device: torch.device) -> None:
 
 
 def chosen_devices(trainer: Trainer) -> list[torch.device]:
-    """The devices that the Trainer was asked for, where Lightning took the CPU instead of them."""
+    """Give the devices that the Trainer was asked for, where Lightning took the CPU instead."""
     devices: list[Any] = trainer._accelerator_connector._parallel_devices
     return devices
 
@@ -108,5 +108,5 @@ def meet_at(environment: LightningEnvironment, port: int) -> None:
 
 
 def throughputs(monitor: ThroughputMonitor) -> list[Any]:
-    """The counters of a monitor, of which each multiplies by a number of processes."""
+    """Give the counters of a monitor, of which each multiplies by a number of processes."""
     return list(monitor._throughputs.values())

@@ -1,4 +1,4 @@
-"""Manual optimization under FSDP2: several forward and backward passes inside one training step.
+"""Allows several forward and backward passes inside one training step under FSDP2.
 
 FSDP2 reduces gradients in a backward pass that began at the output of a forward it has hooks on,
 and then gives up the whole parameters. Inside a training step of a user neither holds: the loss is
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 
 class ManualBackward:
-    """The backward passes of one module, made before its first step."""
+    """Makes the backward passes of one module; it is built before the module's first step."""
 
     def __init__(self, root: FSDPModule, optimizers: Iterable[Optimizer]) -> None:
         """Follow `optimizers`, which hold parameters of `root` or of what lies in it."""

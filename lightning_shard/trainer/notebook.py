@@ -1,4 +1,4 @@
-"""The Trainer's processes in an interactive session: forks of it, as Lightning's `ddp_notebook`."""
+"""Forks an interactive session into the Trainer's processes, as Lightning's `ddp_notebook` does."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""The collectives that Lightning asks of a strategy, and the end of all ranks when one fails."""
+"""Runs the collectives that Lightning asks of a strategy, and ends all ranks when one fails."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from lightning_shard.trainer.reduce import divide, reduce
 
 
 class Peers:
-    """The other processes of a run: what they add up, send and wait for.
+    """Speaks with the other processes of a run, and ends with them when one fails.
 
     Once this rank fails alone, the collectives of Lightning and of its callbacks return at once,
     since no other rank would take part in them.
@@ -70,7 +70,7 @@ class Peers:
             self._watch = None
 
     def cut_off(self) -> bool:
-        """Whether an exception on some of the ranks forbids collectives."""
+        """Say whether an exception on some of the ranks forbids collectives."""
         if self._watch is None or not self._interrupted():
             return False
         if self._alone is None:  # callbacks hear of an exception before the strategy does
@@ -87,7 +87,7 @@ class Peers:
             dist.barrier(device_ids=[device.index])
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object that rank `src` has."""
+        """Give all ranks the object that rank `src` has."""
         if self.cut_off() or not dist.is_initialized():
             return obj
         objects = [obj]
@@ -126,7 +126,7 @@ class Peers:
         group: dist.ProcessGroup | None,
         sync_grads: bool = False,
     ) -> Tensor:
-        """One entry of each rank of `group`: (ranks, *shape).
+        """Gather one entry of each rank of `group`: (ranks, *shape).
 
         Raises:
             UnsupportedOperationError: The tensor is split over a domain.

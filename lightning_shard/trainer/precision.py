@@ -1,4 +1,4 @@
-"""What Lightning's precision plug-ins need to be right of sharded and of complex parameters."""
+"""Makes Lightning's precision plug-ins right for sharded and for complex parameters."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 
 
 class ShardedGradScaler(GradScaler):
-    """All ranks skip a step, and change the scale, if any of them holds a gradient not finite.
+    """Lets all ranks skip a step, and change the scale, if one of them has a gradient not finite.
 
     torch has the same for FSDP1 (torch.distributed.fsdp.sharded_grad_scaler); here gradients are
     DTensors of several meshes, and plain ones.
@@ -29,7 +29,7 @@ class ShardedGradScaler(GradScaler):
 
     @classmethod
     def like(cls, scaler: GradScaler, device_type: str) -> "ShardedGradScaler":
-        """One with the settings of `scaler`, of gradients on the device."""
+        """Make one with the settings of `scaler`, for gradients on the device."""
         if not scaler.is_enabled():  # it was made for a device that is not there
             return cls(device_type)
         return cls(
@@ -83,7 +83,7 @@ def use_device(plugin: Precision, device_type: str) -> None:
 
 
 def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None:
-    """Of complex parameters, `module.to(torch.bfloat16)` keeps the real part.
+    """Refuse a precision that casts the module: of complex parameters it keeps the real part.
 
     Raises:
         ValueError: `plugin` would do that.

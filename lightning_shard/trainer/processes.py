@@ -1,4 +1,4 @@
-"""The processes of a Trainer: how they are started, joined, and arranged as a mesh."""
+"""Starts the processes of a Trainer, joins them, and arranges them as a mesh."""
 
 import atexit
 import itertools
@@ -45,7 +45,7 @@ _comparisons = itertools.count()  # the ranks make theirs in the same order
 
 
 class Processes:
-    """One process per device, arranged as data replicas x domain ranks.
+    """Arranges one process per device as data replicas x domain ranks.
 
     Attributes:
         data_parallel_size: Number of data replicas; "auto": what the domain leaves.
@@ -229,7 +229,7 @@ def _check_that_cpu_is_carried() -> None:
 def launcher_of(
     strategy: ParallelStrategy, environment: ClusterEnvironment, *, per_node: int, nodes: int
 ) -> Launcher | None:
-    """What starts the other processes of the Trainer; None where a launcher did, or for one.
+    """Choose what starts the Trainer's other processes; None where a launcher did, or for one.
 
     Raises:
         ValueError: The launcher has started another number of processes than the Trainer was told.
@@ -257,5 +257,5 @@ def print_on_first_only(rank: int) -> None:
 
 
 def trainer_options(trainer: Trainer) -> dict[str, str]:
-    """The options of the Trainer that all ranks must have alike, by name."""
+    """Read the options of the Trainer that all ranks must have alike, by name."""
     return {f"the Trainer's {name}": str(getattr(trainer, name, None)) for name in TRAINER_OPTIONS}

@@ -1,4 +1,4 @@
-"""The states of this process's random number generators."""
+"""Reads and sets the states of this process's random number generators."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """What the generators of python, numpy, torch and `device` will draw next."""
+    """Read what the generators of python, numpy, torch and `device` will draw next."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -22,7 +22,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def storable(state: dict[str, Any]) -> dict[str, Any]:
-    """What `random_state` returned as plain tensors and numbers, which `weights_only` reads.
+    """Turn what `random_state` returned into tensors and numbers, which `weights_only` reads.
 
     That takes longer than to note the state, which the strategy does at each step.
     """

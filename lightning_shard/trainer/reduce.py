@@ -1,4 +1,4 @@
-"""Reductions as strategies promise them, where the collectives of a device know fewer."""
+"""Reduces as strategies promise, also where the collectives of a device know fewer reductions."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A SLURM job that is to be queued again saves its checkpoint between two steps, on all ranks.
+"""Saves a SLURM job that is to be queued again between two steps, on all ranks.
 
 Lightning 2.6 saves in the signal's handler, wherever each rank is just then; saving is collective,
 so a rank in another collective would wait for ever or mix up what it receives.

@@ -1,4 +1,4 @@
-"""Resuming inside an epoch: an ordinary DataLoader continues with the batch that comes next.
+"""Resumes inside an epoch: an ordinary DataLoader continues with the batch that comes next.
 
 Lightning restores the batch counter but starts the loader from its first batch, unless the loader
 has `state_dict` and `load_state_dict`. Samplers are deterministic per epoch, so the counter is the
@@ -26,7 +26,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so epochs give different seeds modulo 2 ** 
 
 
 class SkippingBatchSampler:
-    """The batch sampler of a loader that leaves out what was read before the run was resumed."""
+    """Samples a loader's batches, but for those that were read before the run was resumed."""
 
     def __init__(self, loader: DataLoader, trainer: Trainer, until_end: ExitStack) -> None:
         self.inner: Any = loader.batch_sampler
@@ -68,7 +68,7 @@ class SkippingBatchSampler:
 
 
 def unfinished_step(trainer: Trainer) -> int | None:
-    """The number of the training step that has begun and not ended, as on an exception."""
+    """Number the training step that has begun and not ended, as on an exception."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     current: Any = progress.current  # Lightning: its base class
     return progress.total.ready if current.ready > current.processed else None

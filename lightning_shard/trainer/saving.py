@@ -1,4 +1,4 @@
-"""Checkpoints: what a strategy gathers, writes and reads back."""
+"""Gathers, writes and reads back the checkpoints of a strategy."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -49,7 +49,7 @@ Format = Literal["auto", "single", "sharded"]
 
 
 class Saver:
-    """Ordinary Lightning checkpoints of sharded modules and optimizers, or sharded directories.
+    """Saves sharded modules and optimizers as ordinary Lightning checkpoints, or as directories.
 
     All ranks call each method, since all hold a part of what is saved.
     """
@@ -88,20 +88,20 @@ class Saver:
         self._group: dist.ProcessGroup | None = None  # of all ranks, for the thread that writes
 
     def options(self) -> dict[str, str]:
-        """What all ranks must have alike, by name."""
+        """Name what all ranks must have alike, with its value."""
         return {
             "checkpoint_format": self.format,
             "async_checkpoint": str(self.in_background),
         }
 
     def gather_module(self, module: nn.Module) -> dict[str, Any]:
-        """The state of the module, with shards as they are."""
+        """Read the state of the module, with shards as they are."""
         state = module_state(module)
         share_buffers(state, module)
         return state
 
     def gather_optimizer(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-        """The state of the optimizer, keyed by the numbers of the parameters."""
+        """Read the state of the optimizer, keyed by the numbers of the parameters."""
         return optimizer_state(plain_optimizer(optimizer), module)
 
     def begin_step(self, number: int, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class Saver:
         *,
         step: int | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint with what this package adds to it.
+        """Add to the checkpoint what this package needs to resume.
 
         Args:
             checkpoint: Lightning's.

@@ -1,4 +1,4 @@
-"""The LightningModule is sharded, with its first weights, and so are the copies callbacks keep."""
+"""Shards the LightningModule with its first weights, and the copies that callbacks keep of it."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _LOADED = "_weights_begun_with"  # attribute of a module
 
 
 def described(module: nn.Module) -> dict[str, str]:
-    """The shape and dtype of each parameter and buffer, by name."""
+    """Describe each parameter and buffer: its shape and dtype, by name."""
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors}
 
@@ -39,7 +39,7 @@ def to_device(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def copies(trainer: Trainer, module: LightningModule) -> list[nn.Module]:
-    """The copies of `module` that callbacks keep, such as averages of its weights."""
+    """Find the copies of `module` that callbacks keep, such as averages of its weights."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     kept = (value for callback in callbacks for value in vars(callback).values())
     modules = (value for value in kept if isinstance(value, nn.Module) and value is not module)

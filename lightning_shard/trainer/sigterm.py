@@ -1,4 +1,4 @@
-"""SIGTERM to one rank ends all of them, with exit status 143.
+"""Ends all ranks with exit status 143 when one of them gets SIGTERM.
 
 Lightning 2.6 begins a broadcast in the signal's handler. The other ranks do not take part in it, so
 all would wait for the timeout of their collectives.
@@ -21,7 +21,7 @@ from lightning_shard.trainer.peers import Peers
 
 
 class LeaveTogether:
-    """The handler of SIGTERM while a run has several processes."""
+    """Handles SIGTERM while a run has several processes."""
 
     def __init__(self, peers: Peers, rank: int) -> None:
         self._peers, self._rank, self._process = peers, rank, os.getpid()

@@ -1,4 +1,4 @@
-"""Reading only this rank's part of each sample: which part it is, and how a batch says so.
+"""Lets a dataset read only this rank's part of each sample, and a batch say so.
 
 A dataset asks `slab_of` once, in the process that trains, reads `slab.index` of every sample, and
 returns `slab.part(rows, sample)`. These stay with the part through collation, workers, pinned
@@ -26,7 +26,7 @@ ShardDims = Dims | Mapping[str, Dims | None] | None
 
 @dataclass
 class LocalPart:
-    """What one rank has read of a tensor, in place of the whole one.
+    """Holds what one rank has read of a tensor, in place of the whole one.
 
     Attributes:
         tensor: This rank's rows.
@@ -47,7 +47,7 @@ class LocalPart:
 
 @dataclass(frozen=True)
 class Slab:
-    """The part of every sample's field that this rank reads.
+    """Says which part of every sample's field this rank reads.
 
     Attributes:
         shape: Of the whole field of one sample, without the batch dim.
@@ -60,7 +60,7 @@ class Slab:
     is_split: bool
 
     def part(self, rows: Tensor, sample: int) -> Any:
-        """The entry of a sample for a batch.
+        """Make the entry of a sample for a batch.
 
         Args:
             rows: What lies at `index` of the sample's field.
@@ -75,7 +75,7 @@ def slab_of(
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Slab:
-    """The part of each sample that this rank needs, as the strategy's mesh and `shard_dims` say.
+    """Find the part of each sample that this rank needs, by the strategy's mesh and `shard_dims`.
 
     Call it where the processes are there: in `setup` or a dataloader hook of a data module. The
     slab itself goes anywhere, also to workers.
@@ -120,7 +120,7 @@ def slab_of(
 def dims_of(
     shard_dims: ShardDims, entry: str, ndim: int, dtype: torch.dtype, axes: int
 ) -> Dims | None:
-    """The dims of a batch entry that a domain mesh of so many axes splits; None: it stays whole."""
+    """Find the dims of a batch entry that so many axes of a domain split; None: it stays whole."""
     if isinstance(shard_dims, Mapping):
         return next((dims for name, dims in shard_dims.items() if str(name) == entry), None)
     if not dtype.is_floating_point or ndim < 3 or (shard_dims is None and ndim < 2 + axes):

@@ -1,4 +1,4 @@
-"""What a domain splits of a batch, in one line, read off the batch that the steps see."""
+"""Says in one line what a domain splits of a batch, read off the batch that the steps see."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_shard.tensor.tensor import DomainTensor
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """Which entries of a batch are split; `str` makes a line of it.
+    """Holds which entries of a batch are split; `str` makes a line of it.
 
     Attributes:
         split: The dims of each entry along which it is split over ranks.
@@ -36,7 +36,7 @@ class SplitSummary:
         return "; ".join(parts)
 
     def advice(self, ranks: int) -> str:
-        """What to tell of a domain of so many ranks that splits nothing."""
+        """Advise on a domain of so many ranks that splits nothing."""
         name = next(iter(self.whole), "x")
         return (
             f"nothing of the batch is split, though {ranks} ranks share each sample: each of them "
@@ -46,7 +46,7 @@ class SplitSummary:
 
 
 def split_summary(batch: Any) -> SplitSummary:
-    """Read off a batch what is split, as `shard_batch` has left it."""
+    """Read off a batch what is split, once `shard_batch` has split it."""
     split: dict[str, tuple[int, ...]] = {}
     whole: dict[str, str] = {}
     bytes_of = {True: 0, False: 0}

@@ -1,4 +1,4 @@
-"""What a strategy does around the steps of Lightning's loops, so that FSDP2 fits in with them."""
+"""Works around the steps of Lightning's loops, so that FSDP2 fits in with them."""
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,7 +36,7 @@ def use_no_grad(trainer: Trainer) -> None:
 
 
 class Steps:
-    """Manual optimization, evaluation and prediction with sharded parameters, and their loaders."""
+    """Runs manual optimization, evaluation and prediction with sharded parameters."""
 
     def __init__(self, *, whole_until_backward: bool = False) -> None:
         """Begin without a module.
@@ -69,7 +69,7 @@ class Steps:
         self._until_end.close()
 
     def reshard(self, module: nn.Module) -> None:
-        """After a forward without backward, so that callbacks find the parameters they know."""
+        """Shard again after a forward without backward: callbacks know sharded parameters."""
         for part in sharded_modules(module):
             part.reshard()
 

@@ -1,4 +1,4 @@
-"""Streams of uneven length: all ranks end an epoch with the batch that the shortest one had last.
+"""Ends an epoch on all ranks with the batch that the shortest stream had last.
 
 Each training and evaluation step is a collective operation, so a rank whose stream has ended while
 others go on would leave them waiting. Before each batch the ranks agree that all have one. A loader

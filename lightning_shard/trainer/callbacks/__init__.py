@@ -1,1 +1,1 @@
-"""Callbacks: predictions, samples per second, times on the device."""
+"""Offers callbacks: predictions, reports, samples per second, times on the device."""

@@ -1,4 +1,4 @@
-"""How long training takes the device, by the device's own clock."""
+"""Measures how long training takes the device, by the device's own clock."""
 
 import time
 from collections.abc import Callable

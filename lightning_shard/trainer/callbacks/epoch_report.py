@@ -1,4 +1,4 @@
-"""A line for each epoch, and at the end of training where everything lies and how to go on."""
+"""Prints a line for each epoch, and at the end where everything lies and how to go on."""
 
 import resource
 import time

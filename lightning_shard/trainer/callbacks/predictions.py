@@ -1,4 +1,4 @@
-"""Predictions in the order of the dataset: written slab by slab to one Zarr file, or in memory."""
+"""Puts predictions in the order of the dataset: slab by slab in a Zarr file, or in memory."""
 
 import importlib
 import shutil

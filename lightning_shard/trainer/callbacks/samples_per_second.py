@@ -1,4 +1,4 @@
-"""Global samples per second in the progress bar."""
+"""Shows global samples per second in the progress bar."""
 
 import time
 from collections import deque
@@ -41,7 +41,7 @@ class SamplesPerSecond(Callback):
 
 
 def samples_of_all(trainer: Trainer, batch: Any) -> int:
-    """The samples that all data replicas train on while this rank trains on `batch`."""
+    """Count the samples that all data replicas train on while this rank trains on `batch`."""
     replicas = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
     return _samples(batch) * replicas["num_replicas"]
 

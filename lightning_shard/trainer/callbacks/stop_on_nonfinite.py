@@ -1,4 +1,4 @@
-"""Training ends before an optimizer step that NaN or infinity would spoil.
+"""Ends training before an optimizer step that NaN or infinity would spoil.
 
 Plain Lightning trains on: the weights become NaN, and the next checkpoint replaces the last good
 one.

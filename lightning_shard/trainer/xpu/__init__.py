@@ -1,1 +1,1 @@
-"""Intel GPUs in Lightning."""
+"""Makes Intel GPUs usable in Lightning."""

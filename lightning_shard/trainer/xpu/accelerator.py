@@ -51,7 +51,7 @@ class XPUAccelerator(Accelerator):
 
     @override
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Memory in bytes as `torch.xpu.memory_stats` counts it, and what the driver tells.
+        """Read memory in bytes as `torch.xpu.memory_stats` counts it, and what the driver tells.
 
         From the driver, where it does: `free_bytes` and `total_bytes` of the device, with all its
         processes, and `utilization_percent` (torch with `torch.xpu.utilization`, which takes 100 ms
@@ -71,7 +71,7 @@ class XPUAccelerator(Accelerator):
     @staticmethod
     @override
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """The indices of the devices asked for.
+        """Read which devices are asked for, as indices.
 
         Args:
             devices: "auto" or -1 for all, a number of devices, or indices: `[0, 1]`, `"0,1"`.
@@ -103,13 +103,13 @@ class XPUAccelerator(Accelerator):
     @staticmethod
     @override
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        """One device for each process of this node."""
+        """Give each process of this node one device."""
         return [torch.device("xpu", index) for index in devices]
 
     @staticmethod
     @override
     def auto_device_count() -> int:
-        """All that are visible; one in an interactive session, as Lightning takes of CUDA's."""
+        """Count all that are visible, but one in an interactive session, as for CUDA."""
         available = torch.xpu.device_count()
         return min(available, 1) if hasattr(sys, "ps1") else available
 

@@ -1,4 +1,4 @@
-"""Lightning's own strategies on Intel GPUs, with what Lightning 2.6 lacks for them.
+"""Lets Lightning's own strategies train on Intel GPUs, with what Lightning 2.6 lacks for them.
 
 For one device of an accelerator that it does not know it takes the strategy of the CPU, and DDP
 makes a stream of CUDA for each device that is no CPU. `use_xpu` puts the two classes here in the
