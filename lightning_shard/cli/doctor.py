@@ -13,15 +13,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_shard.cli.sources import ENV_PREFIX
 from lightning_shard.cli.usage import UsageError
 from lightning_shard.processes.device import accelerators, available_backends
 from lightning_shard.processes.launch import launch
+from lightning_shard.processes.process_info import LAUNCHERS
 
 PACKAGES = (
     "lightning-shard lightning torch jsonargparse numpy neuraloperator transformers torchvision "
     "safetensors zarr h5py"
 ).split()
-LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")
+ALWAYS_SHOWN = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
 def doctor(args: Sequence[str]) -> None:
@@ -79,12 +81,14 @@ def _devices() -> Iterator[str]:
 
 
 def _surroundings() -> Iterator[str]:
-    found = [f"{name} ({path})" for name in LAUNCHERS if (path := shutil.which(name))]
+    commands = [row.command for row in LAUNCHERS if row.command]
+    found = [f"{name} ({path})" for name in commands if (path := shutil.which(name))]
     yield _line("launchers", ", ".join(found) or "none on the PATH")
-    starts = ("LIGHTNING_SHARD_", "SLURM_PROCID", "OMPI_COMM_WORLD_", "PMI_", "TORCHELASTIC_")
-    exact = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    known = ALWAYS_SHOWN.union(*(row.variables() for row in LAUNCHERS))
     shown = [
-        f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(starts) or k in exact
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name in known or name.startswith(f"{ENV_PREFIX}_")
     ]
     yield _line("variables", " ".join(shown) or "none of a launcher")
 

@@ -101,7 +101,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     replace(
         _ENVIRONMENT, name="torchrun", title="torchrun",
-        marker="TORCHELASTIC_RUN_ID", known_to_lightning=True, tells_nodes=True,
+        marker="TORCHELASTIC_RUN_ID", command="torchrun", known_to_lightning=True, tells_nodes=True,
     ),
     _ENVIRONMENT,
     Launcher(
@@ -110,14 +110,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         needed=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        address_option="mpirun -x MASTER_ADDR=<host of rank 0> ...",
+        command="mpirun", address_option="mpirun -x MASTER_ADDR=<host of rank 0> ...",
     ),
     Launcher(
         "hydra", "hydra's mpirun", read_numbers,
         rank="PMI_RANK", world_size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS",
         needed=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        address_option="mpirun -genv MASTER_ADDR <host of rank 0> ...",
+        command="mpiexec", address_option="mpirun -genv MASTER_ADDR <host of rank 0> ...",
     ),
     _LIGHTNING,
     Launcher(
@@ -125,6 +125,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="SLURM_PROCID", world_size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID",
         local_world_size="SLURM_STEP_TASKS_PER_NODE", node=("SLURM_NODEID",),
         needed=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+        command="srun",
         says_alone=lambda env: "SLURM_JOB_ID" in env and env.get("SLURM_PROCID") == "0",
         known_to_lightning=True, tells_nodes=True,
     ),

@@ -60,6 +60,7 @@ class Launcher:
             process, as those of SLURM are in the script of a job.
         marker: "NAME" or "NAME=value", which must be there too.
         needs_address: Whether MASTER_ADDR and MASTER_PORT belong to its variables.
+        command: The program that starts processes with it.
         address_option: The option by which its command sets MASTER_ADDR on all nodes.
         known_to_lightning: Whether Lightning has an environment of its own for it.
         starts_all: Whether it, and not the Trainer, starts the processes.
@@ -79,10 +80,17 @@ class Launcher:
     says_alone: Callable[[Env], bool] = lambda _: False
     marker: str = ""
     needs_address: bool = False
+    command: str = ""
     address_option: str = ""
     known_to_lightning: bool = False
     starts_all: bool = True
     tells_nodes: bool = False
+
+    def variables(self) -> list[str]:
+        """Name all variables by which it is known and read."""
+        marker, _, _ = self.marker.partition("=")
+        numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+        return [name for name in (marker, *numbers, *self.node, *self.needed) if name]
 
     def marked(self, env: Env) -> bool:
         """Whether the marker is there."""

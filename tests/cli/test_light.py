@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,21 @@ def test_doctor(capfd):
     found = dict(line.split(maxsplit=1) for line in lines if " " in line)
     assert {"torch", "lightning", "cuda", "xpu", "backends", "launchers"} <= found.keys()
     assert lines[-1].startswith("two processes   gloo works (")
+
+
+def test_doctor_knows_the_launchers_of_the_table(monkeypatch):
+    from lightning_shard.cli import doctor
+    from tests.processes.test_process_info import FLUX
+
+    monkeypatch.setattr(doctor, "LAUNCHERS", (*doctor.LAUNCHERS, replace(FLUX, command="flux")))
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setenv(FLUX.rank, "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    launchers, variables = doctor._surroundings()
+    assert launchers.split(maxsplit=1)[1] == ", ".join(
+        f"{name} (/bin/{name})" for name in ("torchrun", "mpirun", "mpiexec", "srun", "flux")
+    )
+    assert {f"{FLUX.rank}=3", "OMPI_COMM_WORLD_RANK=1"} <= {*variables.split()}
 
 
 def test_doctor_says_why_two_processes_fail(monkeypatch):
