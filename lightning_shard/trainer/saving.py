@@ -89,10 +89,7 @@ class Saver:
 
     def options(self) -> dict[str, str]:
         """Name what all ranks must have alike, with its value."""
-        return {
-            "checkpoint_format": self.format,
-            "async_checkpoint": str(self.in_background),
-        }
+        return {"checkpoint_format": self.format, "async_checkpoint": str(self.in_background)}
 
     def gather_module(self, module: nn.Module) -> dict[str, Any]:
         """Read the state of the module, with shards as they are."""
