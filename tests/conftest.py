@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once share the cores
+
 from tests import pool, reference
+
+LONG = ("tests/ops/test_operators.py", "tests/test_notebooks.py", "tests/trainer/test_exactness.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that no worker is left alone with one of them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,22 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 PICTURES = {"1": 3, "2": 5, "3": 1, "4": 4}  # by the number in the name
+SHORTER = {  # what stands in a notebook, and what runs in its place
+    "2": {
+        "num_train=256": "num_train=8",
+        "num_val=8": "num_val=4",
+        "num_test=16": "num_test=3",
+        "batch_size=8": "batch_size=4",
+        "max_epochs=7": "max_epochs=1",
+        "hidden_channels=16, n_layers=3": "hidden_channels=4, n_layers=1",
+    },
+    "3": {
+        "width=16": "width=4",
+        "torch.linspace(0, 1, 96)": "torch.linspace(0, 1, 32)",
+        "in (1, 2, 4, 8)": "in (1, 2)",
+    },
+    "4": {"batch_size=32": "batch_size=256", "max_epochs=4": "max_epochs=1"},
+}
 
 
 def pictures(notebook: nbformat.NotebookNode) -> int:
@@ -17,14 +33,28 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
+def shorten(notebook: nbformat.NotebookNode, changes: dict[str, str]) -> None:
+    """Write fewer samples, epochs and points into its cells."""
+    for old, new in changes.items():
+        cells = [cell for cell in notebook.cells if old in cell.source]
+        assert cells, f"{old!r} does not stand in the notebook"
+        for cell in cells:
+            cell.source = cell.source.replace(old, new)
+
+
 # the kernel talks to this process alone
 @pytest.mark.filterwarnings("ignore:.*Kernel is running over TCP")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(jupyter_client|zmq|tornado).*")
+@pytest.mark.parametrize(
+    "shorter", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shorter", "as it is"]
+)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(monkeypatch, tmp_path, path):
+def test_notebook_runs(monkeypatch, tmp_path, path, shorter):
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent), prepend=os.pathsep)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the ranks that it starts share the cores
     notebook = nbformat.read(path, as_version=4)
+    if shorter:
+        shorten(notebook, SHORTER.get(path.name[0], {}))
     context = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=context).execute()
     assert pictures(notebook) == PICTURES[path.name[0]]

@@ -74,7 +74,8 @@ def test_the_version_is_in_one_place():
 def test_hooks_run_what_tests_run_does():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     script = (ROOT / "tests" / "run").read_text().splitlines()
+    commands = [line.partition(" > ")[0] for line in script]  # some print into a file
     for hook in hooks:
         entry = hook["entry"].replace(" --force-exclude", "")
-        assert entry in script
+        assert entry in commands
         assert hook["language"] == "system"
