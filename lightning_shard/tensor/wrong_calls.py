@@ -4,7 +4,8 @@ The function runs on meta tensors of the global shapes, which costs neither memo
 What passes is remembered by function, shapes, dtypes and the other arguments, so a training loop
 asks once. What fails there is tried on real tensors of random numbers, because not every function
 of torch knows meta tensors; what fails there too is raised, on every rank alike and with torch's
-own error.
+own error. Of two errors of one class the meta tensors' is raised: real tensors' may come from a
+library of the device, with other words on another machine.
 """
 
 import functools
@@ -72,8 +73,13 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     except Exception as error:  # of any kind: the real function decides below
         tensors = list(split_in([args, kwargs], Tensor))
         if sum(t.numel() for t in tensors) <= LARGEST:
-            with _random_numbers_kept(t.device for t in tensors):
-                _run_on_numbers(func, args, kwargs)
+            try:
+                with _random_numbers_kept(t.device for t in tensors):
+                    _run_on_numbers(func, args, kwargs)
+            except Exception as real:  # of any kind
+                if type(real) is not type(error) or "meta" in str(error).lower():
+                    raise
+                raise error from None
         elif isinstance(error, IndexError | ValueError | TypeError):
             raise
 
