@@ -1,6 +1,7 @@
 """A tokenizer with T5's special tokens: trained on texts, or loaded from a folder or the hub."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
@@ -64,10 +65,18 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
 
     Raises:
         FileNotFoundError: There is none of this name.
+        ValueError: Its files are damaged.
     """
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as err:
+    except Exception as err:  # of any class: a parser raises what it stumbles over
+        missing = isinstance(err, OSError | ValueError)
+        if not missing or Path(name_or_path, "tokenizer.json").is_file():
+            raise ValueError(
+                f"The tokenizer {name_or_path!r} cannot be read ({type(err).__name__}: {err}): "
+                "save it again by `save_pretrained`, or leave out `tokenizer` to train one on the "
+                "texts."
+            ) from err
         raise FileNotFoundError(
             f"No tokenizer was found at {name_or_path!r}: name a folder that holds one, or a model "
             "of the Hugging Face hub while there is a network, or leave out `tokenizer` to train "

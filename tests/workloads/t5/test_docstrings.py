@@ -243,6 +243,14 @@ def test_no_tokenizer_of_this_name(tmp_path):
         load_tokenizer(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("text", ["{}", "{", "[]", '{"model": {}, "added_tokens": 3}', ""], ids=str)
+def test_a_broken_tokenizer_is_one_sentence(tmp_path, text):
+    tokenizer_of(train_tokenizer(["some words to learn"], 40)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^The tokenizer '.*' cannot be read .*save it again"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_tokenizer_is_loaded_from_a_folder(tmp_path):
     tokenizer_of(train_tokenizer(["some words to learn"], 40)).save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
