@@ -121,6 +121,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    if _MODULES[name].startswith("trainer."):
+        _tell_lightning()
     value = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
     globals()[name] = value
     return value
@@ -130,7 +132,11 @@ def __dir__() -> list[str]:
     return sorted(_MODULES)
 
 
-# where Lightning is in use its registries must know "xpu" and "hybrid_shard"
-if "lightning.pytorch" in sys.modules:
+def _tell_lightning() -> None:
+    """Let Lightning's registries know "xpu" and "hybrid_shard"; it has no entry point for them."""
     importlib.import_module(f"{__name__}.trainer.xpu.accelerator")
     importlib.import_module(f"{__name__}.trainer.strategy")
+
+
+if "lightning.pytorch" in sys.modules:
+    _tell_lightning()

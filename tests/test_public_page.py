@@ -66,3 +66,15 @@ assert not of_lightning & {"zarr", "h5py", "neuralop"}
 
 def test_lightning_knows_our_names_and_the_strategy_loads_no_file_formats():
     assert "lightning" in loaded_after(f"HEAVY = {HEAVY}\n{STEPS}")
+
+
+def test_strategy_by_name_where_lightning_came_last():
+    """docs/devices.md says in which orders of imports Lightning knows the names."""
+    loaded_after(
+        "import lightning_shard\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "assert 'hybrid_shard' not in StrategyRegistry\n"
+        "lightning_shard.XPUAccelerator\n"
+        "Trainer(accelerator='cpu', devices=1, strategy='hybrid_shard', logger=False)"
+    )
