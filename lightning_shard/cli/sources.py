@@ -14,7 +14,7 @@ from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
 from lightning_shard.cli.yaml_places import Places, read_yaml, scalar_or_tree
 
 ENV_PREFIX = "LIGHTNING_SHARD"
-OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG")
+OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER")
 SPEC = ("class_path", "init_args", "dict_kwargs")
 COMMAND_LINE = "on the command line"
 

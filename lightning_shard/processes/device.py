@@ -111,6 +111,40 @@ def available_backends() -> list[str]:
     return [name for name in there if name not in ("undefined", "fake")]
 
 
+def carried() -> str:
+    """The device type of the process group: gloo, which can carry all, is for the CPU."""
+    pairs = [part.split(":") for part in dist.get_backend_config().split(",")]
+    return next((device for device, backend in pairs if backend != "gloo"), "cpu")
+
+
+def own_device(device_type: str | None, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of the process with this local rank.
+
+    Args:
+        device_type: Of the device; None: that of the process group, or the first that
+            this machine has.
+        local_rank: Among the processes of this node.
+        local_world_size: Their number.
+
+    Raises:
+        RuntimeError: The machine has fewer devices.
+    """
+    if device_type is None:
+        device_type = carried() if dist.is_initialized() else present()
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.get_device_module(device_type).device_count()
+    index = 0 if count == 1 else local_rank  # a launcher may show each process its own only
+    if index >= count:
+        what = "no device" if count == 0 else f"{count} devices"
+        raise RuntimeError(
+            f"this machine has {what} of type {device_type!r} for its {local_world_size} "
+            f"processes; start {count or 'them with device_type cpu, or on a machine with devices'}"
+            f"{' processes for each node' if count else ''}."
+        )
+    return torch.device(device_type, index)
+
+
 def default_backend(device: torch.device) -> str:
     """Choose the process-group backend for tensors of `device`: nccl, xccl, ccl or gloo.
 

@@ -14,6 +14,7 @@ from lightning_shard.processes.device import (
     available_backends,
     default_backend,
     device_of,
+    own_device,
     present,
 )
 from lightning_shard.processes.process_info import process_info
@@ -44,7 +45,9 @@ def start_process_group(
         TimeoutError: Not all processes arrive.
     """
     info = process_info()
-    device = _own_device(device_type or present(), info)
+    device = own_device(device_type or present(), info.local_rank, info.local_world_size)
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_device(device)
     if dist.is_initialized():
         running = str(dist.get_backend_config())
         if backend not in (None, dist.get_backend(), running):
@@ -64,23 +67,6 @@ def start_process_group(
         timeout_s=timeout_s,
     )
     return info
-
-
-def _own_device(device_type: str, info: ProcessInfo) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    count = torch.get_device_module(device_type).device_count()
-    index = 0 if count == 1 else info.local_rank  # a launcher may show each process its own only
-    if index >= count:
-        what = "no device" if count == 0 else f"{count} devices"
-        raise RuntimeError(
-            f"this machine has {what} of type {device_type!r} for its {info.local_world_size} "
-            f"processes; start {count or 'them with device_type cpu, or on a machine with devices'}"
-            f"{' processes for each node' if count else ''}."
-        )
-    device = torch.device(device_type, index)
-    torch.get_device_module(device_type).set_device(device)
-    return device
 
 
 def check_backend(backend: str) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_shard.processes.device import carried
 from lightning_shard.processes.groups import making_groups
 from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_crossing
 from lightning_shard.processes.torch_internals import flattened
@@ -91,13 +92,7 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
             f"{world}; change one, or give one of them as -1."
         )
     shape, names = tuple(filled.values()), tuple(filled)
-    return _made(device_type or _carried(), shape, names, dist.group.WORLD)
-
-
-def _carried() -> str:
-    """The device type of the process group: gloo, which can carry all, is for the CPU."""
-    pairs = [part.split(":") for part in dist.get_backend_config().split(",")]
-    return next((device for device, backend in pairs if backend != "gloo"), "cpu")
+    return _made(device_type or carried(), shape, names, dist.group.WORLD)
 
 
 @lru_cache(maxsize=64)
@@ -160,13 +155,28 @@ def domain_axes(mesh: DeviceMesh, named: Sequence[str] = ()) -> tuple[str, ...]:
 def domain_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh | None:
     """Give the domain axes of a mesh that has others, too."""
     names = domain_axes(mesh, named)
-    return mesh[names] if names and len(names) < mesh.ndim else None
+    return sub_mesh(mesh, names) if names and len(names) < mesh.ndim else None
 
 
 def replica_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh:
     """Give the axes that split no sample: `data`, or `replicate` and `shard`."""
     domain = domain_axes(mesh, named)
-    return mesh[tuple(n for n in mesh.mesh_dim_names or () if n not in domain)]
+    return sub_mesh(mesh, tuple(n for n in mesh.mesh_dim_names or () if n not in domain))
+
+
+def sub_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """`mesh[names]`, once: torch 2.15 keeps some objects for ever each time it is asked.
+
+    Each time `DeviceMesh.__getitem__` makes a `torch._dynamo.config.patch`, whose ContextVar stays
+    in the context of the process.
+    """
+    return _sub_mesh(mesh, names, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _sub_mesh(mesh: DeviceMesh, names: tuple[str, ...], _: dist.ProcessGroup | None) -> DeviceMesh:
+    """As `_flat_mesh`."""
+    return mesh[names]
 
 
 def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -9,6 +9,7 @@ share, are those that it was seen to set.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_shard.processes.variables import (
@@ -20,6 +21,8 @@ from lightning_shard.processes.variables import (
     read_numbers,
 )
 
+CHOICE = "LIGHTNING_SHARD_LAUNCHER"  # the variable that names the launcher to believe
+_OWN = ("notebook", "lightning")  # by which `launch` and a Trainer start processes
 NOTEBOOK = "lightning_shard.launch"  # TORCHELASTIC_RUN_ID of ranks that a notebook starts
 
 
@@ -51,11 +54,14 @@ def process_info() -> ProcessInfo:
 def launcher() -> Launcher:
     """Find the launcher of this process; it is `ALONE` where no launcher has started it.
 
+    Where the variables of several are there, the first of `LAUNCHERS` counts, or the one that
+    `CHOICE` names. Processes that a Trainer or `launch` starts count in any case.
+
     Raises:
-        ValueError: Only some of a launcher's variables are set.
+        ValueError: Only some of a launcher's variables are set, or `CHOICE` names none.
     """
     env = os.environ
-    marked = [row for row in LAUNCHERS if row.marked(env)]
+    marked = [row for row in _choice(env) if row.marked(env)]
     for row in marked:
         if all(name in env for name in row.needed):
             return row
@@ -72,9 +78,33 @@ def launcher() -> Launcher:
     return ALONE
 
 
+def _choice(env: Mapping[str, str]) -> list[Launcher]:
+    """The launchers to look for."""
+    chosen, own = env.get(CHOICE, ""), [row for row in LAUNCHERS if row.name in _OWN]
+    if not chosen:
+        return [*LAUNCHERS]
+    if chosen in ("none", "lightning"):
+        return own
+    named = [row for row in LAUNCHERS if row.name == chosen]
+    if not named:
+        names = dict.fromkeys(row.name for row in LAUNCHERS if row not in own)
+        raise ValueError(
+            f"the variable {CHOICE} must be one of {', '.join(names)} and none; got {chosen!r}."
+        )
+    missing = [name for row in named for name in row.needed if name not in env]
+    if missing and not any(row.marked(env) and {*row.needed} <= {*env} for row in own):
+        raise ValueError(
+            f"the variable {CHOICE} is {chosen!r}, but {missing[0]}, which {named[0].title} sets, "
+            f"is not set; start the processes by {named[0].title}, or unset {CHOICE}."
+        )
+    return [*own[:1], *named, *own[1:]]
+
+
 def rank_variables() -> list[str]:
     """Name the variables that are 0, or not set, on the first rank of any launcher."""
-    names = [name for row in LAUNCHERS for name in (row.rank, row.local_rank, *row.node)]
+    alone = os.environ.get(CHOICE) in ("none", "lightning")
+    rows = [row for row in LAUNCHERS if not alone or row.name in _OWN]
+    names = [name for row in rows for name in (row.rank, row.local_rank, *row.node)]
     return list(dict.fromkeys(names))
 
 

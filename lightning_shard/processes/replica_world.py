@@ -59,7 +59,8 @@ def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Iterat
     """
     global _active, _refused
     names = () if mesh is None else domain_axes(mesh, domain)
-    if mesh is None or math.prod(mesh[name].size() for name in names) == 1:
+    axes = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or math.prod(mesh.size(axes.index(name)) for name in names) == 1:
         yield
         return
     _install()

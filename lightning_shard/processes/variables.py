@@ -6,6 +6,10 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 Env = Mapping[str, str]
 PORTS = range(20000, 32768)  # below those that Linux hands out to any program
@@ -40,6 +44,26 @@ class ProcessInfo:
     node: int = 0
     address: str = "127.0.0.1"
     port: int = 0
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are other processes."""
+        return self.world_size > 1
+
+    @property
+    def device(self) -> "torch.device":
+        """The device of this process.
+
+        Of the type that the process group carries or, before there is one, of the first type that
+        this machine has: CUDA, XPU, CPU. Its index is `local_rank`, or 0 where the launcher shows
+        each process one device only.
+
+        Raises:
+            RuntimeError: The machine has fewer devices than processes.
+        """
+        from lightning_shard.processes.device import own_device  # loads torch
+
+        return own_device(None, self.local_rank, self.local_world_size)
 
 
 @dataclass(frozen=True)

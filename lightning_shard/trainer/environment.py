@@ -5,9 +5,10 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
-from lightning_shard.processes.process_info import ALONE, launcher, process_info
+from lightning_shard.processes.process_info import ALONE, CHOICE, launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 
 
@@ -70,6 +71,8 @@ def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironm
         ValueError: The launcher's variables are incomplete or wrong, or SLURM's tasks were not
             started.
     """
+    if os.environ.get(CHOICE):
+        return _of_chosen(found)
     if type(found) not in (LightningEnvironment, SLURMEnvironment):
         return found
     started_by = launcher()
@@ -83,6 +86,17 @@ def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironm
             "would wait for the others; write `srun python ...` in the job's script."
         )
     return found
+
+
+def _of_chosen(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
+    """The environment of the launcher that the user has named, not that of Lightning's choice."""
+    kinds = {"torchrun": TorchElasticEnvironment, "slurm": SLURMEnvironment}
+    kinds |= {"none": LightningEnvironment, "lightning": LightningEnvironment}
+    kinds["notebook"] = TorchElasticEnvironment
+    started_by = launcher()
+    if type(found) not in kinds.values() or type(found) is kinds.get(started_by.name):
+        return found
+    return LauncherEnvironment(process_info()) if started_by.starts_all else LightningEnvironment()
 
 
 def check_processes(environment: ClusterEnvironment, devices: int, nodes: int) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.processes.agreement import Check, agree, only_wait, store_of_attempt
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.group import join
-from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of
+from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import (
     Launcher,
@@ -92,12 +92,12 @@ class Processes:
     def domain_mesh(self) -> DeviceMesh:
         """The mesh of the ranks that share this rank's samples."""
         assert self.mesh is not None, "the processes have not joined yet"
-        return self.mesh[mesh_names(len(self.domain_sizes))[1:]]
+        return sub_mesh(self.mesh, mesh_names(len(self.domain_sizes))[1:])
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same part of different samples; None before the mesh is made."""
-        return None if self.mesh is None else self.mesh["data"].get_group()
+        return None if self.mesh is None else sub_mesh(self.mesh, ("data",)).get_group()
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class Processes:
         """The data replica of this process, whose global rank is `rank`."""
         if self.mesh is None:
             return rank // self.domain_size
-        return self.mesh["data"].get_local_rank()
+        return sub_mesh(self.mesh, ("data",)).get_local_rank()
 
     def domain_rank(self, rank: int) -> int:
         """The place of this process, whose global rank is `rank`, among those of its samples."""
@@ -117,7 +117,7 @@ class Processes:
             return rank % self.domain_size
         index = 0
         for name in mesh_names(len(self.domain_sizes))[1:]:
-            axis = self.mesh[name]
+            axis = sub_mesh(self.mesh, (name,))
             index = index * axis.size() + axis.get_local_rank()
         return index
 

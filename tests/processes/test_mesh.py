@@ -1,5 +1,6 @@
 """Meshes with axes of one's own names, and domains within nodes."""
 
+import contextvars
 import warnings
 from unittest import mock
 
@@ -106,3 +107,13 @@ def test_sizes_that_do_not_fit(sizes):
 def test_mesh_before_the_start():
     with pytest.raises(RuntimeError, match=r"there is no process group .* start_process_group"):
         init_mesh({"domain": 1})
+
+
+@pytest.mark.spmd(2)
+def test_runs_leave_nothing_in_the_context_of_the_process():
+    """torch 2.15 keeps a ContextVar each time that `mesh[name]` is asked for."""
+    kept = []
+    for _ in range(3):
+        train_sharded("simple_cnn", torch.float32, 2, (2,))
+        kept.append(len(contextvars.copy_context()))
+    assert kept[0] == kept[1] == kept[2]

@@ -6,14 +6,18 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_shard import ProcessInfo, process_info, start_process_group
 from lightning_shard.cli.exits import is_first_rank
+from lightning_shard.cli.sources import check_variables
 from lightning_shard.processes.forking import belongs_to_a_group
 from lightning_shard.processes.nodes import own_node
-from lightning_shard.processes.process_info import LAUNCHERS
+from lightning_shard.processes.process_info import CHOICE, LAUNCHERS, NOTEBOOK
 from lightning_shard.processes.variables import PORTS, Launcher, read_numbers
 from lightning_shard.trainer.environment import (
     LauncherEnvironment,
@@ -203,6 +207,77 @@ def test_one_variable_alone(environment, name, value, missing):
 def test_script_of_a_slurm_job_is_one_process(environment):
     environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert process_info().launcher == "none"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "variables", "expected"),
+    [
+        ("slurm", SLURM | TORCHRUN, ("slurm", 5, 7)),
+        ("openmpi", OPENMPI | TORCHRUN, ("openmpi", 3, 4)),
+        ("torchrun", OPENMPI | TORCHRUN, ("torchrun", 5, 8)),
+        ("none", SLURM | OPENMPI, ("none", 0, 1)),
+        ("none", SLURM | LIGHTNING, ("lightning", 1, 2)),  # a Trainer started this one
+        ("slurm", SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": NOTEBOOK}, ("notebook", 5, 8)),
+        ("", SLURM | TORCHRUN, ("torchrun", 5, 8)),
+    ],
+)
+def test_the_launcher_is_chosen(environment, chosen, variables, expected):
+    environment(JOB | {"MASTER_ADDR": "host"} | variables | {CHOICE: chosen})
+    found = process_info()
+    assert (found.launcher, found.rank, found.world_size) == expected
+    assert found.distributed == (found.world_size > 1)
+    assert is_first_rank() == (found.rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("slrum", "LAUNCHER must be one of torchrun, environment, openmpi, hydra, slurm and none"),
+        ("openmpi", "'openmpi', but OMPI_COMM_WORLD_RANK, which Open MPI sets, is not set; start"),
+    ],
+)
+def test_a_choice_that_is_not_there(environment, chosen, message):
+    environment(SLURM | TORCHRUN | {CHOICE: chosen})
+    with pytest.raises(ValueError, match=message) as caught:
+        process_info()
+    assert ". " not in str(caught.value), "one sentence"
+
+
+def test_the_trainer_follows_the_choice(environment):
+    """Also where Lightning has found another launcher's variables."""
+    environment(SLURM | TORCHRUN | {CHOICE: "slurm", "SLURM_NTASKS_PER_NODE": "2"})
+    slurm, torchrun = SLURMEnvironment(), TorchElasticEnvironment()
+    assert environment_of_launcher(slurm) is slurm
+    found = environment_of_launcher(torchrun)
+    assert isinstance(found, LauncherEnvironment)
+    assert (found.global_rank(), found.world_size()) == (5, 7)
+    environment({CHOICE: "torchrun"})
+    assert environment_of_launcher(torchrun) is torchrun
+    assert environment_of_launcher(slurm).global_rank() == 5
+    environment({CHOICE: "none", "NODE_RANK": "0"})
+    assert type(environment_of_launcher(slurm)) is LightningEnvironment
+    assert check_variables(["fit"], []) is None
+
+
+def test_device_of_a_process(environment):
+    environment(TORCHRUN)
+    assert process_info().device == torch.device("cpu")
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.device_count", return_value=4) as count,
+    ):
+        assert process_info().device == torch.device("cuda", 1)
+        count.return_value = 1  # a launcher may show each process its own only
+        assert process_info().device == torch.device("cuda", 0)
+        count.return_value = 0
+        with pytest.raises(RuntimeError, match="no device of type 'cuda' for its 4 processes"):
+            _ = process_info().device
+
+
+@pytest.mark.spmd(2)
+def test_device_where_a_group_of_the_cpu_runs():
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        assert process_info().device == torch.device("cpu")
 
 
 TABLE = "lightning_shard.processes.process_info.LAUNCHERS"
