@@ -17,6 +17,7 @@ from lightning_shard.checkpoint.atomic import written_file
 from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights, with_integer_keys
 from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
+from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import UsageError, is_mapping, told_by_user
 
 Read = Callable[[Any], Any]
@@ -28,10 +29,10 @@ def export(args: Sequence[str]) -> None:
     Raises:
         UsageError: The checkpoint or the file to write is of no known kind, or not whole.
     """
-    parser = argparse.ArgumentParser("python -m lightning_shard export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a file, or a sharded directory")
-    parser.add_argument("out", type=Path, help="*.safetensors, *.pt, *.pth, *.bin or *.ckpt")
-    parser.add_argument("--trusted", action="store_true", help="build objects, which can run code")
+    parser = argparse.ArgumentParser(f"{PROGRAM} export")  # its help is a page of help.py
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--trusted", action="store_true")
     options = parser.parse_args(args)
     write = WRITERS.get(options.out.suffix)
     if write is None:

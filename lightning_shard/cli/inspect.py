@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.errors import DamagedError
 from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights
 from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
+from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import told_by_user
 
 OWN = "lightning_shard"
@@ -22,9 +23,9 @@ def inspect(args: Sequence[str]) -> None:
     Raises:
         UsageError: There is no checkpoint, or it cannot be read.
     """
-    parser = argparse.ArgumentParser("python -m lightning_shard inspect", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a file, or a sharded directory")
-    parser.add_argument("--trusted", action="store_true", help="build objects, which can run code")
+    parser = argparse.ArgumentParser(f"{PROGRAM} inspect")  # its help is a page of help.py
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--trusted", action="store_true")
     options = parser.parse_args(args)
     with told_by_user(ValueError, FileNotFoundError):
         try:

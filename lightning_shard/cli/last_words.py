@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-PROGRAM = "python -m lightning_shard"
+from lightning_shard.cli.help import PROGRAM
 
 
 def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iterator[str]:

@@ -27,6 +27,7 @@ from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import diagnose
 from lightning_shard.cli.exits import exit_with, is_first_rank, origin
+from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
 from lightning_shard.cli.last_words import last_words
 from lightning_shard.cli.names import import_short_names
@@ -84,7 +85,7 @@ class ShardCLI(LightningCLI):
             "allow_abbrev": False,
         }
         command = Path(sys.argv[0]).name
-        prog = command if command == "lightning-shard" else "python -m lightning_shard"
+        prog = command if command == "lightning-shard" else PROGRAM
         super().__init__(
             LightningModule,
             LightningDataModule,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_shard.cli.help import PROGRAM
 from lightning_shard.ops import functions_with_rules, limits_of, name_of
 
 PREFIXES = {"torch.nn.functional.": "F.", "torch.": "", "Tensor.": ""}
@@ -86,9 +87,9 @@ def matching(found: Sequence[Family], word: str) -> list[Family]:
 
 def report(args: Sequence[str]) -> None:
     """Print the table; exits with 2 if no function has the name asked for."""
-    parser = argparse.ArgumentParser("python -m lightning_shard ops", description=__doc__)
-    parser.add_argument("name", nargs="?", default="", help="only functions whose name contains it")
-    parser.add_argument("--markdown", action="store_true", help="as a page of documentation")
+    parser = argparse.ArgumentParser(f"{PROGRAM} ops")  # its help is a page of help.py
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args(args)
     found = matching(families(), options.name)
     if not found:
