@@ -11,6 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once share the cores
 
+from lightning_shard.processes import variables
 from tests import pool, reference
 
 LONG = ("tests/ops/test_operators.py", "tests/test_notebooks.py", "tests/trainer/test_exactness.py")
@@ -37,6 +38,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     kwargs: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in names}
     pool.pool_of(*marker.args).run(pyfuncitem.obj, kwargs)
     return True
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A process group that a Trainer begins in this process ends with its test.
+
+    Lightning's own strategies would take the next test for one of several processes.
+    """
+    yield
+    if variables.joined() is not None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
 
 
 @pytest.fixture
