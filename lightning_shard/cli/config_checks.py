@@ -97,7 +97,10 @@ def _check_processes(trainer: Any, given: Sources) -> None:
     devices, started = _count(trainer.devices), _started()
     if devices is None or started is None or "trainer.devices" not in given:
         return
-    asked = devices * trainer.num_nodes
+    nodes = trainer.num_nodes
+    if _sizes(trainer)[0] == "auto":  # the nodes that an elastic launcher has are enough
+        nodes = max(1, started.world_size // devices)
+    asked = devices * nodes
     if asked != started.world_size:
         per_node, rest = started.local_world_size, started.world_size % started.local_world_size
         fix = f"devices {per_node} and num_nodes {started.world_size // per_node}"
@@ -110,17 +113,26 @@ def _check_processes(trainer: Any, given: Sources) -> None:
         )
 
 
-def _check_mesh(trainer: Any, given: Sources) -> None:
+def _sizes(trainer: Any) -> tuple[Any, Any]:
+    """domain_parallel_size and data_parallel_size; None where the strategy is not ours."""
     strategy = trainer.strategy
     if isinstance(strategy, str) or not str(strategy.get("class_path", "")).endswith(
         "HybridShardStrategy"
     ):
-        return
+        return None, None
     sizes = strategy.get("init_args") or {}
-    domain, data = sizes.get("domain_parallel_size", 1), sizes.get("data_parallel_size", "auto")
+    return sizes.get("domain_parallel_size", 1), sizes.get("data_parallel_size", "auto")
+
+
+def _check_mesh(trainer: Any, given: Sources) -> None:
+    domain, data = _sizes(trainer)
+    if domain is None:
+        return
     world, reason = _world(trainer)
     if world is None:
         return
+    if domain == "auto":
+        domain = max(1, world // data) if isinstance(data, int) else world
     total = math.prod(domain) if isinstance(domain, (list, tuple)) else domain
     key = "trainer.strategy.domain_parallel_size"
     place = _at(given, key)

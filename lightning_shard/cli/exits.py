@@ -14,8 +14,10 @@ from typing import NoReturn
 
 from lightning_shard.cli.sources import ENV_PREFIX
 from lightning_shard.cli.usage import UsageError
+from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.process_info import rank_variables
 
+MISTYPED = 2  # the exit status
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
 
 
@@ -31,6 +33,8 @@ def exit_with(err: Exception, code: int) -> NoReturn:
         err: What went wrong.
         code: The exit status.
     """
+    if code == MISTYPED:  # which another attempt would not change
+        end_attempts()
     if not is_first_rank():
         if _is_on_all_ranks(err):
             sys.exit(code)

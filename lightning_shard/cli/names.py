@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
@@ -154,7 +154,7 @@ def _word(part: Any) -> str:
     origin, inner = get_origin(part), get_args(part)
     if part in WORDS:
         return WORDS[part]
-    if origin in (list, tuple) and inner:
+    if origin in (list, tuple, Sequence) and inner:
         return f"a list of {_word(inner[0]).removeprefix('an ').removeprefix('a ')}s"
     if class_hints(part):
         return f"the class_path of a {class_hints(part)[0][0].__name__}"

@@ -44,11 +44,15 @@ def wanted(given: Sources) -> Wanted:
     """
     sizes = given.value("trainer.strategy.domain_parallel_size", 1)
     nodes = _whole("num_nodes", given.value("trainer.num_nodes", 1))
-    each = sizes if is_list(sizes) else [sizes]
-    domain = tuple(_whole("domain_parallel_size", size) for size in each)
     devices = given.value("trainer.devices", "auto")
     count = len(devices) if is_list(devices) else devices
     processes = count * nodes if isinstance(count, int) and count > 0 else 0
+    if sizes == "auto":
+        replicas = given.value("trainer.strategy.data_parallel_size", "auto")
+        replicas = 1 if replicas == "auto" else _whole("data_parallel_size", replicas)
+        sizes = max(1, processes // replicas) if processes else 2
+    each = sizes if is_list(sizes) else [sizes]
+    domain = tuple(_whole("domain_parallel_size", size) for size in each)
     return Wanted(processes, domain, None, {})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_shard.processes.meeting import is_of_one_start
 from lightning_shard.processes.torch_internals import default_store
 
 STAY_S = 2.0  # of rank 0, after a difference was found
@@ -33,17 +34,14 @@ def only_wait(ranks: Sequence[int]) -> None:
 def store_of_attempt() -> Any:
     """Give the store of the process group, with names of this attempt of an elastic launcher.
 
-    torchrun's agent keeps its store when it starts the processes again. Without the number of the
-    attempt they would find what the processes before them have left there.
+    torchrun's agent keeps its store when it starts the processes again. A group that was not made
+    by this package may have in it what the processes before have left there.
     """
-    return of_attempt(default_store())
-
-
-def of_attempt(store: Any) -> Any:
-    """Give a view of `store` whose names are those of this attempt."""
+    store = default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = "lightning_shard" if is_of_one_start(store) else f"lightning_shard/attempt_{attempt}"
     # torch documents dist.PrefixStore
-    return dist.PrefixStore(f"lightning_shard/attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def agree(

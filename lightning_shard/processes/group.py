@@ -3,13 +3,14 @@
 import os
 import socket
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_shard.processes.agreement import agree, of_attempt
+from lightning_shard.processes.agreement import agree
 from lightning_shard.processes.device import (
     available_backends,
     default_backend,
@@ -17,6 +18,7 @@ from lightning_shard.processes.device import (
     own_device,
     present,
 )
+from lightning_shard.processes.meeting import meeting, note_group
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.variables import ProcessInfo
 
@@ -98,20 +100,32 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     store = _store(rank, world_size, address, timeout)
     carries_devices = device.type != "cpu" and "gloo" not in backend.split(",")
-    agree(
-        store,
-        "lightning_shard/start",
-        {"the version of torch": torch.__version__, "the process group backend": backend},
-        rank=rank,
-        world_size=world_size,
-        remedy="start all ranks with the same software and options",
-        timeout_s=timeout_s,
-        device=_identity(device) if carries_devices else None,
-    )
+    with _own_names(store, rank, world_size, address, timeout_s) as store:
+        agree(
+            store,
+            "lightning_shard/start",
+            {"the version of torch": torch.__version__, "the process group backend": backend},
+            rank=rank,
+            world_size=world_size,
+            remedy="start all ranks with the same software and options",
+            timeout_s=timeout_s,
+            device=_identity(device) if carries_devices else None,
+        )
     place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **place
     )
+    note_group()
+
+
+def _own_names(
+    store: Any, rank: int, world_size: int, address: str, timeout_s: float
+) -> AbstractContextManager[Any]:
+    """The store with the names of this start of the ranks, where the store was there before it."""
+    host, _, port = address.rpartition(":")
+    if world_size == 1 or not _launcher_holds_store(host, port):
+        return nullcontext(store)  # which rank 0 holds, for this start only
+    return meeting(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
 
 def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
@@ -126,10 +140,9 @@ def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
         if not holds:
             _wait_for_port(host, int(port), timeout.total_seconds())
         # `agree` waits for the others, and says which of them do not come
-        store = TCPStore(
+        return TCPStore(
             host, int(port), None, holds, timeout, wait_for_workers=False, multi_tenant=True
         )
-        return of_attempt(store)
     except (RuntimeError, OSError) as err:
         if "EADDRINUSE" in str(err):
             raise RuntimeError(

@@ -19,6 +19,7 @@ from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.agreement import Check, agree, only_wait, store_of_attempt
+from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.group import join
 from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
@@ -49,7 +50,8 @@ class Processes:
 
     Attributes:
         data_parallel_size: Number of data replicas; "auto": what the domain leaves.
-        domain_sizes: Number of ranks along each split dim.
+        domain_sizes: Number of ranks along each split dim; empty for "auto" until they have joined.
+        fits_itself: Whether the domain is "auto": the processes that the data replicas leave.
         shard_size: Number of ranks that share one set of parameters, or "node"; None: all.
         timeout_s: Seconds after which a collective that does not end fails.
         backend: Of the process group; None: the device's.
@@ -59,7 +61,7 @@ class Processes:
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        domain_parallel_size: int | Sequence[int] = 1,
+        domain_parallel_size: int | Literal["auto"] | Sequence[int] = 1,
         *,
         shard_size: int | Literal["node"] | None = None,
         timeout_s: float = 1800.0,
@@ -70,22 +72,34 @@ class Processes:
         Raises:
             ValueError: A size is smaller than 1.
         """
-        domain = domain_parallel_size
+        domain, self.fits_itself = domain_parallel_size, domain_parallel_size == "auto"
         self.data_parallel_size: int | Literal["auto"] = data_parallel_size
-        self.domain_sizes = (domain,) if isinstance(domain, int) else tuple(domain)
+        self.domain_sizes: tuple[int, ...] = ()
+        if not isinstance(domain, str):
+            self.domain_sizes = (domain,) if isinstance(domain, int) else tuple(domain)
         self.shard_size: int | Literal["node"] | None = shard_size
         self.timeout_s, self.backend = timeout_s, backend
         self.mesh: DeviceMesh | None = None
         sizes = [*self.domain_sizes, 1 if data_parallel_size == "auto" else data_parallel_size]
-        if not self.domain_sizes or min(sizes) < 1:
+        known = self.domain_sizes or domain == "auto"
+        if not known or min(sizes) < 1:
             raise ValueError(
-                "data_parallel_size and domain_parallel_size must be 1 or more; got "
+                "data_parallel_size and domain_parallel_size must be 1 or more, or 'auto'; got "
                 f"{data_parallel_size} and {domain_parallel_size}."
             )
 
     @property
     def domain_size(self) -> int:
-        """The number of ranks that share each sample."""
+        """The number of ranks that share each sample.
+
+        Raises:
+            RuntimeError: It is "auto", and the processes have not joined yet.
+        """
+        if not self.domain_sizes:
+            raise RuntimeError(
+                "domain_parallel_size is 'auto', so the size of the domain is known once the "
+                "processes have joined; ask in setup or later."
+            )
         return math.prod(self.domain_sizes)
 
     @property
@@ -157,15 +171,18 @@ class Processes:
         return self.mesh
 
     def _data_size(self, world: int) -> int:
+        if self.fits_itself:
+            replicas = 1 if self.data_parallel_size == "auto" else self.data_parallel_size
+            self.domain_sizes = (max(1, world // replicas),)
         if world % self.domain_size:
-            raise ValueError(
+            raise _refused(
                 f"domain_parallel_size {self.domain_size} does not divide the {world} processes; "
                 f"use one of {[n for n in range(1, world + 1) if world % n == 0]}, or start a "
                 f"multiple of {self.domain_size} processes."
             )
         data = world // self.domain_size
         if self.data_parallel_size not in ("auto", data):
-            raise ValueError(
+            raise _refused(
                 f"data_parallel_size {self.data_parallel_size} x domain_parallel_size "
                 f"{self.domain_size} must be the number of processes, {world}; use "
                 f"data_parallel_size {data} or 'auto'."
@@ -194,6 +211,12 @@ class Processes:
                 timeout_s=self.timeout_s,
                 check=check,
             )
+
+
+def _refused(reason: str) -> ValueError:
+    """What no further attempt of an elastic launcher with as many processes would change."""
+    end_attempts()
+    return ValueError(reason)
 
 
 def start_group(
@@ -241,6 +264,13 @@ def launcher_of(
     if interactive and nodes == 1 and type(environment) is LightningEnvironment:
         return NotebookLauncher(strategy)
     return SubprocessScriptLauncher(environment, per_node, nodes)
+
+
+def started_nodes(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> int:
+    """How many nodes there are, where a launcher has started the processes; else `nodes`."""
+    world = environment.world_size()
+    external = environment.creates_processes_externally
+    return nodes if not external or world % per_node else world // per_node
 
 
 def tell_ranks(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> None:

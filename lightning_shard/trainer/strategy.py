@@ -71,7 +71,7 @@ class HybridShardStrategy(ParallelStrategy):
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        domain_parallel_size: int | Sequence[int] = 1,
+        domain_parallel_size: int | Literal["auto"] | Sequence[int] = 1,
         shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
         exact_random: bool | None = None,
         sharding: Sharding | ShardingOptions = "full",
@@ -92,7 +92,9 @@ class HybridShardStrategy(ParallelStrategy):
             data_parallel_size: Number of data replicas; "auto": all processes divided by the
                 domain.
             domain_parallel_size: Processes that share each sample: a number, or one for each split
-                dim, such as `[2, 2]`.
+                dim, such as `[2, 2]`; "auto": all processes divided by the data replicas, of which
+                there is then one unless given. So the domain shrinks and grows with an elastic
+                launcher's nodes.
             shard_dims: Tensor dims that the domain splits. By default the first spatial dims of
                 every floating-point batch entry (B, C, *spatial), and of every map of these samples
                 with the same spatial extents, such as integer classes (B, *spatial). An int or a
@@ -259,6 +261,10 @@ class HybridShardStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        if self.processes.fits_itself:  # an elastic launcher may have started fewer nodes
+            self.num_nodes = processes.started_nodes(
+                self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
+            )
         self._launcher = processes.launcher_of(
             self, self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
         )

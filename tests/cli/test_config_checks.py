@@ -59,6 +59,15 @@ MESHES = {
         "data_parallel_size 2 x domain_parallel_size 2 is 4 (on the command line), not the "
         "8 processes (devices 8 x num_nodes 1); use data_parallel_size 4 or auto",
     ),
+    "a domain that fits itself": (
+        [
+            "--trainer.devices=8",
+            f"--{DOMAIN}=auto",
+            "--trainer.strategy.init_args.data_parallel_size=3",
+        ],
+        "data_parallel_size 3 x domain_parallel_size 2 is 6 (on the command line), not the "
+        "8 processes (devices 8 x num_nodes 1); use data_parallel_size 4 or auto",
+    ),
 }
 
 
@@ -89,6 +98,17 @@ def test_torchrun_started_another_number(capsys, monkeypatch):
         "trainer.devices asks for 8 processes (devices 8 x num_nodes 1) (on the command line) "
         "but torchrun started 4; use devices 2 and num_nodes 2, or start 8 with torchrun"
     )
+
+
+def test_an_elastic_launcher_may_have_fewer_nodes(capsys, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    words = ["--trainer.devices=2", "--trainer.num_nodes=3", "--trainer.gradient_clip_val=-1"]
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *words)
+    assert "asks for 6 processes" in sentence
+    words.append(f"--{DOMAIN}=auto")
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *words)
+    assert sentence.startswith("trainer.gradient_clip_val is -1")
 
 
 def test_mesh_is_checked_against_torchrun(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Each mistake on the command line gives one sentence, exit code 2, and nothing is built."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -33,7 +34,7 @@ class HybridShardStrategy(DDPStrategy):
     def __init__(
         self,
         data_parallel_size: int | str = "auto",
-        domain_parallel_size: int | tuple[int, ...] = 1,
+        domain_parallel_size: int | Literal["auto"] | tuple[int, ...] = 1,
     ) -> None:
         raise AssertionError("built")
 

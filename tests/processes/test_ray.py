@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_shard
-from tests.processes.ray_training import train
+from tests.processes.restarted import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_weights_of_a_run_that_ray_has_restarted(tmp_path, monkeypatch):
         (tmp_path / "ray").mkdir()
         run = TorchTrainer(
             train,
-            train_loop_config={"folder": str(tmp_path / "ray"), "dies": "once"},
+            train_loop_config={"folder": str(tmp_path / "ray"), "dies": "kill"},
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(
                 storage_path=str(tmp_path / "storage"),

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import DisagreementError, HybridShardStrategy
-from lightning_shard.trainer.processes import Processes, launcher_of, tell_ranks
+from lightning_shard.trainer.processes import Processes, launcher_of, started_nodes, tell_ranks
 
 CPU = torch.device("cpu")
 
@@ -27,6 +27,8 @@ def test_places_before_there_is_a_mesh():
     assert [processes.replica(rank) for rank in (0, 5, 6, 13)] == [0, 0, 1, 2]
     assert [processes.domain_rank(rank) for rank in (0, 5, 6, 13)] == [0, 5, 0, 1]
     assert processes.data_group is None
+    with pytest.raises(RuntimeError, match="known once the processes have joined"):
+        _ = Processes(domain_parallel_size="auto").domain_size
 
 
 @pytest.mark.spmd(4)
@@ -36,8 +38,10 @@ def test_places_before_there_is_a_mesh():
         (("auto", 1), {"data": 4, "domain": 1}),
         ((2, 2), {"data": 2, "domain": 2}),
         (("auto", (2, 2)), {"data": 1, "domain_0": 2, "domain_1": 2}),
+        (("auto", "auto"), {"data": 1, "domain": 4}),
+        ((2, "auto"), {"data": 2, "domain": 2}),
     ],
-    ids=["4x1", "2x2", "1x(2x2)"],
+    ids=["4x1", "2x2", "1x(2x2)", "all", "what 2 replicas leave"],
 )
 def test_mesh_and_places_on_it(sizes, mesh):
     processes = joined(*sizes)
@@ -57,7 +61,7 @@ def test_parameters_shared_within_a_part_of_the_processes():
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("sizes", [("auto", 3), (3, 2), (4, (2, 2))], ids=str)
+@pytest.mark.parametrize("sizes", [("auto", 3), (3, 2), (4, (2, 2)), (3, "auto")], ids=str)
 def test_sizes_that_do_not_fit_the_processes(sizes):
     with pytest.raises(ValueError, match=r"parallel_size .* 4"):
         joined(*sizes)
@@ -91,6 +95,13 @@ def test_who_starts_the_other_processes(monkeypatch):
     assert launcher_of(strategy, started, per_node=2, nodes=1) is None
     with pytest.raises(ValueError, match="the launcher started 2 processes"):
         launcher_of(strategy, started, per_node=4, nodes=1)
+
+
+def test_nodes_that_an_elastic_launcher_has_started(monkeypatch):
+    assert started_nodes(LightningEnvironment(), per_node=2, nodes=3) == 3
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert started_nodes(TorchElasticEnvironment(), per_node=2, nodes=3) == 2
+    assert started_nodes(TorchElasticEnvironment(), per_node=3, nodes=3) == 3  # refused later
 
 
 def test_ranks_on_the_second_node(monkeypatch):
