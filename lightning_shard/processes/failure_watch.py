@@ -80,6 +80,7 @@ class FailureWatch:
         self._ranks = dist.get_world_size()
         self._timeout_s = timeout_s
         self.rests = False  # between stages
+        self._lost = 0  # ranks that are not reached any more
         self._prefix = f"run_{next(_runs)}"
         self._store = store_of_attempt().clone()  # the first connection may be busy waiting
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
@@ -115,6 +116,7 @@ class FailureWatch:
         lost = is_lost_connection(error) or isinstance(error, RankFailedError)
         failure = Failure(self.rank, f"rank {self.rank}: {type(error).__name__}: {error}")
         try:
+            self._lost = int(lost)
             if isinstance(error, RankFailedError):
                 failure = error.failure
             elif lost:
@@ -181,8 +183,8 @@ class FailureWatch:
         while not (lost and self.rank) and time.monotonic() < deadline:
             count = self._talk.ask(lambda: self._store.add(failed, 0))
             if lost:
-                count += self._talk.ask(lambda: self._store.add(left, 0)) + 1
-            if count >= self._ranks:
+                count += self._talk.ask(lambda: self._store.add(left, 0))
+            if count >= self._ranks - self._lost:
                 return False
             time.sleep(0.05)
         return True
@@ -201,6 +203,7 @@ class FailureWatch:
             silent = self._talk.ask(lambda: self._hearts.silent_since(before))
             if not silent:
                 break
+        self._lost = max(1, len(silent))
         return self.heard or (_ended(silent) if silent else None)
 
     def _failure_of_store(self) -> Failure | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 BEFORE = ("setup", "data")
 STEP = ("forward", "backward", "step", "validation")
-WRITE = ("gather", "write file", "write directory")
+WRITE = ("gather", "write file", "write directory", "write async")
 AFTER = ("end of fit", "predict")
 
 
@@ -63,6 +63,7 @@ SLOW = [
     *(Cell(fault, "gather", 1) for fault in ("exception", "kill")),
     *(Cell(fault, "write file", 0) for fault in ("exception", "kill")),
     *(Cell(f, "write directory", rank) for f in ("exception", "kill") for rank in (0, 1)),
+    *(Cell(f, "write async", rank) for f in ("exception", "kill") for rank in (0, 1)),
     Cell("stopped worker", "data", 1),
 ]
 CELLS = list(dict.fromkeys([*FAST, *SLOW]))

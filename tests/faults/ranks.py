@@ -130,13 +130,13 @@ class Strike(Callback):
 
 def train(cell: Cell, rank: int, folder: Path) -> None:
     fault = Fault(cell, rank, folder)
-    directory = "directory" in cell.phase
+    formats = {"write directory": "sharded", "write async": "async"}
     Module.fault = fault
     save = torch.save
 
     def strike_and_save(*args, **kwargs):
         if len(list(folder.glob("*.ckpt"))) > 0:  # there is one to be kept
-            fault("write directory" if directory else "write file")
+            fault(cell.phase if cell.phase in formats else "write file")
         save(*args, **kwargs)
 
     trainer = Trainer(
@@ -145,7 +145,7 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
         strategy=HybridShardStrategy(
             domain_parallel_size=2,
             timeout_s=TIMEOUT_S,
-            checkpoint_format="sharded" if directory else "single",
+            checkpoint_format=formats.get(cell.phase, "single"),  # pyright: ignore
         ),
         max_steps=8,
         val_check_interval=2,

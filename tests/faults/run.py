@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.checkpoint.manifest import problem_of, read_manifest
 from tests import pool
 from tests.faults import ranks
 from tests.faults.cells import Cell
@@ -66,7 +67,7 @@ def run(cell: Cell, folder: Path) -> Seen:
     assert (folder / "struck.json").exists(), "the fault did not happen\n" + "\n".join(outputs)
     struck = json.loads((folder / "struck.json").read_text())
     damaged = [p for p, was in struck["kept"].items() if ranks.digest(Path(p)) != was]
-    damaged += [str(p) for p in folder.glob("*.ckpt") if p.is_file() and not _whole(p)]
+    damaged += [str(p) for p in folder.glob("*.ckpt") if not _whole(p)]
     unnoticed_s = ranks.WORKER_TIMEOUT_S if cell.fault == "stopped worker" else 0.0
     return Seen(
         seconds=ended - struck["at"] - unnoticed_s,
@@ -88,5 +89,8 @@ def _wait(processes: list[Any], folder: Path) -> float:
     return time.time()
 
 
-def _whole(file: Path) -> bool:
-    return zipfile.is_zipfile(file) and zipfile.ZipFile(file).testzip() is None
+def _whole(checkpoint: Path) -> bool:
+    """Whether all that a checkpoint's checksums are of is there, and as it was."""
+    if checkpoint.is_dir():
+        return read_manifest(checkpoint) is not None and problem_of(checkpoint) is None
+    return zipfile.is_zipfile(checkpoint) and zipfile.ZipFile(checkpoint).testzip() is None

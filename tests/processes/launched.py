@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--die", type=int, default=-1)
     parser.add_argument("--pause_s", type=float, default=0.0)
+    parser.add_argument("--timeout_s", type=float, default=120.0)
     parser.add_argument("--start", action="store_true")  # before the Trainer does
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -50,7 +51,7 @@ def main() -> None:
         accelerator="cpu",
         devices=options.devices or info.local_world_size,
         num_nodes=info.world_size // info.local_world_size,
-        strategy=HybridShardStrategy(domain_parallel_size=2, timeout_s=120),
+        strategy=HybridShardStrategy(domain_parallel_size=2, timeout_s=options.timeout_s),
         max_steps=options.steps,
         callbacks=[steps],
         default_root_dir=options.folder,

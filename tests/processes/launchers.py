@@ -74,7 +74,6 @@ def check(folder, launcher, ranks=2, per_node=2):
 def seconds_until_all_ended(commands, folder, ranks=2):
     """From the death of a rank, as all others and the launchers end."""
     wait_for(folder / "died")
-    died = float((folder / "died").read_text())
     try:
         codes = [process.wait(END_S) for process in commands]
     finally:
@@ -83,14 +82,20 @@ def seconds_until_all_ended(commands, folder, ranks=2):
                 stack.callback(process.wait)
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
+    seconds = seconds_until_ranks_ended(folder, ranks)
+    assert 0 not in codes, outputs(folder)
+    print(f"all ended {seconds:.1f} s after the death of a rank")
+    return seconds
+
+
+def seconds_until_ranks_ended(folder, ranks):
+    """From the time in the file `died`."""
+    died = float((folder / "died").read_text())
     pids = [int((folder / f"pid_{rank}").read_text()) for rank in range(ranks)]
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.time() < died + END_S, f"ranks are left: {outputs(folder)}"
         time.sleep(0.05)
-    assert 0 not in codes, outputs(folder)
-    seconds = time.time() - died
-    print(f"all ended {seconds:.1f} s after the death of a rank")
-    return seconds
+    return time.time() - died
 
 
 def needs(program, package):

@@ -4,8 +4,10 @@
 """
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -18,7 +20,9 @@ from tests.processes.launchers import (
     needs,
     outputs,
     seconds_until_all_ended,
+    seconds_until_ranks_ended,
     start,
+    wait_for,
 )
 
 pytestmark = pytest.mark.slow
@@ -28,6 +32,7 @@ def torchrun(*options):
     return [sys.executable, "-m", "torch.distributed.run", *options, *WORKER[1:]]
 
 
+CUT_TIMEOUT_S = 20.0
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", *WORKER]
 LAUNCHERS = [
     pytest.param("torchrun", torchrun("--standalone", "--nproc-per-node", "2"), id="torchrun"),
@@ -86,6 +91,7 @@ def two_hosts():
 
 
 def on_two_hosts(folder, *options):
+    """The commands on both, and the name and device of the second."""
     with two_hosts() as (names, devices, address):
         yield [
             start(
@@ -96,12 +102,12 @@ def on_two_hosts(folder, *options):
                 folder, name=f"output_{node}", GLOO_SOCKET_IFNAME=device,
             )
             for node, (name, device) in enumerate(zip(names, devices, strict=True))
-        ]  # fmt: skip
+        ], names[1], devices[1]  # fmt: skip
 
 
 @needs("ip", "iproute2")
 def test_two_nodes(tmp_path):
-    for commands in on_two_hosts(tmp_path):
+    for commands, *_ in on_two_hosts(tmp_path):
         finish(commands, tmp_path)
     check(tmp_path, "torchrun", ranks=4)
     assert "is on several nodes" not in outputs(tmp_path)
@@ -109,5 +115,19 @@ def test_two_nodes(tmp_path):
 
 @needs("ip", "iproute2")
 def test_death_of_a_rank_of_two_nodes(tmp_path):
-    for commands in on_two_hosts(tmp_path, "--die", "3", "--steps", "100000"):
+    for commands, *_ in on_two_hosts(tmp_path, "--die", "3", "--steps", "100000"):
         assert seconds_until_all_ended(commands, tmp_path, ranks=4) < END_S
+
+
+@needs("ip", "iproute2")
+def test_a_node_whose_link_is_cut_for_good(tmp_path):
+    words = ("--steps", "100000", "--timeout_s", str(CUT_TIMEOUT_S))
+    for commands, name, device in on_two_hosts(tmp_path, *words):
+        for rank in range(4):
+            wait_for(tmp_path / f"pid_{rank}")
+        subprocess.run(["ip", "-n", name, "link", "set", device, "down"], check=True)
+        (tmp_path / "died").write_text(str(time.time()))
+        assert seconds_until_ranks_ended(tmp_path, 4) < CUT_TIMEOUT_S + 15
+        for command in commands:  # torchrun waits for the other node
+            os.killpg(command.pid, signal.SIGKILL)
+            command.wait()
