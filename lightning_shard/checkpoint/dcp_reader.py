@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_shard.checkpoint.errors import DamagedError, damage_named, inside
 from lightning_shard.checkpoint.stored import Region, StoredTensor
 from lightning_shard.checkpoint.torch_file import read_torch_bytes
+from lightning_shard.processes.typed import is_dict
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
@@ -197,17 +198,15 @@ def _content(files: Files, place: Any) -> Any:
 
 def _with_lists(tree: Any) -> Any:
     """Dicts whose keys are 0, 1, ... were lists, except optimizer states."""
-    if not isinstance(tree, dict):
+    if not is_dict(tree):
         return tree
-    branches: dict[Any, Any] = tree
-    items = {key: _below(key, value) for key, value in branches.items()}
+    items = {key: _below(key, value) for key, value in tree.items()}
     if items and list(items) == list(range(len(items))):
         return list(items.values())
     return items
 
 
 def _below(key: Any, value: Any) -> Any:
-    if key != "state" or not isinstance(value, dict):
+    if key != "state" or not is_dict(value):
         return _with_lists(value)
-    entries: dict[Any, Any] = value
-    return {k: _with_lists(v) for k, v in entries.items()}
+    return {k: _with_lists(v) for k, v in value.items()}

@@ -49,6 +49,7 @@ from lightning_shard.checkpoint.state import EXTRA, put_back
 from lightning_shard.checkpoint.stored import StoredState
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.processes.exchange import all_stop, gather_to_first, together
+from lightning_shard.processes.typed import is_dict
 
 REST = "meta.pt"
 Tree = dict[str, Any]
@@ -243,12 +244,11 @@ def _rest(files: Files, manifest: dict[str, Any] | None, weights_only: bool) -> 
         return {}
     files.read(REST, length=0)  # so that it is compared
     rest: Any = read_torch_file(path, weights_only)
-    if not isinstance(rest, dict):
+    if not is_dict(rest):
         raise DamagedError(f"'{path}' holds a {type(rest).__name__}, not what a run leaves there.")
-    found: Tree = rest
-    if manifest is None and FORMAT.split()[0] in found:
+    if manifest is None and FORMAT.split()[0] in rest:
         raise DamagedError(f"'{files.folder}' is incomplete: '{MANIFEST}' is missing; {REMEDY}.")
-    return found
+    return rest
 
 
 def _weights_in(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.checkpoint.stored import StoredState
+from lightning_shard.processes.typed import is_mapping
 
 # what FSDP1, activation checkpointing and torch.compile put into the names of what they wrap
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -98,14 +99,13 @@ def weights_of(loaded: Any, path: object) -> Mapping[str, Any]:
     Raises:
         ValueError: There is none.
     """
-    if isinstance(loaded, Mapping):
-        entries: Mapping[str, Any] = loaded
+    if is_mapping(loaded):
         for key in WEIGHTS_KEYS:
-            inner: Mapping[str, Any] | None = entries.get(key)
-            if isinstance(inner, Mapping):
+            inner = loaded.get(key)
+            if is_mapping(inner):
                 return inner
-        if any(isinstance(value, Tensor) for value in entries.values()):
-            return entries
+        if any(isinstance(value, Tensor) for value in loaded.values()):
+            return loaded
     raise ValueError(
         f"'{path}' holds no weights: expected a dict of tensors by name, or one under a key of "
         f"{', '.join(WEIGHTS_KEYS)}; got {_described(loaded)}."
@@ -113,8 +113,8 @@ def weights_of(loaded: Any, path: object) -> Mapping[str, Any]:
 
 
 def _described(loaded: Any) -> str:
-    if isinstance(loaded, Mapping):
-        keys: list[Any] = list(loaded)
+    if is_mapping(loaded):
+        keys = list(loaded)
         return f"the keys {', '.join(map(str, keys[:8])) or '(none)'}"
     return f"a {type(loaded).__name__}"
 

@@ -18,6 +18,7 @@ from lightning_shard.checkpoint.foreign import by_index, plain_name
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
 from lightning_shard.processes.exchange import copy_from_first
+from lightning_shard.processes.typed import is_dict
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -48,8 +49,9 @@ def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """
     paired = _pair_parameters(module)
     state = optimizer.state_dict()
-    entries = {}
-    for index, values in state["state"].items():
+    held: dict[int, Tree] = state["state"]
+    entries: dict[int, Tree] = {}
+    for index, values in held.items():
         p = _parameters(optimizer)[index]
         entries[index] = {
             key: as_complex(v) if p in paired and _like_parameter(v, p) else v
@@ -131,7 +133,7 @@ def full(value: Any, keep: bool = True) -> Any:
         if not keep:
             return None
         return value.detach().cpu() if value.device.type != "cpu" else value
-    if isinstance(value, dict):
+    if is_dict(value):
         return _mapped(value, keep)
     if type(value) in (list, tuple):
         return type(value)(full(v, keep) for v in value)
@@ -215,9 +217,8 @@ def _take_out(value: Any, extra: dict[str, Any]) -> Any:
     if isinstance(value, DTensor):
         extra[name := str(len(extra))] = value
         return {_MARK: name}
-    if isinstance(value, dict):
-        items: Mapping[Any, Any] = value
-        return {key: _take_out(v, extra) for key, v in items.items()}
+    if is_dict(value):
+        return {key: _take_out(v, extra) for key, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_take_out(v, extra) for v in value)
     return value
@@ -225,11 +226,10 @@ def _take_out(value: Any, extra: dict[str, Any]) -> Any:
 
 def put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
     """Put back into `value` the DTensors that `split_off` took out of it, whole."""
-    if isinstance(value, dict):
-        items: Mapping[Any, Any] = value
-        if items.keys() == {_MARK}:
-            return extra[items[_MARK]].whole()
-        return {key: put_back(v, extra) for key, v in items.items()}
+    if is_dict(value):
+        if value.keys() == {_MARK}:
+            return extra[value[_MARK]].whole()
+        return {key: put_back(v, extra) for key, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(put_back(v, extra) for v in value)
     return value

@@ -1,6 +1,6 @@
 """Stands for tensors on disk, which are read when they are asked for."""
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.processes.torch_internals import local_shape_and_offset
+from lightning_shard.processes.typed import is_dict, is_list
 
 Region = tuple[slice, ...]
 
@@ -73,10 +74,7 @@ def tensors_in(value: Any) -> list[Tensor | StoredTensor]:
         return [value]
     if isinstance(value, StoredState):
         value = value.stored
-    if not isinstance(value, dict | list | tuple):
-        return []
-    held: Any = value
-    items: Iterable[Any] = held.values() if isinstance(value, dict) else held
+    items = list(value.values()) if is_dict(value) else value if is_list(value) else []
     return [tensor for item in items for tensor in tensors_in(item)]
 
 

@@ -13,17 +13,15 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, fetch_all, needs_of, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.typed import is_dict, is_list, typed_torch
 
 
 def subdomains(values: Any) -> list[Subdomain]:
     """All `Subdomain`s in nested lists, tuples and dicts, in order."""
     if isinstance(values, Subdomain):
         return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [s for v in values for s in subdomains(v)]
+    items = values.values() if is_dict(values) else values if is_list(values) else ()
+    return [s for v in items for s in subdomains(v)]
 
 
 def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
@@ -31,7 +29,7 @@ def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
     if len(factors) == 1:
         low, high = factors[0].bounds(grid)
         return x.narrow(dim, low, high - low)
-    x = x.unflatten(dim, [f.extent for f in factors])
+    x = torch.unflatten(x, dim, [f.extent for f in factors])
     for offset, factor in enumerate(factors):
         low, high = factor.bounds(grid)
         x = x.narrow(dim + offset, low, high - low)
@@ -102,7 +100,7 @@ def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) 
 def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tensor]:
     """The global rows, in their local order, that each rank along `axes` has of a dim."""
     rows = torch.arange(math.prod(f.extent for f in factors))
-    found = []
+    found: list[Tensor] = []
     for coord in itertools.product(*(range(grid.sizes[a]) for a in axes)):
         place = dict(enumerate(grid.coord)) | dict(zip(axes, coord, strict=True))
         found.append(take_local(rows, 0, factors, Grid(grid.sizes, tuple(place.values()))))
@@ -138,7 +136,7 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
     split = [o for o in operands if isinstance(o, Subdomain)]
     if split and all(_fits_into(o, split[0]) for o in operands):
         return split[0].layout
-    shape = torch.broadcast_shapes(*(tuple(o.shape) for o in operands))
+    shape = typed_torch.broadcast_shapes(*(tuple(o.shape) for o in operands))
     if any(s.domain is not split[0].domain for s in split):
         raise split_differently(split)
     if not split:

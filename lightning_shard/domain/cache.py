@@ -16,6 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_shard.processes.typed import is_list
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -82,12 +84,11 @@ class TensorCache:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: itself, or those in a tuple or in the fields of a dataclass."""
+    """The tensors in a value: itself, or those in a list or in the fields of a dataclass."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple):
-        items: tuple[Any, ...] = value
-        for item in items:
+    elif is_list(value):
+        for item in value:
             yield from _tensors_in(item)
     elif dataclasses.is_dataclass(value):
         yield from _tensors_in(tuple(vars(value).values()))

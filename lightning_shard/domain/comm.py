@@ -117,7 +117,9 @@ class _ExchangeAdjoint(Function):
         ctx.plan = dim, route, group
         lengths = [route.receives[peer][number] for peer, number in route.order]
         pieces: list[list[Tensor]] = [[y] * len(peer) for peer in route.receives]
-        for (peer, number), piece in zip(route.order, y.split(lengths, dim), strict=True):
+        for (peer, number), piece in zip(
+            route.order, y.split_with_sizes(lengths, dim), strict=True
+        ):
             pieces[peer][number] = piece
         sizes = tuple(tuple(size for _, size in peer) for peer in route.sends)
         x = y.new_zeros(_with_size(y, dim, rows))
@@ -143,7 +145,7 @@ class _Transpose(Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.plan = join, split, join_sizes, split_sizes, group
-        pieces = x.split(split_sizes, split)
+        pieces = x.split_with_sizes(split_sizes, split)
         mine = pieces[dist.get_rank(group)]
         sizes = [(n,) for n in join_sizes]
         received = _swap([(p,) for p in pieces], sizes, mine, join, group)
@@ -200,7 +202,7 @@ def _swap(
         [unit * sum(p.numel() for p in parts) * (k != rank) for k, parts in enumerate(pieces)],
         group=group,
     )
-    arrived = iter(incoming.split([n for peer in counts for n in peer]))
+    arrived = iter(incoming.split_with_sizes([n for peer in counts for n in peer]))
     received = [
         [next(arrived).view(_with_size(like, dim, n if peer != rank else 0)) for n in lengths]
         for peer, lengths in enumerate(sizes)

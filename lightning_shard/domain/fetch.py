@@ -48,7 +48,7 @@ def segments(factors: Dim, sizes: tuple[int, ...]) -> tuple[Segment, ...]:
     axes = tuple(sorted(a for f in factors for a in f.axes))
     last = max(i for i, f in enumerate(factors) if f.axes)
     strides = [math.prod(f.extent for f in factors[i + 1 :]) for i in range(len(factors))]
-    found = []
+    found: list[Segment] = []
     for owner, coord in enumerate(itertools.product(*(range(sizes[a]) for a in axes))):
         place = dict(zip(axes, coord, strict=True))
         grid = Grid(sizes, tuple(place.get(a, 0) for a in range(len(sizes))))
@@ -81,7 +81,7 @@ def route(source: tuple[Segment, ...], rank: int, needs: Needs) -> Route:
         tuple((start, size) for owner, start, size in each if owner == rank) for each in wanted
     )
     receives: list[list[int]] = [[] for _ in needs]
-    order = []
+    order: list[tuple[int, int]] = []
     for owner, _, size in wanted[rank]:
         order.append((owner, len(receives[owner])))
         receives[owner].append(size)

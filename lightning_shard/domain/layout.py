@@ -127,7 +127,7 @@ class Layout:
         return replace(self, dims=dims)
 
     def __str__(self) -> str:
-        parts = []
+        parts: list[str] = []
         for d in self.split_dims:
             sizes = "x".join(str(self.grid.sizes[a]) for a in self.axes(d))
             parts.append(f"dim {d} split over {sizes} ranks")

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.processes.typed import linalg
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -95,4 +97,4 @@ def _total_norm(gradients: Iterable[Tensor], order: float) -> Tensor:
 
 
 def _norm(part: Tensor, order: float) -> Tensor:
-    return torch.linalg.vector_norm(part if part.numel() else part.new_zeros(1), order)
+    return linalg.vector_norm(part if part.numel() else part.new_zeros(1), order)

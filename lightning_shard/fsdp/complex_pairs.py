@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.processes.torch_internals import own_parameters
+from lightning_shard.processes.typed import named_modules
 
 
 class _ComplexView:
@@ -60,7 +61,7 @@ def pair_names(root: nn.Module) -> set[str]:
     """The qualified names of the parameters under `root` that are stored as pairs."""
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in root.named_modules(remove_duplicate=False)
+        for prefix, module in named_modules(root, remove_duplicate=False)
         for name in module.__dict__.get("_pairs", ())
     }
 

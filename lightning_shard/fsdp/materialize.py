@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.fsdp.complex_pairs import pair_names
 from lightning_shard.processes.torch_internals import own_buffers, own_parameters, unsaved_buffers
+from lightning_shard.processes.typed import named_modules
 
 
 def is_deferred(module: nn.Module) -> bool:
@@ -37,7 +38,7 @@ def check_can_be_reset(root: nn.Module, loaded: Sequence[str]) -> None:
     from_file = {m for name in loaded for m in root.get_submodule(name).modules()}
     helpless = [
         f"{name} ({type(module).__name__})"
-        for name, module in root.named_modules()
+        for name, module in named_modules(root)
         if _needs_reset(module, module in from_file) and _reset_of(module) is None
     ]
     if helpless:
@@ -106,7 +107,7 @@ def _reset_whole(
     pairs = pair_names(module)
     wholes: dict[nn.Parameter, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter, bool]] = []
-    for prefix, part in module.named_modules():
+    for prefix, part in named_modules(module):
         for name, p in own_parameters(part).items():
             if p is not None:
                 paired = (f"{prefix}.{name}" if prefix else name) in pairs

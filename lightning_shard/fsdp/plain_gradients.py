@@ -6,7 +6,7 @@ backward): that part is equal on all ranks and stays as it is.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -54,7 +54,7 @@ class PlainGradients:
             has_one = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
             flat = torch.cat([*(g.reshape(-1) for g in grads), has_one])
             dist.all_reduce(flat, group=self.group)
-            *means, has_one = flat.split([*(g.numel() for g in grads), len(grads)])
+            *means, has_one = flat.split_with_sizes([*(g.numel() for g in grads), len(grads)])
             for p, mean, has in zip(parameters, means, has_one.tolist(), strict=True):
                 if has:  # else no rank used the parameter
                     p.grad = (mean / dist.get_world_size(self.group)).view_as(p)
@@ -72,7 +72,7 @@ def average_plain_gradients(
 
 
 @contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
+def no_sync(module: nn.Module) -> Generator[None]:
     """Inside, backward adds up gradients on each rank; the first backward after it averages them.
 
     Args:

@@ -1,6 +1,6 @@
 """Whole parameters of a sharded module, for code outside of its steps."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from torch import nn
@@ -9,7 +9,7 @@ from lightning_shard.fsdp.mixins import sharded_modules
 
 
 @contextmanager
-def whole_parameters(module: nn.Module) -> Iterator[None]:
+def whole_parameters(module: nn.Module) -> Generator[None]:
     """Inside, every rank reads the whole parameters of a module that `parallelize` has sharded.
 
     The steps of a LightningModule see whole parameters anyway; this is for hooks such as

@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_internals import Operator, OperatorPacket
+from lightning_shard.processes.typed import is_sequence
 
 Function = Callable[..., Any]
 R = TypeVar("R", bound=Function)
@@ -215,6 +216,11 @@ _IN_PLACE = re.compile(
 def is_in_place(function: Any) -> bool:
     """Whether torch's naming says that the function changes its first operand: `add_`, `+=`."""
     return bool(_IN_PLACE.fullmatch(getattr(function, "__name__", "")))
+
+
+def listed(values: Sequence[Any]) -> Sequence[Any]:
+    """The values of a call `f(a, b)`, or those of the one list in `f([a, b])`: torch takes both."""
+    return values[0] if len(values) == 1 and is_sequence(values[0]) else values
 
 
 def name_of(function: Any) -> str:

@@ -140,7 +140,7 @@ def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
 def _read(store: Any, name: str, world_size: int, timeout_s: float, check: Check) -> list[Any]:
     """What each rank has written."""
     deadline = time.monotonic() + timeout_s
-    told = []
+    told: list[Any] = []
 
     def missing() -> list[int]:
         return [r for r in range(len(told), world_size) if not store.check([f"{name}/{r}"])]

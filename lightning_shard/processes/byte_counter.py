@@ -13,7 +13,7 @@ would lose the sentences that say what was wrong.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Traffic:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Traffic]:
+def counted() -> Generator[Traffic]:
     """Count what this rank sends inside the block."""
     traffic = Traffic()
     plain = {name: getattr(dist, name, None) for name in _SENT}  # some are names of torch 2.15

@@ -3,7 +3,7 @@
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ def belongs_to_a_group() -> bool:
 
 
 @contextmanager
-def forking() -> Iterator[None]:
+def forking() -> Generator[None]:
     """Fork processes, while open, without Python 3.12's warning of threads.
 
     The threads are those of torch and of a notebook's kernel; a rank uses none of them.
@@ -42,7 +42,7 @@ def forking() -> Iterator[None]:
 
 
 @contextmanager
-def store_of_ranks() -> Iterator[int]:
+def store_of_ranks() -> Generator[int]:
     """Hold the store in which ranks of this machine meet; its port."""
     # torch documents dist.TCPStore
     TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] # noqa: N806

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def _run(
 
 def _first_failure(ranks: ProcessContext, task: _Task, shown: list[Stream]) -> Exception | None:
     """Show what the ranks print until one of them fails or all have ended."""
-    running = {process.sentinel: rank for rank, process in enumerate(ranks.processes)}
+    processes = _processes(ranks)
+    running: dict[Any, int] = {p.sentinel: rank for rank, p in enumerate(processes)}
     by_file: dict[Any, Stream] = {stream.fileno(): stream for stream in shown}
     while running:
         for ready in wait([*running, *by_file]):
@@ -161,8 +163,8 @@ def _first_failure(ranks: ProcessContext, task: _Task, shown: list[Stream]) -> E
                 by_file[ready].show()
                 continue
             rank = running.pop(ready)
-            ranks.processes[rank].join()
-            if not task.result(rank).exists() or ranks.processes[rank].exitcode:
+            processes[rank].join()
+            if not task.result(rank).exists() or processes[rank].exitcode:
                 return _failure(ranks, rank)
     return None
 
@@ -170,33 +172,40 @@ def _first_failure(ranks: ProcessContext, task: _Task, shown: list[Stream]) -> E
 def _failure(ranks: ProcessContext, rank: int) -> Exception:
     """Of the ranks that fail the first: those that lose a peer fail in turn."""
     _join(ranks, FAIL_S)
-    failed = {r for r, process in enumerate(ranks.processes) if process.exitcode} | {rank}
-    files = {r: Path(ranks.error_files[r]) for r in failed}
+    processes, files, pids = _processes(ranks), _error_files(ranks), ranks.pids()
+    failed = {r for r, process in enumerate(processes) if process.exitcode} | {rank}
     if died := [r for r in failed if not files[r].exists()]:
-        process = ranks.processes[died[0]]
-        how = f"exit code {process.exitcode}"
-        if process.exitcode < 0:
-            how = signal.Signals(-process.exitcode).name
+        code = processes[died[0]].exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         text = f"rank {died[0]} ended with {how} and no result, so all ranks were ended."
-        return ProcessExitedException(text, died[0], process.pid, process.exitcode)
+        return ProcessExitedException(text, died[0], pids[died[0]], code)
     first = min(failed, key=lambda r: files[r].stat().st_mtime_ns)
     traceback = pickle.loads(files[first].read_bytes())
     text = f"rank {first} failed, so all ranks were ended:\n\n{traceback}"
-    return ProcessRaisedException(text, first, ranks.processes[first].pid)
+    return ProcessRaisedException(text, first, pids[first])
 
 
 def _end(ranks: ProcessContext) -> None:
-    for process in ranks.processes:
+    for process in _processes(ranks):
         process.terminate()
     _join(ranks, END_S)
-    for process in ranks.processes:
+    for process in _processes(ranks):
         process.kill()
         process.join()
-    for file in ranks.error_files:
-        Path(file).unlink(missing_ok=True)
+    for file in _error_files(ranks):
+        file.unlink(missing_ok=True)
 
 
 def _join(ranks: ProcessContext, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    for process in ranks.processes:
+    for process in _processes(ranks):
         process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _processes(ranks: ProcessContext) -> list[BaseProcess]:
+    return ranks.processes
+
+
+def _error_files(ranks: ProcessContext) -> list[Path]:
+    """For each rank, where torch writes the traceback of its error."""
+    return [Path(file) for file in ranks.error_files]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.processes.process_info import launcher, process_info
+from lightning_shard.processes.typed import integers
 
 
 def own_node() -> str:
@@ -54,7 +55,7 @@ def _ascending(ranks: list[int], sizes: Sequence[int]) -> Tensor:
 
 def _crossing(groups: Tensor, nodes: Sequence[str]) -> list[list[int]]:
     """The groups of ranks (groups, ranks) that are on several nodes."""
-    return [group for group in groups.tolist() if len({nodes[rank] for rank in group}) > 1]
+    return [group for group in map(integers, groups) if len({nodes[rank] for rank in group}) > 1]
 
 
 def why_crossing(ranks: Tensor, nodes: Sequence[str]) -> str | None:

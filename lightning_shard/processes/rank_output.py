@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -47,7 +47,7 @@ class Stream:
 
 
 @contextmanager
-def streams(ranks: int) -> Iterator[tuple[list[Stream], list[Writers]]]:
+def streams(ranks: int) -> Generator[tuple[list[Stream], list[Writers]]]:
     """Open what each rank writes to, and what shows it here, until the ranks have ended."""
     pipes = [[Pipe(duplex=False) for _ in NAMES] for _ in range(ranks)]
     shown = [

@@ -18,7 +18,7 @@ replaced when the first step with a domain runs (seen in torch 2.11 to 2.15).
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from types import FrameType, FunctionType
 from typing import Any
@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.processes.groups import making_groups
 from lightning_shard.processes.mesh import domain_axes
 from lightning_shard.processes.torch_internals import number_in_group, replace_internal
+from lightning_shard.processes.typed import integers
 
 _INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip
@@ -47,7 +48,7 @@ _refused: dist.ProcessGroup | None = None  # all processes
 
 
 @contextlib.contextmanager
-def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Iterator[None]:
+def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Generator[None]:
     """Send collectives of the user's modules over the data replicas of `mesh`, while open.
 
     `parallelize` opens it around the module's forward pass and its steps, the strategy also around
@@ -80,7 +81,7 @@ def _replicas_of(
     """The group of this rank, whose ranks are called by their number in it, also as `src`."""
     axes = [axis for axis, name in enumerate(mesh.mesh_dim_names or ()) if name in domain]
     places = mesh.mesh.movedim(axes, list(range(len(axes))))
-    columns = places.reshape(math.prod(places.shape[: len(axes)]), -1).tolist()
+    columns = [integers(c) for c in places.reshape(math.prod(places.shape[: len(axes)]), -1)]
     with making_groups():
         group = dist.new_subgroups_by_enumeration(columns)[0]
     assert isinstance(group, dist.ProcessGroup)  # this rank is in one of them

@@ -146,7 +146,7 @@ CheckpointFunction: Any = internal("torch.utils.checkpoint.CheckpointFunction")
 
 def accessors(name: str) -> Any:
     """Find the descriptor of a tensor's attribute; `__torch_function__` is given its methods."""
-    return vars(internal("torch._C.TensorBase"))[name]
+    return internal("torch._C.TensorBase").__dict__[name]
 
 
 if TYPE_CHECKING:  # which says what these return

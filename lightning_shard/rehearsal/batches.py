@@ -8,6 +8,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
+from lightning_shard.processes.typed import is_list
+
 Data = LightningDataModule | DataLoader[Any]
 Stage = Literal["fit", "validate", "test", "predict"]
 
@@ -68,7 +70,7 @@ def _of_own_loaders(owner: Any, stage: Stage) -> list[Any]:
             owner.prepare_data()
             owner.setup("fit" if stage == "validate" else stage)
         loaders: Any = getattr(owner, STEPS[stage][1])()
-        several: list[Any] = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+        several: list[Any] = list(loaders) if is_list(loaders) else [loaders]
         found = list(itertools.chain.from_iterable(map(_one, several)))
     except Exception as error:  # the user's code, which may lack files here: said, not hidden
         raise NotRehearsedError(f"its batches: {type(error).__name__}: {error}") from error

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_shard.processes.typed import linalg
 from lightning_shard.rehearsal.seen import Value
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of a loss, a gradient or an output
@@ -40,7 +41,7 @@ def tolerance_of(values: Mapping[str, Value]) -> float:
 def norm(x: Tensor) -> float:
     """The 2-norm, summed in float64."""
     wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
-    return float(torch.linalg.vector_norm(wide))
+    return float(linalg.vector_norm(wide))
 
 
 def _difference(found: Value, expected: Value, floor: float) -> float:

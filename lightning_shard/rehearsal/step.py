@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ def _trainer(task: _Task, seen: Rehearsal) -> Trainer:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Without what Trainers say of themselves."""
     loggers = [
         logging.getLogger(f"lightning.pytorch{part}") for part in ("", ".utilities.rank_zero")

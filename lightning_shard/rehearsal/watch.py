@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from lightning_shard.processes.torch_internals import (
     tree_flatten_with_path,
     tree_leaves,
 )
+from lightning_shard.processes.typed import is_mapping
 from lightning_shard.rehearsal.seen import Rehearsal
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
@@ -95,7 +95,7 @@ class Watch(Callback):
         batch_idx: int,
     ) -> None:
         """Note the loss and the size of the optimizer's states."""
-        loss: Any = dict(outputs).get("loss") if isinstance(outputs, Mapping) else outputs
+        loss: Any = outputs.get("loss") if is_mapping(outputs) else outputs
         self.seen.loss = math.nan if loss is None else float(loss)
         self.seen.optimizer = bytes_of([dict(o.state) for o in trainer.optimizers])
 

@@ -25,7 +25,6 @@ Of parts of any size, along a mesh of one axis:
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
@@ -35,6 +34,7 @@ from lightning_shard.domain import comm
 from lightning_shard.domain.layout import part_sizes
 from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.domain.uneven import check_parts, exchange_rows, spans_of, told_to_all
+from lightning_shard.processes.typed import fft
 from lightning_shard.tensor import placement
 
 
@@ -182,28 +182,28 @@ def fftn(
     Raises:
         ValueError: `x` is not this rank's part of a tensor of `shape`.
     """
-    return _transform(torch.fft.fftn, x, mesh, dims, shape, s=s, dim=dim, norm=norm)
+    return _transform(fft.fftn, x, mesh, dims, shape, s=s, dim=dim, norm=norm)
 
 
 def ifftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
     """The same for `torch.fft.ifftn`."""
-    return _transform(torch.fft.ifftn, x, mesh, dims, shape, **options)
+    return _transform(fft.ifftn, x, mesh, dims, shape, **options)
 
 
 def rfftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
     """The same for `torch.fft.rfftn`: of real `x` the last transformed dim is one-sided."""
-    return _transform(torch.fft.rfftn, x, mesh, dims, shape, **options)
+    return _transform(fft.rfftn, x, mesh, dims, shape, **options)
 
 
 def irfftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
     """The same for `torch.fft.irfftn`; `shape` is that of the one-sided spectrum `x`."""
-    return _transform(torch.fft.irfftn, x, mesh, dims, shape, **options)
+    return _transform(fft.irfftn, x, mesh, dims, shape, **options)
 
 
 def _transform(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.processes.typed import is_list
 from lightning_shard.tensor.gathering import split_in
 from lightning_shard.tensor.part import part_of
 
@@ -27,7 +28,7 @@ def write_out(result: Any, out: Any, operands: Any, kind: type[Tensor]) -> Any:
         RuntimeError: Gradients are wanted, which no function with `out=` has.
         UnsupportedOperationError: A tensor of `out` cannot hold its result.
     """
-    many = isinstance(result, tuple | list)
+    many = is_list(result)
     results, targets = (list(result), list(out)) if many else ([result], [out])
     if torch.is_grad_enabled() and any(t.requires_grad for t in split_in([operands, out], Tensor)):
         raise RuntimeError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.torch_internals import keystr, tree_flatten_with_path, tree_leaves
+from lightning_shard.processes.typed import is_list, is_mapping
 from lightning_shard.tensor.placement import from_local, shard
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.slab import Dims, LocalPart, ShardDims, dims_of
@@ -164,20 +165,20 @@ def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Te
 
 
 def _entries(batch: Any) -> dict[str, Any]:
-    if isinstance(batch, Mapping):
+    if is_mapping(batch):
         return {str(key): value for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
+    if is_list(batch):
         return {str(i): value for i, value in enumerate(batch)}
     return {"0": batch}
 
 
 def _rebuild(batch: Any, entries: dict[str, Any]) -> Any:
     """A collection of the type of `batch` with other values."""
-    if isinstance(batch, Mapping):
+    if is_mapping(batch):
         rebuilt = copy.copy(batch)
         rebuilt.update({key: entries[str(key)] for key in batch})  # pyright: ignore[reportAttributeAccessIssue]
         return rebuilt
-    if isinstance(batch, list | tuple):
+    if is_list(batch):
         values = list(entries.values())
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return entries["0"]

@@ -1,13 +1,11 @@
 """Lets metrics and rates count once what the ranks of a domain all see: the same samples."""
 
-from typing import Any
-
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from torchmetrics import Metric
 
-from lightning_shard.trainer.host import throughputs
+from lightning_shard.trainer.host import callbacks_of, throughputs
 
 
 def count_domains_once(
@@ -17,12 +15,11 @@ def count_domains_once(
 
     A torchmetrics metric that was given a process group keeps it.
     """
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for owner in (module, *callbacks):
-        values = owner.modules() if owner is module else vars(owner).values()
-        for metric in values:
-            if isinstance(metric, Metric) and metric.process_group is None:
-                metric.process_group = data_group
+    callbacks = callbacks_of(trainer)
+    kept = (value for callback in callbacks for value in vars(callback).values())
+    for metric in (*module.modules(), *kept):
+        if isinstance(metric, Metric) and metric.process_group is None:
+            metric.process_group = data_group
     for callback in callbacks:
         if isinstance(callback, ThroughputMonitor):
             for throughput in throughputs(callback):

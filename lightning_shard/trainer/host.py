@@ -24,7 +24,7 @@ from lightning.fabric.utilities.distributed import (
 # Without it the states that a user gave to an optimizer stay on the CPU.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import Callback, ThroughputMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 # Without it hooks of DDP are not registered on Intel GPUs.
@@ -56,6 +56,7 @@ __all__ = [
     "WorkerOutput",
     "WrappingCheckpointIO",
     "begin_requeue",
+    "callbacks_of",
     "chosen_devices",
     "destroy_process_group",
     "meet_at",
@@ -83,6 +84,12 @@ def tell_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 def tell_device(module: LightningModule, device: torch.device) -> None:
     """Let `self.device` be the device, also where no parameter was moved: shards stay in place."""
     module._device = device
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's own list, which can be added to; Lightning does not declare it."""
+    found: list[Callback] = vars(trainer)["callbacks"]
+    return found
 
 
 def chosen_devices(trainer: Trainer) -> list[torch.device]:

@@ -57,7 +57,9 @@ class _LocalShards:
     """What the scaler looks at of an optimizer: this rank's part of each gradient."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.param_groups = [{"params": []} for _ in optimizer.param_groups]
+        self.param_groups: list[dict[str, list[Tensor]]] = [
+            {"params": []} for _ in optimizer.param_groups
+        ]
         for mine, group in zip(self.param_groups, optimizer.param_groups, strict=True):
             for p in group["params"]:
                 if p.grad is not None:

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_shard.trainer.host import begin_requeue
+from lightning_shard.trainer.host import begin_requeue, callbacks_of
 
 
 class SaveBeforeRequeue(Callback):
@@ -46,7 +46,7 @@ class SaveBeforeRequeue(Callback):
 
 def save_before_requeue(trainer: Trainer, environment: Any) -> None:
     """In a job of SLURM that Lightning may queue again, let all ranks save together."""
-    callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks = callbacks_of(trainer)
     if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
         return
     if environment.auto_requeue and not any(isinstance(c, SaveBeforeRequeue) for c in callbacks):

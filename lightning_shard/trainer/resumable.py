@@ -28,7 +28,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so epochs give different seeds modulo 2 ** 
 class SkippingBatchSampler:
     """Samples a loader's batches, but for those that were read before the run was resumed."""
 
-    def __init__(self, loader: DataLoader, trainer: Trainer, until_end: ExitStack) -> None:
+    def __init__(self, loader: DataLoader[Any], trainer: Trainer, until_end: ExitStack) -> None:
         self.inner: Any = loader.batch_sampler
         self.loader = loader
         self.seeded = torch.Generator() if loader.generator is None else None
@@ -87,7 +87,7 @@ def _without_advice() -> Generator[None, None, None]:
             filters.remove(added)
 
 
-def make_resumable(loader: DataLoader, trainer: Trainer, until_end: ExitStack) -> None:
+def make_resumable(loader: DataLoader[Any], trainer: Trainer, until_end: ExitStack) -> None:
     """Let a loader skip what was read, in place, unless it does so itself or has no sampler.
 
     Args:

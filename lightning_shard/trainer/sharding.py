@@ -17,6 +17,7 @@ from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.parallelize import Moved, parallelize
 from lightning_shard.fsdp.plain_gradients import step_one_by_one_if_mixed
 from lightning_shard.processes.torch_internals import apply
+from lightning_shard.trainer.host import callbacks_of
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
@@ -40,8 +41,7 @@ def to_device(module: nn.Module, device: torch.device) -> nn.Module:
 
 def copies(trainer: Trainer, module: LightningModule) -> list[nn.Module]:
     """Find the copies of `module` that callbacks keep, such as averages of its weights."""
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    kept = (value for callback in callbacks for value in vars(callback).values())
+    kept = (value for callback in callbacks_of(trainer) for value in vars(callback).values())
     modules = (value for value in kept if isinstance(value, nn.Module) and value is not module)
     return [m for value in modules for m in _of_type(value, type(module)) if m is not module]
 

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,12 @@ class Steps:
             (part.unshard if keep else part.reshard)()
 
     def prepare_loader(
-        self, loader: DataLoader, *, replica: int, device: torch.device, trainer: Trainer | None
+        self,
+        loader: DataLoader[Any],
+        *,
+        replica: int,
+        device: torch.device,
+        trainer: Trainer | None,
     ) -> None:
         """Let a loader feed all ranks alike, in place.
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 
-def end_together(loader: DataLoader, device: torch.device) -> None:
+def end_together(loader: DataLoader[Any], device: torch.device) -> None:
     """Let `loader` end on all ranks at once, in place.
 
     Raises:
@@ -27,7 +27,11 @@ def end_together(loader: DataLoader, device: torch.device) -> None:
     dist.all_gather_object(lengths, _length(loader))
     if None in lengths:
         cls = type(loader)
-        together = {"__iter__": lambda self: _agreed(cls.__iter__(self), device), "alone": cls}
+
+        def agreeing(self: DataLoader[Any]) -> Iterator[Any]:
+            return _agreed(cls.__iter__(self), device)
+
+        together = {"__iter__": agreeing, "alone": cls}
         loader.__class__ = type(cls.__name__, (cls,), together)
     elif len(set(lengths)) > 1:
         raise ValueError(
@@ -36,12 +40,12 @@ def end_together(loader: DataLoader, device: torch.device) -> None:
         )
 
 
-def end_alone(loader: DataLoader) -> None:
+def end_alone(loader: DataLoader[Any]) -> None:
     """Take back `end_together`: predictions are made for all that a rank reads."""
     loader.__class__ = getattr(loader, "alone", type(loader))
 
 
-def _length(loader: DataLoader) -> int | None:
+def _length(loader: DataLoader[Any]) -> int | None:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

@@ -124,7 +124,7 @@ def terms(weight: Any, parts: Sequence[int]) -> list[dict[str, int]]:
         sums = [{a: 2, b: 0} for a, b in pairwise(factors)]
     parameters = dict(weight.named_parameters())
     sums.sort(key=lambda split: -sum(parameters[name].numel() for name in split))
-    found = []
+    found: list[dict[str, int]] = []
     for count in parts:
         fitting = [
             split

@@ -47,7 +47,7 @@ class _LocalGrid:
         spatial = data.shape[2:]
         if not batched or not isinstance(data, DomainTensor):
             return super().forward(data, batched)  # pyright: ignore[reportAttributeAccessIssue]
-        grids = []
+        grids: list[Tensor] = []
         for d, (extent, (low, high)) in enumerate(zip(spatial, self.grid_boundaries, strict=True)):
             points = torch.linspace(low, high, extent + 1)[:-1].to(data.device, data.dtype)
             shape = [1, 1, *(extent if d == e else 1 for e in range(len(spatial)))]

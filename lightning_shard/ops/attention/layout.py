@@ -158,7 +158,8 @@ def _moves(x: Operand, wanted: Layout) -> list[tuple[int, int | None]]:
     """The split dims of `x` that are whole in `wanted`, each with the dim that is split instead."""
     if not isinstance(x, Subdomain):
         return []
-    first, found = wanted.ndim - x.ndim, []
+    first = wanted.ndim - x.ndim
+    found: list[tuple[int, int | None]] = []
     for d in x.layout.split_dims:
         if not wanted.axes(first + d):
             axes = x.layout.axes(d)

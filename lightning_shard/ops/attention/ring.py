@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.comm import Route, add_to_owners, exchange
+from lightning_shard.processes.typed import typed_torch
 
 TILE = 2**20  # elements of a tile of weights: smaller ones take longer, larger ones memory
 
@@ -87,7 +88,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: R
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    return _RingAttention.apply(q, k, v, None if mask is None else torch.atleast_2d(mask), ring)
+    return _RingAttention.apply(
+        q, k, v, None if mask is None else typed_torch.atleast_2d(mask), ring
+    )
 
 
 class _RingAttention(Function):
@@ -128,7 +131,8 @@ def _merged(
             part = _part(mask, rows, columns)
             scores = _scores(_rows(q, rows), keys, part, rows, columns, ring)
             states[i] = _with_block(states[i], scores, values)
-    outs, normalizers = [], []
+    outs: list[Tensor] = []
+    normalizers: list[Tensor] = []
     for state in states:
         assert state is not None
         top, total, weighted = state
@@ -182,7 +186,7 @@ def _gradients(
         of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
         for rows in _tiles(q, ring) if keys.shape[-2] else ():
             queries, part = _rows(q, rows), _part(mask, rows, columns)
-            leaves = [queries, keys, values, *([part] if learned else [])]
+            leaves = [queries, keys, values, *([part] if learned and part is not None else [])]
             leaves = [x.detach().requires_grad_() for x in leaves]
             with torch.enable_grad():
                 part = leaves[3] if learned else part

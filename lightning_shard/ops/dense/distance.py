@@ -16,11 +16,12 @@ from lightning_shard.ops.dense.linear import contract
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, sum_
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.typed import linalg, typed_torch
 
 Operand = Subdomain | Tensor
 
 
-@implements(torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.functional.norm,
+@implements(typed_torch.norm, Tensor.norm, linalg.vector_norm,
             limits="no negative finite order; 'fro', but not 'nuc'")  # fmt: skip
 def norm(
     func: Callable[..., Tensor],
@@ -54,12 +55,12 @@ def cosine_similarity(
 ) -> Operand:
     a, b = _aligned(x1, x2)
     dims = (a.layout.dim(dim),)
-    sizes = [_local(norm(torch.norm, x, 2, dims, True)).clamp_min(eps) for x in (a, b)]
+    sizes = [_local(norm(typed_torch.norm, x, 2, dims, True)).clamp_min(eps) for x in (a, b)]
     product = (a.local / sizes[0]) * (b.local / sizes[1])
     return result(a, sum_over(a, product.sum(dims), dims), dims, False)
 
 
-@implements(torch.cdist, torch.functional.cdist, limits="the coordinates (last dim) must be whole")
+@implements(torch.cdist, limits="the coordinates (last dim) must be whole")
 def cdist(
     func: Callable[..., Tensor], x1: Operand, x2: Operand, p: float = 2.0, *_: Any, **__: Any
 ) -> Operand:
@@ -85,7 +86,7 @@ def pairwise_distance(
     keepdim: bool = False,
 ) -> Operand:
     a, b = _aligned(x1, x2)
-    return norm(torch.norm, a.like(a.local - b.local + eps), p, -1, keepdim)
+    return norm(typed_torch.norm, a.like(a.local - b.local + eps), p, -1, keepdim)
 
 
 def _aligned(*operands: Operand) -> list[Subdomain]:

@@ -22,20 +22,19 @@ from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.reshape import unsqueeze
+from lightning_shard.processes.typed import linalg
 
 Operand = Subdomain | Tensor
 LIMITS = "the matrix dims (the last two) must be whole"
 
 
-@implements(torch.linalg.inv, torch.inverse, Tensor.inverse, torch.linalg.inv_ex, torch.linalg.det,
-            torch.det, Tensor.det, torch.logdet, Tensor.logdet, torch.linalg.slogdet, torch.slogdet,
-            Tensor.slogdet, torch.linalg.cholesky,
-            torch.linalg.cholesky_ex, torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig,
-            torch.linalg.eigvals, torch.linalg.svd, torch.svd, Tensor.svd, torch.linalg.svdvals,
-            torch.linalg.qr, torch.linalg.pinv, torch.pinverse, Tensor.pinverse,
-            torch.linalg.matrix_exp, torch.matrix_exp, Tensor.matrix_exp, torch.linalg.matrix_power,
-            torch.matrix_power, Tensor.matrix_power, torch.linalg.matrix_rank, torch.linalg.cond,
-            torch.linalg.lu, torch.linalg.lu_factor, limits=LIMITS)  # fmt: skip
+@implements(linalg.inv, torch.inverse, Tensor.inverse, linalg.inv_ex, linalg.pinv, torch.pinverse,
+            Tensor.pinverse, linalg.det, torch.det, Tensor.det, torch.logdet, Tensor.logdet,
+            linalg.slogdet, torch.slogdet, Tensor.slogdet, linalg.cholesky, linalg.cholesky_ex,
+            linalg.eigh, linalg.eigvalsh, linalg.eig, linalg.eigvals, linalg.svd, torch.svd,
+            Tensor.svd, linalg.svdvals, linalg.qr, linalg.lu, linalg.lu_factor, linalg.matrix_exp,
+            torch.matrix_exp, Tensor.matrix_exp, linalg.matrix_power, torch.matrix_power,
+            Tensor.matrix_power, linalg.matrix_rank, linalg.cond, limits=LIMITS)  # fmt: skip
 def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Functions of one matrix: numbers, vectors, matrices, or several of these."""
     _whole_matrices(x)
@@ -51,19 +50,19 @@ def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: An
     return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
 
 
-@implements(torch.linalg.solve, torch.linalg.solve_triangular, torch.cholesky_solve,
+@implements(linalg.solve, linalg.solve_triangular, torch.cholesky_solve,
             Tensor.cholesky_solve, limits=LIMITS)  # fmt: skip
 def solve(
     func: Callable[..., Tensor], a: Operand, b: Operand, *args: Any, **kwargs: Any
 ) -> Subdomain:
     """Systems of equations; their right sides are matrices, or vectors for `linalg.solve`."""
-    if func is torch.linalg.solve and tuple(b.shape) == tuple(a.shape[:-1]):
+    if func is linalg.solve and tuple(b.shape) == tuple(a.shape[:-1]):
         column = unsqueeze(func, b, -1) if isinstance(b, Subdomain) else b.unsqueeze(-1)
         x = solve(func, a, column, *args, **kwargs)
         return x.like(x.local.squeeze(-1), Layout(x.layout.dims[:-1], x.layout.grid))
     _whole_matrices(*subdomains([a, b]))
     layout = common_layout([broadcasting(t, {t.ndim - 2, t.ndim - 1}) for t in (a, b)])
-    parts = []
+    parts: list[Tensor] = []
     for t in (a, b):
         wanted = (*layout.dims[:-2], *((Factor(n),) for n in t.shape[-2:]))
         parts.append(local_part(t, Layout(wanted, layout.grid)))
@@ -78,7 +77,7 @@ def _whole_matrices(*operands: Subdomain) -> None:
             raise UnsupportedOperationError("matrices of which a dim is split")
 
 
-@implements(torch.diagonal, Tensor.diagonal, torch.linalg.diagonal,
+@implements(torch.diagonal, Tensor.diagonal, linalg.diagonal,
             limits="neither of the two dims may be split")  # fmt: skip
 def diagonal(
     func: Callable[..., Any],
@@ -87,7 +86,7 @@ def diagonal(
     dim1: int | None = None,
     dim2: int | None = None,
 ) -> Subdomain:
-    first, second = (-2, -1) if func is torch.linalg.diagonal else (0, 1)
+    first, second = (-2, -1) if func is linalg.diagonal else (0, 1)
     one = x.layout.dim(first if dim1 is None else dim1)
     two = x.layout.dim(second if dim2 is None else dim2)
     if x.layout.axes(one) or x.layout.axes(two):
@@ -102,7 +101,7 @@ def trace(func: Callable[..., Tensor], x: Any) -> Tensor:
     return x.tril().triu().sum()
 
 
-@composes(torch.linalg.matrix_norm, torch.linalg.norm,
+@composes(linalg.matrix_norm, linalg.norm,
           limits="orders 2, -2 and 'nuc' need whole matrices")  # fmt: skip
 def matrix_norm(
     func: Callable[..., Tensor],
@@ -115,22 +114,22 @@ def matrix_norm(
 ) -> Tensor:
     """Of matrices; `linalg.norm` of one dim, or without an order, is a norm of vectors."""
     x = x if dtype is None else x.to(dtype)
-    if func is torch.linalg.norm:
+    if func is linalg.norm:
         vectors = isinstance(dim, int) or (dim is not None and len(dim) == 1)
         if vectors or ord is None or (dim is None and x.ndim == 1):
-            return torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim)
+            return linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim)
     order: Any = ord
     dims: Any = (-2, -1) if dim is None else dim
     rows, columns = (d % x.ndim for d in dims)
     if order in (None, "fro"):
-        return torch.linalg.vector_norm(x, 2, (rows, columns), keepdim)
+        return linalg.vector_norm(x, 2, (rows, columns), keepdim)
     if order in (1, -1, math.inf, -math.inf):
         summed, compared = (rows, columns) if abs(order) == 1 else (columns, rows)
         sums = x.abs().sum(summed, keepdim=True)
         pick = sums.sum if not sums.shape[compared] else sums.amax if order > 0 else sums.amin
         found = pick(compared, keepdim=True)
     else:
-        values = torch.linalg.svdvals(x.movedim((rows, columns), (-2, -1)))
+        values = linalg.svdvals(x.movedim((rows, columns), (-2, -1)))
         chosen = {"nuc": values.sum, 2: values.amax, -2: values.amin}.get(order)
         if chosen is None:
             raise RuntimeError(f"linalg.matrix_norm: order {order!r} is not supported")

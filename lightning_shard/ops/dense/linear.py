@@ -7,6 +7,7 @@ rows and those of the other are gathered: queries times keys, and weights times 
 rows of the queries.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +33,8 @@ from lightning_shard.domain.layout import Dim, Factor, Layout, merge
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.elementwise.pointwise import elementwise
 from lightning_shard.ops.reduce.sums import sum_
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, listed
+from lightning_shard.processes.typed import linalg, typed_torch
 
 Operand = Subdomain | Tensor
 
@@ -54,7 +56,7 @@ def contract(
     first = next(o for o in operands if isinstance(o, Subdomain))
     dims = _each_axis_once(_label_dims(operands, inputs), output)
     grid = first.layout.grid
-    parts = []
+    parts: list[Tensor] = []
     for operand, labels in zip(operands, inputs, strict=True):
         if isinstance(operand, Subdomain):
             for d in operand.layout.split_dims:
@@ -129,7 +131,7 @@ def linear(
     return result if bias is None else elementwise(torch.add, result, bias)
 
 
-@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.linalg.matmul,
+@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, linalg.matmul,
             torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot,
             Tensor.dot)  # fmt: skip
 def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: Operand) -> Operand:
@@ -187,13 +189,12 @@ def outer(func: Callable[..., Tensor], input: Operand, vec2: Operand) -> Operand
 
 @implements(
     torch.einsum,
-    torch.functional.einsum,
     limits="an equation without a repeated label in one operand",
 )
 def einsum(func: Callable[..., Tensor], equation: str, *operands: Any) -> Operand:
     if not isinstance(equation, str):
         raise UnsupportedOperationError("einsum with lists of dims; write the equation as a string")
-    tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
+    tensors = listed(operands)
     inputs, _, output = equation.replace(" ", "").partition("->")
     labels = inputs.split(",")
     if "..." in equation:
@@ -223,7 +224,7 @@ def _expand_ellipsis(
     return expanded, output.replace("...", names)
 
 
-@implements(torch.tensordot, torch.functional.tensordot)
+@implements(typed_torch.tensordot)
 def tensordot(
     func: Callable[..., Tensor], a: Operand, b: Operand, dims: Any = 2, **_: Any
 ) -> Operand:
@@ -233,15 +234,15 @@ def tensordot(
     a = _summed(a, [i for i, j in zip(left, right, strict=True) if b.shape[j] == 1 != a.shape[i]])
     b = _summed(b, [j for i, j in zip(left, right, strict=True) if a.shape[i] == 1 != b.shape[j]])
     if not subdomains([a, b]):
-        return torch.tensordot(a, b, (left, right))  # pyright: ignore[reportArgumentType]
+        return typed_torch.tensordot(a, b, (left, right))
     a_labels, b_labels = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim :][: b.ndim])
     for i, j in zip(left, right, strict=True):
         b_labels[j] = a_labels[i]
     kept = [c for d, c in enumerate(a_labels) if d not in left]
     kept += [c for d, c in enumerate(b_labels) if d not in right]
-    local: Any = (list(left), list(right))
+    local = (list(left), list(right))
     return contract(
-        lambda x, y: torch.tensordot(x, y, local),
+        functools.partial(typed_torch.tensordot, dims=local),
         [a, b],
         ["".join(a_labels), "".join(b_labels)],
         "".join(kept),

@@ -20,6 +20,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.registry import composes, implements
+from lightning_shard.processes.typed import is_list
 
 Operand = Subdomain | Tensor
 _GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor
@@ -63,8 +64,8 @@ def backward(
     grad_tensors: Any = None,
 ) -> None:
     """Of a split tensor: the same as the backward of `(tensor * gradient).sum()`."""
-    outputs = tensors if isinstance(tensors, list | tuple) else [tensors]
-    inputs = inputs if inputs is None or isinstance(inputs, list | tuple) else [inputs]
+    outputs = tensors if is_list(tensors) else [tensors]
+    inputs = inputs if inputs is None or is_list(inputs) else [inputs]
     domain = subdomains([outputs, inputs])[0].domain
     given = gradient if gradient is not None else grad_tensors
     torch.autograd.backward(
@@ -144,10 +145,10 @@ def _local(x: Operand) -> Tensor:
 
 def _seeds(outputs: Sequence[Operand], given: Any, domain: Domain) -> list[Tensor]:
     """The cotangent from which each output's backward starts on this rank."""
-    seeds = list(given) if isinstance(given, list | tuple) else [given] * len(outputs)
+    seeds = list(given) if is_list(given) else [given] * len(outputs)
     if given is not None and len(seeds) != len(outputs):
         raise RuntimeError(f"got {len(outputs)} tensors and {len(seeds)} gradients")
-    started = []
+    started: list[Tensor] = []
     for output, seed in zip(outputs, seeds, strict=True):
         if seed is None and math.prod(output.shape) != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.ops.registry import composes
+from lightning_shard.ops.registry import composes, listed
+from lightning_shard.processes.typed import is_sequence, linalg, typed_torch
 
 
 @composes(torch.trapezoid, torch.trapz)
@@ -41,7 +42,7 @@ def gradient(
 ) -> tuple[Tensor, ...]:
     """Central differences, one-sided at the edges."""
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    steps = list(spacing) if isinstance(spacing, Sequence) else [spacing] * len(dims)
+    steps = list(spacing) if is_sequence(spacing) else [spacing] * len(dims)
     if any(not isinstance(step, int | float) for step in steps):
         raise UnsupportedOperationError("gradient with coordinates as spacing; use numbers")
     return tuple(_slope(x, d % x.ndim, h, edge_order) for d, h in zip(dims, steps, strict=True))
@@ -133,17 +134,17 @@ def vdot(func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
     return torch.dot(x.conj(), other)
 
 
-@composes(torch.linalg.vecdot)
+@composes(linalg.vecdot)
 def vecdot(func: Callable[..., Tensor], x: Any, y: Any, *, dim: int = -1) -> Tensor:
     return (x.conj() * y).sum(dim)
 
 
-@composes(torch.linalg.cross, torch.cross, Tensor.cross)
+@composes(linalg.cross, torch.cross, Tensor.cross)
 def cross(func: Callable[..., Tensor], x: Any, other: Any, dim: int | None = None) -> Tensor:
     """Over a dim of three components."""
-    x, y = torch.broadcast_tensors(x, other)
+    x, y = typed_torch.broadcast_tensors(x, other)
     if dim is None:
-        dim = -1 if func is torch.linalg.cross else x.shape.index(3) if 3 in x.shape else -1
+        dim = -1 if func is linalg.cross or 3 not in x.shape else list(x.shape).index(3)
     if x.shape[dim] != 3:
         raise RuntimeError(f"cross: dim {dim} must have 3 rows, but has {x.shape[dim]}")
     return x.roll(-1, dim) * y.roll(1, dim) - x.roll(1, dim) * y.roll(-1, dim)
@@ -154,23 +155,23 @@ def cov(func: Callable[..., Tensor], x: Any, *, correction: int = 1, **weights: 
     """Rows are variables, columns observations."""
     if any(w is not None for w in weights.values()):
         raise UnsupportedOperationError(f"cov with {sorted(weights)}")
-    x = torch.atleast_2d(x)
-    centred = x - x.mean(1, keepdim=True)
-    found = centred @ centred.mH / max(x.shape[1] - correction, 0)
+    rows = typed_torch.atleast_2d(x)
+    centred = rows - rows.mean(1, keepdim=True)
+    found = centred @ centred.mH / max(rows.shape[1] - correction, 0)
     return found.squeeze((0, 1)) if found.numel() == 1 else found
 
 
 @composes(torch.renorm, Tensor.renorm)
 def renorm(func: Callable[..., Tensor], x: Any, p: float, dim: int, maxnorm: float) -> Tensor:
     others = [d for d in range(x.ndim) if d != dim % x.ndim]
-    sizes = torch.linalg.vector_norm(x, p, others, keepdim=True)
+    sizes = linalg.vector_norm(x, p, others, keepdim=True)
     return x * torch.where(sizes > maxnorm, maxnorm / (sizes + 1e-7), 1.0)
 
 
 @composes(Tensor.sum_to_size)
 def sum_to_size(func: Callable[..., Tensor], x: Any, *size: Any) -> Tensor:
     """The adjoint of `expand`."""
-    target = list(size[0] if isinstance(size[0], Sequence) else size)
+    target = list(listed(size))
     added = x.ndim - len(target)
     x = x.sum(tuple(range(added))) if added else x
     ones = tuple(d for d, n in enumerate(target) if n == 1 != x.shape[d])
@@ -211,7 +212,7 @@ def constant_pad(
 
 @composes(torch.dist, Tensor.dist)
 def dist(func: Callable[..., Any], x: Any, other: Any, p: float = 2) -> Tensor:
-    return torch.linalg.vector_norm(x - other, p)
+    return linalg.vector_norm(x - other, p)
 
 
 @composes(F.cosine_embedding_loss)

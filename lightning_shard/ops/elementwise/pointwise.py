@@ -17,7 +17,12 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.registry import implements, is_in_place
 from lightning_shard.processes.device import DEVICES
-from lightning_shard.processes.torch_internals import OperatorPacket, functions_of_cpp, schemas
+from lightning_shard.processes.torch_internals import (
+    OperatorPacket,
+    accessors,
+    functions_of_cpp,
+    schemas,
+)
 
 OPERATORS = (
     "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv "
@@ -51,10 +56,10 @@ def _tagged_names() -> set[str]:
     # all of them: dir(torch.ops.aten) lists only the operators that something has used already
     named = (schema.name for schema in schemas())
     aten = {name.removeprefix("aten::") for name in named if name.startswith("aten::")}
-    names = set()
+    names: set[str] = set()
     for name in aten:
         packet: Any = getattr(torch.ops.aten, name, None)
-        overloads = packet.overloads() if isinstance(packet, OperatorPacket) else []
+        overloads: list[str] = packet.overloads() if isinstance(packet, OperatorPacket) else []
         if any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads):
             names.add(name.removeprefix("special_"))
     return names - NOT_POINTWISE_IN_ALL_FORMS
@@ -64,7 +69,7 @@ def _pointwise_functions() -> list[Callable[..., Any]]:
     names = _tagged_names() | set(UNTAGGED)
     names |= {f"{name}_" for name in names}
     operators = _named({f"__{name}__" for name in OPERATORS}, Tensor)
-    getters = [Tensor.real.__get__, Tensor.imag.__get__]  # pyright: ignore[reportAttributeAccessIssue]
+    getters = [accessors("real").__get__, accessors("imag").__get__]
     functions = _named(names, torch, Tensor, torch.special, F, functions_of_cpp)
     conversions = set(_named(set(CONVERSIONS), torch, Tensor))
     return [f for f in {*functions, *operators, *getters} if f not in conversions]
@@ -105,7 +110,7 @@ def elementwise(func: Callable[..., Any], *operands: Subdomain | Tensor) -> Any:
     return pointwise(func, *operands) if split else func(*operands)
 
 
-@implements(*_named(set(CONVERSIONS), torch, Tensor), Tensor.data.__get__, checked=False)  # pyright: ignore[reportAttributeAccessIssue]
+@implements(*_named(set(CONVERSIONS), torch, Tensor), accessors("data").__get__, checked=False)
 def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """Another dtype, device or content, the same layout; a second tensor only lends its dtype."""
     args = tuple(a.local if isinstance(a, Subdomain) else a for a in args)

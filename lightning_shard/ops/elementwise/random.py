@@ -10,7 +10,7 @@ whole tensor, in the order of its memory, and keeps its part.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -95,7 +95,7 @@ def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> tor
 
 
 @contextlib.contextmanager
-def own_random_state(x: Subdomain) -> Iterator[None]:
+def own_random_state(x: Subdomain) -> Generator[None]:
     """Inside, the default generator of the device draws for this rank's part of `x`."""
     device = x.local.device
     own = own_generator(x)

@@ -55,7 +55,7 @@ def _weights(
 ) -> Tensor:
     """Each rank's share of the elements along `dims`, for the ranks that split them in order."""
     grid, axes = layout.grid, layout.axes(*dims)
-    counts = []
+    counts: list[int] = []
     for place in itertools.product(*(range(grid.sizes[a]) for a in axes)):
         at = dict(zip(axes, place, strict=True))
         coord = tuple(at.get(a, c) for a, c in enumerate(grid.coord))

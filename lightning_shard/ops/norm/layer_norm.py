@@ -12,6 +12,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
 from lightning_shard.ops.norm.batch_norm import as_autocast, moments, normalized
 from lightning_shard.ops.registry import implements, rule_for
+from lightning_shard.processes.typed import typed_torch
 
 
 @implements(F.layer_norm, torch.layer_norm, limits="only the input may be split")
@@ -106,8 +107,8 @@ def normalize(
     dim: Any = 1,
     eps: float = 1e-12,
 ) -> Subdomain:
-    norm = rule_for(torch.norm)
+    norm = rule_for(typed_torch.norm)
     assert norm is not None
-    size = norm.run(torch.norm, input, p, dim, keepdim=True)
+    size = norm.run(typed_torch.norm, input, p, dim, keepdim=True)
     size = size.local if isinstance(size, Subdomain) else size
     return input.like(input.local / size.clamp_min(eps))

@@ -15,6 +15,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.norm.batch_norm import normalized, update_running
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_internals import SyncBatchNorm
+from lightning_shard.processes.typed import integers
 
 
 @implements(
@@ -35,7 +36,7 @@ def sync_batch_norm(
     world_size: int,
 ) -> Subdomain:
     """What `torch.nn.SyncBatchNorm` applies in training, with gradients of all ranks' losses."""
-    x, ranks = input, input.domain.mesh.mesh.flatten().tolist()
+    x, ranks = input, integers(input.domain.mesh.mesh.flatten())
     if x.layout.axes(1):
         raise UnsupportedOperationError("sync batch norm over split channels (dim 1)")
     if not set(ranks) <= set(dist.get_process_group_ranks(group)):

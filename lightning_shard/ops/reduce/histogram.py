@@ -16,6 +16,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.uneven import exchange_rows, spans_of, told_to_all
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.typed import typed_torch
 
 
 @implements(torch.histc, Tensor.histc)
@@ -53,8 +54,7 @@ def bincount(
     return sum_over(x, counts, [0])
 
 
-@implements(torch.unique, Tensor.unique, torch.functional.unique,
-            limits="no inverse indices, no dim")  # fmt: skip
+@implements(typed_torch.unique, Tensor.unique, limits="no inverse indices, no dim")
 def unique(
     func: Callable[..., Any],
     x: Subdomain,
@@ -66,12 +66,12 @@ def unique(
     """The distinct values of all ranks, sorted, and how often each occurs: plain tensors."""
     if return_inverse or dim is not None:
         raise UnsupportedOperationError("inverse indices of distinct values, or those along a dim")
-    own, numbers = torch.unique(x.local, return_counts=True)
+    own, numbers = typed_torch.unique(x.local, return_counts=True)
     group = x.domain.group(x.layout.axes())
     owned = spans_of(told_to_all(len(own), group))
     whole = [(0, owned[-1][1])] * len(owned)
     found = exchange_rows(own, 0, owned, whole, group)
-    values, places = torch.unique(found, return_inverse=True)
+    values, places = typed_torch.unique(found, return_inverse=True)
     if not return_counts:
         return values
     numbers = exchange_rows(numbers, 0, owned, whole, group)

@@ -13,9 +13,10 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.typed import special
 
 
-@implements(torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, limits="name the dim")
+@implements(torch.softmax, Tensor.softmax, F.softmax, special.softmax, limits="name the dim")
 def softmax(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -34,7 +35,7 @@ def softmax(
     torch.log_softmax,
     Tensor.log_softmax,
     F.log_softmax,
-    torch.special.log_softmax,
+    special.log_softmax,
     limits="name the dim",
 )
 def log_softmax(
@@ -56,7 +57,7 @@ def softmin(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any
     return softmax(func, x.like(-x.local), *args, **kwargs)
 
 
-@implements(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+@implements(torch.logsumexp, Tensor.logsumexp, special.logsumexp)
 def logsumexp(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims, keepdim: bool = False
 ) -> Subdomain | Tensor:

@@ -70,9 +70,10 @@ class Canvas:
 
     def assign(self, index: Any, value: Subdomain) -> None:
         entries = expanded_index(len(self.shape), index)
-        if any(not isinstance(e, slice) for e in entries):
+        slices: list[slice] = [e for e in entries if isinstance(e, slice)]
+        if len(slices) < len(entries):
             raise UnsupportedOperationError("modes are assigned to slices of a spectrum")
-        positions = tuple(shown[e] for shown, e in zip(self.order, entries, strict=True))
+        positions = tuple(shown[s] for shown, s in zip(self.order, slices, strict=True))
         if value.shape != tuple(map(len, positions)):
             raise UnsupportedOperationError(
                 f"modes of shape {value.shape} assigned to a place of shape "
@@ -85,7 +86,7 @@ class Canvas:
 
     def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Canvas":
         """What is at index i of the result was at index order(i) of this."""
-        moved = []
+        moved: list[dict[int, int]] = []
         for d, n in enumerate(self.shape):
             source = order[d](tuple(range(n))) if d in order else tuple(range(n))
             moved.append({old: new for new, old in enumerate(source)})

@@ -105,7 +105,8 @@ def _cost(
 ) -> float:
     sizes = [_largest(e.rows, e.parts) for e in extents]
     width = real_bytes if real else 2 * real_bytes
-    total, unsummed = 0.0, []
+    total = 0.0
+    unsummed: list[int] = []
 
     def volume() -> int:
         count = others

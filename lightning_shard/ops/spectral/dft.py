@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
+from lightning_shard.processes.typed import fft
 
 Frequencies = tuple[int, ...]
 
@@ -97,7 +98,7 @@ def _product(x: Tensor, dim: int, t: Transform) -> Tensor:
         return _apply(matrix, x, dim)
     if dim == x.ndim - 1:
         pairs = torch.matmul(x, _interleaved(matrix).t())
-        return torch.view_as_complex(pairs.unflatten(-1, (len(t.kept), 2)))
+        return torch.view_as_complex(torch.unflatten(pairs, -1, (len(t.kept), 2)))
     real, imag = _apply(torch.cat([matrix.real, matrix.imag]), x, dim).chunk(2, dim)
     return torch.complex(real, imag)
 
@@ -142,7 +143,7 @@ def table(
 
 
 def _fft(x: Tensor, dim: int, t: Transform) -> Tensor:
-    transform = torch.fft.fft if x.is_complex() or not t.half() else torch.fft.rfft
+    transform = fft.fft if x.is_complex() or not t.half() else fft.rfft
     modes = transform(x, t.extent, dim)
     runs = _runs(t.kept)
     if runs == ((0, modes.shape[dim]),):
@@ -161,9 +162,9 @@ def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
         start += size
     if half:  # the inverse counts each of these twice, for its negative
         placed.narrow(dim, 1, (t.extent - 1) // 2).mul_(0.5)
-        x = torch.fft.irfft(placed, t.extent, dim, norm="forward")
+        x = fft.irfft(placed, t.extent, dim, norm="forward")
     else:
-        x = torch.fft.ifft(placed, dim=dim, norm="forward")
+        x = fft.ifft(placed, dim=dim, norm="forward")
         x = x.real.clone() if real else x
     missing = t.rows[1] - t.extent
     if missing > 0:

@@ -16,6 +16,7 @@ from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
 from lightning_shard.ops.view.index import expanded_index, getitem
 from lightning_shard.ops.window.shift import roll
+from lightning_shard.processes.typed import fft
 
 Lazy = Spectrum | Canvas
 LIMITS = "modes assigned twice to a place, or to a part of a dim that is not transformed"
@@ -119,22 +120,22 @@ def _register() -> None:
 _register()
 
 
-@implements_lazily(torch.fft.fftshift, torch.fft.ifftshift)
+@implements_lazily(fft.fftshift, fft.ifftshift)
 def lazy_shift(func: Callable[..., Any], x: Lazy, dim: Any = None) -> Lazy:
     return x.moved_by({d: _rotation(func) for d in _dims(x, dim)})
 
 
-@implements(torch.fft.fftshift, torch.fft.ifftshift)
+@implements(fft.fftshift, fft.ifftshift)
 def shift(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Subdomain:
     dims = _dims(x, dim)
-    forward = func is torch.fft.fftshift
+    forward = func is fft.fftshift
     return roll(func, x, [x.shape[d] // 2 if forward else -(x.shape[d] // 2) for d in dims], dims)
 
 
 def _rotation(func: Callable[..., Any]) -> Callable[[Positions], Positions]:
     def rotate(kept: Positions) -> Positions:
         n = len(kept)
-        start = (n + 1) // 2 if func is torch.fft.fftshift else n // 2
+        start = (n + 1) // 2 if func is fft.fftshift else n // 2
         return kept[start:] + kept[:start]
 
     return rotate
@@ -151,7 +152,7 @@ def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
     if isinstance(x, Canvas):
         raise UnsupportedOperationError("reading a spectrum to which modes were assigned")
     entries = expanded_index(x.ndim, index)
-    slices = {d: e for d, e in enumerate(entries) if isinstance(e, slice)}
+    slices: dict[int, slice] = {d: e for d, e in enumerate(entries) if isinstance(e, slice)}
     if len(slices) == len(entries):
         x = x.moved_by({d: lambda kept, e=e: kept[e] for d, e in slices.items()})
         entries = [slice(None) if d in x.dims else e for d, e in enumerate(entries)]

@@ -3,23 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_shard.ops.registry import composes, name_of
+from lightning_shard.processes.typed import fft
 
 _OTHER_WAY = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
 _INVERSE: dict[Any, Callable[..., Tensor]] = {
-    torch.fft.hfft: torch.fft.irfft,
-    torch.fft.hfft2: torch.fft.irfft2,
-    torch.fft.hfftn: torch.fft.irfftn,
+    fft.hfft: fft.irfft,
+    fft.hfft2: fft.irfft2,
+    fft.hfftn: fft.irfftn,
 }
 _FORWARD: dict[Any, Callable[..., Tensor]] = {
-    torch.fft.ihfft: torch.fft.rfft,
-    torch.fft.ihfft2: torch.fft.rfft2,
-    torch.fft.ihfftn: torch.fft.rfftn,
+    fft.ihfft: fft.rfft,
+    fft.ihfft2: fft.rfft2,
+    fft.ihfftn: fft.rfftn,
 }
 
 

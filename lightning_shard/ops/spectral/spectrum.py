@@ -50,7 +50,9 @@ class Spectrum:
     frequencies: tuple[Positions, ...]
     factor: float
     dtype: torch.dtype
-    begun: dict[object, Subdomain] = field(default_factory=dict, compare=False, repr=False)
+    begun: dict[object, Subdomain] = field(
+        default_factory=dict[object, Subdomain], compare=False, repr=False
+    )
     lazy: ClassVar[bool] = True
 
     @property
@@ -233,7 +235,7 @@ def _fitting(
     """The modes that a field of `extents` has, in the dtype to compute in, and their positions."""
     x = write.modes
     x = x.like(x.local.to(_computed_in(x.dtype)))
-    kept = []
+    kept: list[Positions] = []
     for dim, extent in zip(dims, extents, strict=True):
         x = simple(x, dim)
         positions = write.positions[dim]

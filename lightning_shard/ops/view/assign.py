@@ -58,7 +58,7 @@ def _layout_of_target(x: Tensor, index: Any, value: Any) -> Layout:
         whole_dims = tuple((Factor(n),) for n in x.shape[index.ndim :])
         return Layout(index.layout.dims + whole_dims, index.layout.grid)
     kept = [d for d, e in enumerate(expanded_index(x.ndim, index)) if isinstance(e, slice)]
-    splits = {}
+    splits: dict[int, tuple[int, ...]] = {}
     for d in value.layout.split_dims if isinstance(value, Subdomain) else ():
         if value.shape[d] > 1 and value.ndim - d <= len(kept):
             splits[kept[d - value.ndim]] = value.layout.axes(d)

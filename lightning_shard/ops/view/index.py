@@ -14,6 +14,7 @@ from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.reshape import unsqueeze
+from lightning_shard.processes.typed import integers, typed_torch
 
 
 def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
@@ -64,7 +65,7 @@ def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int
 
 def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     """The rows of `dim` that a plain list of them names, in its order."""
-    rows = [row_of(x, dim, row) for row in index.tolist()]
+    rows = [row_of(x, dim, row) for row in integers(index)]
     if x.layout.axes(dim):
         return chosen_rows(x, dim, len(rows), rows.__getitem__)
     local = x.local.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.local.device))
@@ -76,7 +77,8 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
     """Slices, numbers and None dim by dim; then lists of rows, on dims that lie side by side."""
     if not isinstance(x, Subdomain):
         return _rows_of_table(x, index)
-    d, lists = 0, []
+    d = 0
+    lists: list[tuple[int, Tensor]] = []
     for entry in expanded_index(x.ndim, index, lists=True):
         if entry is None:
             x = unsqueeze(func, x, d)
@@ -100,7 +102,7 @@ def _picked(x: Subdomain, lists: Sequence[tuple[int, Tensor]]) -> Subdomain:
         raise UnsupportedOperationError(
             "indexing a split dim with several tensors, or one of several dims"
         )
-    tensors = torch.broadcast_tensors(*(index for _, index in lists))
+    tensors = typed_torch.broadcast_tensors(*(index for _, index in lists))
     local = x.local[(slice(None),) * first + tensors]
     added = tuple((Factor(n),) for n in tensors[0].shape)
     dims = x.layout.dims[:first] + added + x.layout.dims[first + count :]

@@ -36,7 +36,8 @@ def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kw
     axes = _axes_of_joined(tensors, dim, layout)
     extent = sum(t.shape[dim] for t in tensors)
     target = layout.with_dim(dim, extent, axes)
-    parts, start = [], 0
+    start = 0
+    parts: list[Tensor] = []
     for t in tensors:
         local = (
             local_part(t, layout.with_dim(dim, t.shape[dim], ()))

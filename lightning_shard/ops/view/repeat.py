@@ -1,6 +1,6 @@
 """Copies of rows: repeated, tiled, interleaved, and spread over a grid."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from lightning_shard.domain.align import common_layout, local_part, subdomains
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, listed
 from lightning_shard.ops.view.index import chosen_rows
 from lightning_shard.ops.view.reshape import flatten, unsqueeze
 from lightning_shard.processes.torch_internals import meshgrid as meshgrid_of_cpp
+from lightning_shard.processes.typed import integers, typed_torch
 
 Operand = Subdomain | Tensor
 
@@ -21,8 +22,7 @@ Operand = Subdomain | Tensor
 @implements(Tensor.repeat, torch.tile, Tensor.tile)
 def repeat(func: Callable[..., Any], x: Subdomain, *sizes: Any, **kwargs: Any) -> Subdomain:
     """Whole dims locally; of a split dim each rank fetches the rows of its part of the copies."""
-    first = (sizes or tuple(kwargs.values()))[0]
-    counts = [int(n) for n in (first if isinstance(first, Sequence) else sizes)]
+    counts = [int(n) for n in listed(sizes or tuple(kwargs.values()))]
     counts = [1] * (x.ndim - len(counts)) + counts
     added = len(counts) - x.ndim
     for d in x.layout.split_dims:
@@ -57,7 +57,7 @@ def repeat_interleave(
     d = x.layout.dim(dim)
     extent = x.shape[d]
     if isinstance(repeats, Tensor) and repeats.numel() > 1:
-        rows = [row for row, count in enumerate(repeats.tolist()) for _ in range(count)]
+        rows = [row for row, count in enumerate(integers(repeats)) for _ in range(count)]
         return (
             chosen_rows(x, d, len(rows), rows.__getitem__)
             if x.layout.axes(d)
@@ -74,9 +74,9 @@ def _interleaved(x: Subdomain, dim: int, repeats: int | Tensor) -> Subdomain:
     return x.like(local, x.layout.with_dim(dim, local.shape[dim]))
 
 
-@implements(torch.broadcast_tensors, torch.functional.broadcast_tensors)
+@implements(typed_torch.broadcast_tensors)
 def broadcast_tensors(func: Callable[..., Any], *tensors: Any) -> tuple[Subdomain, ...]:
-    operands = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
+    operands = listed(tensors)
     layout = common_layout(operands)
     owner = subdomains(operands)[0]
     return tuple(
@@ -84,12 +84,12 @@ def broadcast_tensors(func: Callable[..., Any], *tensors: Any) -> tuple[Subdomai
     )
 
 
-@implements(torch.meshgrid, torch.functional.meshgrid, meshgrid_of_cpp)
+@implements(torch.meshgrid, meshgrid_of_cpp)
 def meshgrid(
     func: Callable[..., Any], *tensors: Any, indexing: str | None = None
 ) -> tuple[Subdomain, ...]:
     """Each tensor spans a dim of its own; with `indexing="xy"` the first two change places."""
-    operands = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
+    operands = listed(tensors)
     order = list(range(len(operands)))
     if indexing == "xy" and len(order) > 1:
         order[:2] = 1, 0

@@ -19,7 +19,9 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Dim, Factor, Layout, merge, partition
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, listed
+from lightning_shard.processes.torch_internals import accessors
+from lightning_shard.processes.typed import typed_torch
 
 
 def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
@@ -90,7 +92,7 @@ def reshape(func: Callable[..., Any], x: Subdomain, *shape: Any, **kwargs: Any) 
     shape = shape or tuple(kwargs.values())
     if isinstance(shape[0], torch.dtype):
         raise UnsupportedOperationError("view of another dtype; use to(dtype)")
-    return reshape_to(x, shape[0] if isinstance(shape[0], Sequence) else shape)
+    return reshape_to(x, listed(shape))
 
 
 @implements(Tensor.view_as, Tensor.reshape_as)
@@ -125,8 +127,7 @@ def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
 
 @implements(torch.permute, Tensor.permute)
 def permute(func: Callable[..., Any], x: Subdomain, *dims: Any, **kwargs: Any) -> Subdomain:
-    dims = dims or tuple(kwargs.values())
-    order = dims[0] if isinstance(dims[0], Sequence) else dims
+    order = listed(dims or tuple(kwargs.values()))
     return permuted(x, [x.layout.dim(d) for d in order])
 
 
@@ -139,12 +140,12 @@ def transpose(func: Callable[..., Any], x: Subdomain, dim0: int, dim1: int) -> S
     return permuted(x, order)
 
 
-@implements(torch.t, Tensor.t, Tensor.T.__get__, Tensor.mT.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+@implements(torch.t, Tensor.t, accessors("T").__get__, accessors("mT").__get__)
 def matrix_transpose(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     return transpose(func, x, -2, -1) if x.ndim > 1 else x
 
 
-@implements(torch.adjoint, Tensor.adjoint, Tensor.mH.__get__, Tensor.H.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+@implements(torch.adjoint, Tensor.adjoint, accessors("mH").__get__, accessors("H").__get__)
 def adjoint(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     turned = transpose(func, x, -2, -1)
     return turned.view(turned.local.conj(), turned.layout)
@@ -173,7 +174,7 @@ def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
     return x.view(x.local.squeeze(tuple(gone)), Layout(dims, x.layout.grid))
 
 
-_LEAST = {torch.atleast_1d: 1, torch.atleast_2d: 2, torch.atleast_3d: 3}
+_LEAST = {typed_torch.atleast_1d: 1, typed_torch.atleast_2d: 2, typed_torch.atleast_3d: 3}
 
 
 @implements(*_LEAST)
@@ -200,12 +201,13 @@ def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)
 def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subdomain:
-    first = (sizes or tuple(kwargs.values()))[0]
+    sizes = sizes or tuple(kwargs.values())
+    first = sizes[0]
     if isinstance(x, Tensor):  # like a split tensor
         layout = common_layout([x, first])
         return first.like(local_part(x, layout).expand(layout.local_shape), layout)
-    first = first.shape if isinstance(first, Tensor | Subdomain) else first
-    target = [int(n) for n in (first if isinstance(first, Sequence) else sizes)]
+    sizes = first.shape if isinstance(first, Tensor | Subdomain) else sizes
+    target = [int(n) for n in listed(sizes)]
     added = len(target) - x.ndim
     shape = (*[1] * added, *x.shape)
     target = [old if new == -1 else new for old, new in zip(shape, target, strict=True)]

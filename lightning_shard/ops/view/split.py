@@ -11,6 +11,7 @@ from lightning_shard.domain.layout import partition
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, name_of
 from lightning_shard.ops.view.index import getitem, strided
+from lightning_shard.processes.typed import integers
 
 _DIM_OF: dict[Callable[..., Any], int] = {
     torch.hsplit: 1, Tensor.hsplit: 1,
@@ -56,7 +57,7 @@ def tensor_split(
 ) -> tuple[Subdomain, ...]:
     d = x.layout.dim(dim)
     cuts: Any = next(iter(named.values())) if indices_or_sections is None else indices_or_sections
-    cuts = cuts.tolist() if isinstance(cuts, Tensor) else cuts
+    cuts = integers(cuts) if isinstance(cuts, Tensor) else cuts
     if isinstance(cuts, int):
         offsets = partition(x.shape[d], cuts)
     else:

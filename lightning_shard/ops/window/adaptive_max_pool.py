@@ -6,7 +6,7 @@ together: the index decides.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def _places(
 ) -> tuple[Tensor, Tensor]:
     """The places among rows `span` of the rows in each window, and the global rows there."""
     low, high = span
-    windows = []
+    windows: list[Sequence[int]] = []
     for row in range(*outputs):
         start, end = window(row, extent, output)
         windows.append(range(max(start, low), min(end, high)) or [high])

@@ -38,7 +38,7 @@ def conv_transpose(
     strides, dilations = per_dim(stride, n), per_dim(dilation, n)
     inner, extra = per_dim(padding, n), per_dim(output_padding, n)
     layout = x.layout.with_dim(first - 1, weight.shape[1] * groups)
-    starts = {}
+    starts: dict[int, int] = {}
     for i, (k, s, p, d) in enumerate(zip(weight.shape[2:], strides, inner, dilations, strict=True)):
         dim = first + i
         output = (x.shape[dim] - 1) * s - 2 * p + d * (k - 1) + extra[i] + 1

@@ -22,6 +22,7 @@ from lightning_shard.domain.fetch import Needs, Span, fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.adaptive_pool import average_rows
+from lightning_shard.processes.typed import integers
 
 HALF_WIDTH = {"nearest": 0.5, "nearest-exact": 0.5, "linear": 1, "bilinear": 1, "trilinear": 1,
               "bicubic": 2}  # fmt: skip
@@ -90,7 +91,7 @@ def band(resize: Resize) -> Band:
         first, last = used.argmax(1), period - 1 - used.flip(1).argmax(1)
         taps = first[:, None] + torch.arange(int((last - first).max()) + 1, device=device)
         weights = weights.gather(1, taps.clamp(max=period - 1)) * (taps < period)
-    return Band(tuple((base + first).tolist()), tuple((base + last + 1).tolist()), weights)
+    return Band(tuple(integers(base + first)), tuple(integers(base + last + 1)), weights)
 
 
 @lru_cache(maxsize=1024)

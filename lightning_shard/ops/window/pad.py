@@ -54,12 +54,12 @@ def _pad_split(
         if max(before, after) > limit:
             raise RuntimeError(f"{mode} padding ({before}, {after}) is too large for size {n}")
         period = max(2 * (n - 1), 1)
-        source = {
+        source: dict[str, Callable[[int], int]] = {
             "reflect": lambda o: n - 1 - abs(n - 1 - (o - before) % period),
             "replicate": lambda o: min(max(o - before, 0), n - 1),
             "circular": lambda o: (o - before) % n,
-        }[mode]
-        return chosen_rows(x, dim, extent, source)
+        }
+        return chosen_rows(x, dim, extent, source[mode])
     x = simple(x, dim)
     layout = x.layout.with_dim(dim, extent)
     low, high = layout.dims[dim][0].bounds(layout.grid)

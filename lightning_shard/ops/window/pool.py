@@ -107,7 +107,7 @@ def max_pool_with_indices(
         values = empty_attached(layout.local_shape, x.local)
         return x.like(values, layout), x.like(values.detach().long(), layout)
     values, places = MAX_WITH_INDICES[n - 1](x.local, *windows, ceil_mode)
-    firsts = []
+    firsts: list[int] = []
     paddings = per_dim(padding, n)
     for i in range(n):
         dim = input.ndim - n + i
@@ -129,7 +129,7 @@ def _global_indices(
 
 def unflat(places: Tensor, extents: Sequence[int]) -> list[Tensor]:
     """The coordinates of flat places in an array of `extents`."""
-    coordinates = []
+    coordinates: list[Tensor] = []
     for extent in reversed(extents):
         coordinates.append(places % extent)
         places = places.div(extent, rounding_mode="floor")
@@ -151,7 +151,7 @@ def avg_pool(
     x, n = input, SPATIAL_DIMS[func]
     kernels = per_dim(kernel_size, n)
     strides, paddings = per_dim(stride or kernels, n), per_dim(padding, n)
-    corrections = []
+    corrections: list[list[float]] = []
     for i, (k, s, p) in enumerate(zip(kernels, strides, paddings, strict=True)):
         dim = x.ndim - n + i
         extent = x.shape[dim]

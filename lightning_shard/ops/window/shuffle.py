@@ -31,7 +31,7 @@ def pixel_shuffle(
     """Each rank fetches the rows of its output rows, of which the outer two may be parts."""
     x, r = input, upscale_factor
     layout = _with_channels(x, (1, r * r))
-    starts = {}
+    starts: dict[int, int] = {}
     for dim in (x.ndim - 2, x.ndim - 1):
         layout = layout.with_dim(dim, x.shape[dim] * r)
         if x.layout.axes(dim):
@@ -118,7 +118,7 @@ def unfold(
     x, first = input, input.ndim - 2
     kernels, dilations = per_dim(kernel_size, 2), per_dim(dilation, 2)
     strides, inner = per_dim(stride, 2), per_dim(padding, 2)
-    blocks = []
+    blocks: list[Factor] = []
     for i, (k, s, p, d) in enumerate(zip(kernels, strides, inner, dilations, strict=True)):
         dim = first + i
         output = _count(x.shape[dim], k, s, p, d)
@@ -161,7 +161,7 @@ def fold(
     blocks = [_count(n, *window) for n, window in zip(rows, windows, strict=True)]
     x, channels = _rows_of_blocks(input, kernels[0] * kernels[1], blocks)
     layout = x.layout.with_dims({x.ndim - 3: channels})
-    starts = {}
+    starts: dict[int, int] = {}
     for i, (k, s, p, d) in enumerate(windows):
         dim = x.ndim - 2 + i
         layout = layout.with_dim(dim, rows[i])

@@ -19,6 +19,7 @@ from lightning_shard.domain.fetch import fetch
 from lightning_shard.domain.layout import Grid
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_internals import tree_map_only
+from lightning_shard.processes.typed import is_dict, is_list
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -87,10 +88,10 @@ class PredictionWriter(BasePredictionWriter):
                 "a stream. Write from predict_step, or use a dataset with __getitem__."
             )
         loaders: Any = trainer.predict_dataloaders
-        several = isinstance(loaders, list | tuple) and len(loaders) > 1
-        loader = loaders[dataloader_idx] if isinstance(loaders, list | tuple) else loaders
+        several = is_list(loaders) and len(loaders) > 1
+        loader = loaders[dataloader_idx] if is_list(loaders) else loaders
         prefix = f"{dataloader_idx}/" if several else ""
-        entries = prediction if isinstance(prediction, dict) else {"prediction": prediction}
+        entries = prediction if is_dict(prediction) else {"prediction": prediction}
         for name, value in entries.items():
             if not isinstance(value, Tensor) or not value.ndim or len(value) != len(batch_indices):
                 raise ValueError(
@@ -101,7 +102,7 @@ class PredictionWriter(BasePredictionWriter):
             array = self._array(f"{prefix}{name}", value, len(loader.dataset), trainer)
             self._write(array, value, batch_indices, trainer)
 
-    def _array(self, name: str, value: Tensor, samples: int, trainer: Trainer) -> "zarr.Array":
+    def _array(self, name: str, value: Tensor, samples: int, trainer: Trainer) -> "zarr.Array[Any]":
         """Made by rank 0, which has a batch whenever another rank has one."""
         if trainer.is_global_zero and not (self._partial / name).exists():
             x = _on_cpu(value.subdomain.local if isinstance(value, DomainTensor) else value)
@@ -123,7 +124,7 @@ class PredictionWriter(BasePredictionWriter):
         return _import_zarr().open_array(self._partial, path=name, mode="r+")
 
     def _write(
-        self, array: "zarr.Array", value: Tensor, indices: Sequence[int], trainer: Trainer
+        self, array: "zarr.Array[Any]", value: Tensor, indices: Sequence[int], trainer: Trainer
     ) -> None:
         if isinstance(value, DomainTensor):
             rows, where = _whole_chunks(value.subdomain)
@@ -156,8 +157,8 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
         batches: What that returned on this rank, of one dataloader; tensors with samples in dim 0.
     """
     loader: Any = trainer.predict_dataloaders
-    loader = loader[0] if isinstance(loader, list | tuple) else loader
-    mine = {}
+    loader = loader[0] if is_list(loader) else loader
+    mine: dict[int, Any] = {}
     for indices, batch in zip(loader.batch_sampler.seen_batch_indices, batches, strict=False):
         whole = tree_map_only(Tensor, lambda x: gather(x).cpu(), batch)
         for i, index in enumerate(indices):

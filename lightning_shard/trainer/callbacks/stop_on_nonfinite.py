@@ -4,7 +4,7 @@ Plain Lightning trains on: the weights become NaN, and the next checkpoint repla
 one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.processes.torch_internals import tree_leaves
+from lightning_shard.processes.typed import named_modules
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -114,7 +115,7 @@ def _all_finite(values: Iterable[Any]) -> bool:
 
 
 @contextmanager
-def _watched(module: nn.Module) -> Iterator[list[tuple[int, str]]]:
+def _watched(module: nn.Module) -> Generator[list[tuple[int, str]]]:
     """Collect the modules whose output on this rank is not finite, numbered as they run."""
     found: list[tuple[int, str]] = []
     handles: list[Any] = []
@@ -129,7 +130,7 @@ def _watched(module: nn.Module) -> Iterator[list[tuple[int, str]]]:
 
         handles.append(part.register_forward_hook(look))
 
-    for name, part in module.named_modules():
+    for name, part in named_modules(module):
         if part is not module:
             watch(name, part)
     try:
@@ -140,12 +141,16 @@ def _watched(module: nn.Module) -> Iterator[list[tuple[int, str]]]:
 
 
 @contextmanager
-def _without_logs(module: LightningModule) -> Iterator[None]:
+def _without_logs(module: LightningModule) -> Generator[None]:
     """Log nothing while a step is made again."""
-    own = {name: lambda *_, **__: None for name in ("log", "log_dict")}
+    own: dict[str, Any] = dict.fromkeys(("log", "log_dict"), _log_nothing)
     module.__dict__.update(own)
     try:
         yield
     finally:
         for name in own:
             del module.__dict__[name]
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass

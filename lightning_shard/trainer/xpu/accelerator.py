@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.processes.device import let_gloo_stand_beside
+from lightning_shard.processes.typed import is_list
 from lightning_shard.trainer.precision import use_device
 from lightning_shard.trainer.xpu.random_isolation import isolate_random_numbers
 from lightning_shard.trainer.xpu.strategies import use_xpu
@@ -148,7 +149,7 @@ def _read(devices: Any) -> Any:
             return None
         numbers = [int(word) for word in words if word]
         return numbers if "," in devices else numbers[0] if numbers else None
-    if isinstance(devices, (list, tuple)):
+    if is_list(devices):
         return list(devices) if all(type(index) is int for index in devices) else None
     return devices if devices == "auto" or type(devices) is int else None
 

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from typing_extensions import override
 
+from lightning_shard.trainer.host import callbacks_of
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
 
@@ -37,7 +38,7 @@ def isolate_random_numbers(trainer: Trainer, device: torch.device) -> None:
         trainer: Whose callbacks change: one more, and the finders among them.
         device: Whose numbers are kept, beside those of the CPU.
     """
-    callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks = callbacks_of(trainer)
     if not any(isinstance(callback, IsolatedSanityCheck) for callback in callbacks):
         callbacks.insert(0, IsolatedSanityCheck())
     for callback in callbacks:
