@@ -1,1 +1,1 @@
-"""Which rank owns which rows of a field, and how rows travel, with adjoints."""
+"""Says which rank owns which rows of a field, and moves rows between ranks, with adjoints."""

@@ -1,4 +1,4 @@
-"""Operands that meet: which layout they share, and the local part of each in it."""
+"""Finds the layout that the operands of a function share, and the local part of each in it."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Constant tensors that rules need again and again, kept on their device within a limit of bytes.
+"""Keeps constant tensors that rules need again, on their device and within a limit of bytes.
 
 A table of cosines, the weights of an interpolation and their like are pure functions of integers, a
 dtype and a device. They are made once and kept; when all of them together exceed the limit, those

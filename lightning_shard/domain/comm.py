@@ -1,4 +1,4 @@
-"""Differentiable collectives on plain tensors, each with its true adjoint.
+"""Makes collectives on plain tensors differentiable, each by its true adjoint.
 
 | primitive                  | this rank gets                           | adjoint       |
 | -------------------------- | ---------------------------------------- | ------------- |

@@ -1,4 +1,4 @@
-"""The error for operations that cannot run on split tensors."""
+"""Defines the error of operations that cannot run on split tensors."""
 
 
 class UnsupportedOperationError(NotImplementedError):

@@ -1,9 +1,10 @@
-"""Rows from anywhere: which global rows a rank needs, and the one `fetch` that brings them.
+"""A rank names the global rows that it needs; `fetch` brings them from the ranks that hold them.
 
-Stride, dilation, even kernels, pooling, padding, slicing, flip and roll are all the same mechanism
-with other integers: from its own output rows a rank computes the spans of input rows that it needs
-(for every rank, so that all ranks know what travels without asking), fetches exactly those, and
-computes on them locally. Rows beyond the edge of the domain are the caller's to fill.
+Stride, dilation, even kernels, pooling, padding, slicing, flip and roll are one mechanism with
+different integers. From its own output rows a rank computes the spans of input rows that it needs.
+It computes those of the other ranks too, so that all ranks know what travels and none has to ask.
+Then it fetches exactly its spans, and computes on them locally. Where a span reaches beyond the
+edge of the domain, the caller fills the rows.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Who owns which rows of a split tensor: integers only, no communication.
+"""Says which rank owns which rows of a split tensor: in integers only, without communication.
 
 A dim of extent N split over P ranks has one canonical partition, a pure function of (N, P): the
 balanced one of `torch.tensor_split`. So no rank ever asks another for sizes, and every output of

@@ -1,4 +1,4 @@
-"""A rank's part of a split tensor, and the process groups that reach the other parts."""
+"""Holds a rank's part of a split tensor, and the process groups that reach the other parts."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,15 +67,15 @@ class Subdomain:
         return self.local.dtype
 
     def read(self) -> "Subdomain":
-        """Itself: its values are computed already, in contrast to those of a lazy spectrum."""
+        """Return itself: its values are there already, while a lazy spectrum computes them here."""
         return self
 
     def like(self, local: Tensor, layout: Layout | None = None) -> "Subdomain":
-        """A new tensor on the same domain."""
+        """Wrap a new local tensor on the same domain; its layout is this one by default."""
         return Subdomain(local, layout or self.layout, self.domain)
 
     def view(self, local: Tensor, layout: Layout) -> "Subdomain":
-        """Another view of the same rows."""
+        """Wrap another view of the same rows."""
         return Subdomain(local, layout, self.domain, self.moved)
 
 
@@ -86,5 +86,5 @@ def domain_of(mesh: DeviceMesh) -> Domain:
 
 @lru_cache(maxsize=64)
 def _domain_of(mesh: DeviceMesh, _: ProcessGroup | None) -> Domain:
-    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
+    """Make it for these processes: an equal mesh of former ones has groups that are destroyed."""
     return Domain(mesh)

@@ -1,4 +1,4 @@
-"""Rows that lie otherwise than the canonical partition puts them: parts of any size."""
+"""Moves rows between parts of any size and the canonical partition."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -1,4 +1,4 @@
-"""Windows that slide over rows: which rows a rank needs for its own output, fetched and padded.
+"""Windows slide over rows: each rank fetches and pads the rows that its own output needs.
 
 Convolution, pooling and unfolding read `window_rows`; their transposes read `spread_rows`.
 """

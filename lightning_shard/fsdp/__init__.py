@@ -1,1 +1,1 @@
-"""Parameters, gradients and optimizer states sharded over all ranks by FSDP2."""
+"""Shards parameters, gradients and optimizer states over all ranks by FSDP2."""

@@ -1,10 +1,10 @@
-"""Which modules are blocks: FSDP2 gathers the parameters of a block in one collective.
+"""Chooses the blocks of a network: FSDP2 gathers the parameters of a block in one collective.
 
-Without being told, the repeated parts of a network are its blocks: siblings of one class, in lists
-and sequences or as attributes (T5Block, spectral convolutions, residual blocks). Of nested ones the
-inner are taken where they hold nearly all parameters of the outer, since a smaller block needs less
-memory; parts with few parameters are gathered with what encloses them, since a collective costs as
-much as sending some ten thousand numbers.
+By default the repeated parts of a network are its blocks: siblings of one class, in lists and
+sequences or as attributes (T5Block, spectral convolutions, residual blocks). Where blocks are
+nested and the inner ones hold nearly all parameters, the inner ones are taken, since a smaller
+block needs less memory. Parts with few parameters are gathered with what encloses them, since a
+collective costs as much as sending some ten thousand numbers.
 """
 
 import difflib

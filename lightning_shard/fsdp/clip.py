@@ -1,4 +1,4 @@
-"""Clipping of gradients of which some are sharded and some whole, as torch clips those of one."""
+"""Clips gradients, some of them sharded and some whole, as torch clips those of one process."""
 
 import math
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     """Clamp each element of the gradients to `[-clip_value, clip_value]`.
 
-    Of complex parameters the real and the imaginary part.
+    Of a complex parameter the real and the imaginary part are clamped.
     """
     for gradient in _gradients(parameters):
         _local(gradient).clamp_(-clip_value, clip_value)

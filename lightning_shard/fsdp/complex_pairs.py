@@ -1,4 +1,4 @@
-"""Complex parameters as pairs of real numbers, which FSDP2 can group with the others.
+"""Stores complex parameters as pairs of real numbers, which FSDP2 can group with the others.
 
 FSDP2 flattens the parameters of a block into one buffer of one dtype, so complex64 weights
 (spectral convolutions) cannot stand beside float32 ones. Here the registered parameter becomes a

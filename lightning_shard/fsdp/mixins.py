@@ -1,4 +1,4 @@
-"""Modules that keep their class by name and by isinstance, with something put before it."""
+"""Puts a mixin before the class of a module, which keeps its class by name and by isinstance."""
 
 from typing import Any
 

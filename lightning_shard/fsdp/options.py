@@ -1,4 +1,4 @@
-"""What can be chosen about parameters: how they are sharded, gathered, cast and made."""
+"""Lists what can be chosen about parameters: how they are sharded, gathered, cast and made."""
 
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""FSDP2 over all ranks of the mesh.
+"""Shards the parameters of a network over all ranks of a mesh, by FSDP2.
 
 Parameters know nothing of the domain: they are sharded over data x domain ranks alike, so their
 memory falls with every rank. Each rank's gradient of the replicated loss is a partial one

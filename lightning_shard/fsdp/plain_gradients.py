@@ -1,8 +1,8 @@
-"""Gradients of the parameters that every rank keeps whole, averaged once at the end of backward.
+"""Averages gradients of parameters that every rank keeps whole, once at the end of backward.
 
-FSDP2 leaves these alone: scalars, which it cannot shard, ignored ones, and those whose dtype is not
-their block's. The mean may be taken of gradients of which a part is averaged already (an earlier
-backward): that part is equal on all ranks and stays as it is.
+FSDP2 leaves some parameters alone: scalars, which it cannot shard, ignored ones, and those whose
+dtype is not their block's. A gradient may hold a part that an earlier backward has averaged. That
+part is equal on all ranks, so another mean leaves it as it is.
 """
 
 import warnings

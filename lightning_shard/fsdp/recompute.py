@@ -1,7 +1,7 @@
-"""Blocks that keep no activations for backward, and blocks that are compiled.
+"""Recomputes the activations of blocks in backward, and compiles blocks.
 
-Both change `forward` only, so FSDP2's hooks, and those that take split tensors past them, stay
-outside: what is compiled or computed again sees whole parameters. Names in the state dict stay.
+Both change `forward` only. FSDP2's hooks, and those that take split tensors past them, stay
+outside, so what is compiled or recomputed sees whole parameters. Names in the state dict stay.
 """
 
 import warnings

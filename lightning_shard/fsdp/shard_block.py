@@ -1,4 +1,4 @@
-"""One block under FSDP2: its group of parameters, and hooks that take split tensors past FSDP2's.
+"""Puts one block under FSDP2: its group of parameters, and hooks for split tensors.
 
 Parameters of a group must have one dtype; those of another one stay whole (plain_gradients.py).
 """

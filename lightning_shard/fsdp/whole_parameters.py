@@ -1,4 +1,4 @@
-"""Whole parameters of a sharded module, for code outside of its steps."""
+"""Shows the whole parameters of a sharded module to code outside of its steps."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The one table from torch function to rule.
+"""Keeps the one table that leads from a torch function to its rule.
 
 There are two kinds. A rule that `implements` a function is given its arguments with a `Subdomain`
 in the place of every split tensor. A rule that `composes` a function out of other torch functions

@@ -1,1 +1,1 @@
-"""One step of training, tried on this machine before the real run."""
+"""Tries one step of training on this machine before the real run."""

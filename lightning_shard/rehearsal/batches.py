@@ -1,4 +1,4 @@
-"""The batches on which each step of a module is rehearsed."""
+"""Finds the batches on which each step of a module is rehearsed."""
 
 import itertools
 from typing import Any, Literal

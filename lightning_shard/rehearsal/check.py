@@ -1,4 +1,4 @@
-"""Does a module give on several processes what it gives on one? A rehearsal says so."""
+"""Checks whether a module gives on several processes what it gives on one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

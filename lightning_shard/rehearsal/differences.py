@@ -1,4 +1,4 @@
-"""Relative differences of named values, and how much of them rounding explains."""
+"""Computes relative differences of named values, and how much of them rounding explains."""
 
 from collections.abc import Mapping
 

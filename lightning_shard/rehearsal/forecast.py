@@ -1,4 +1,4 @@
-"""What one rank will hold and send in a training step, predicted from rehearsals."""
+"""Predicts from rehearsals what one rank will hold and send in a training step."""
 
 import math
 from collections.abc import Sequence

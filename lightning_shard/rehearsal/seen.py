@@ -1,4 +1,4 @@
-"""What one rank sees in the rehearsal of a step."""
+"""Records what one rank sees in the rehearsal of a step."""
 
 from dataclasses import dataclass, field
 

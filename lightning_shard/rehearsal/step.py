@@ -1,4 +1,4 @@
-"""One step of a module on a few processes of this machine, and what it showed.
+"""Runs one step of a module on a few processes of this machine, and tells what it showed.
 
 The batch, the weights and the random numbers are the same in every rehearsal, so that what
 differs between one process and several is the work of this package.
@@ -50,7 +50,7 @@ def rehearse(
     stage: Stage = "fit",
     **trainer: Any,
 ) -> list[Rehearsal]:
-    """One step on the CPU, on as many processes as the domain has ranks.
+    """Run one step on the CPU, on as many processes as the domain has ranks.
 
     Args:
         module: What is trained; it stays as it is, the processes have copies.

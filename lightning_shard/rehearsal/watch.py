@@ -1,4 +1,4 @@
-"""A callback that measures the first training step, and one that keeps what evaluation gives."""
+"""Two callbacks measure the first training step, and keep what evaluation gives."""
 
 import contextlib
 import math

@@ -1,1 +1,1 @@
-"""DomainTensor: a tensor split over ranks, as users see it."""
+"""Shows users the `DomainTensor`, a tensor that is split over ranks."""

@@ -1,4 +1,4 @@
-"""Custom autograd Functions on split tensors.
+"""Lets custom autograd Functions run on split tensors.
 
 autograd records the rules of split tensors on local tensors, but a Function that is applied to a
 DomainTensor records itself on the wrapper. Two Functions of ours join these graphs: `_Enter` at its

@@ -1,4 +1,4 @@
-"""Ways out where no rule exists: code that works on one part, and permission to gather."""
+"""Offers two ways out where no rule exists: to work on one part, and to allow a gather."""
 
 import functools
 from collections.abc import Callable, Generator

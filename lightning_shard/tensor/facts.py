@@ -1,4 +1,4 @@
-"""What a tensor knows of itself, without a rule: facts of the wrapper, and of the autograd graph.
+"""Answers without a rule what a tensor knows of itself: from the wrapper, or from the graph.
 
 `FACTS` maps a function to what answers it. The answer is given the function and its arguments, of
 which the first one is a split tensor.

@@ -1,4 +1,4 @@
-"""Differentiable collectives and Fourier transforms on local tensors, for code that splits itself.
+"""Offers differentiable collectives and Fourier transforms to code that splits tensors itself.
 
 Everywhere `x` is this rank's part of a tensor of global `shape` that `dims` split over a mesh, one
 dim for each mesh axis, as `torch.tensor_split` shares out rows; any extent will do. Gradients
@@ -117,10 +117,10 @@ def scatter_v(
 def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of `x` over the ranks of the mesh, on every rank.
 
-    Its adjoint is the sum over the ranks, too. If every rank of P starts backward on its replica of
-    a loss, a split leaf before it gets P times the gradient of one process; divide it by P, or the
-    loss before backward. A replicated parameter before it gets a part on each rank, of which the
-    mean over the ranks is the gradient of one process: what FSDP and DDP take.
+    Its adjoint is the sum over the ranks, too. Suppose that each of P ranks starts backward on its
+    replica of a loss. Then a split leaf before `reduce` gets P times the gradient of one process:
+    divide it by P, or the loss before backward. A replicated parameter before `reduce` gets a part
+    on each rank; the mean of these parts, which FSDP and DDP take, is the gradient of one process.
     """
     return comm.all_reduce(x, _group(mesh))
 
@@ -128,10 +128,10 @@ def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def copy(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """`x` itself, equal on all ranks; its gradient is the sum of the gradients of all ranks.
 
-    So it is the same on every rank. If every rank of P starts backward on its replica of a loss
-    that `reduce` made, it is P times the gradient of one process, and so is its mean over the
-    ranks: divide the loss by P before backward. A parameter whose gradients FSDP or DDP average
-    needs no `copy`.
+    So the gradient is the same on every rank. Suppose that each of P ranks starts backward on its
+    replica of a loss that `reduce` made. Then the gradient is P times that of one process, and so
+    is its mean over the ranks: divide the loss by P before backward. A parameter whose gradients
+    FSDP or DDP average needs no `copy`.
     """
     return _Copy.apply(x, _group(mesh))
 
@@ -188,21 +188,27 @@ def fftn(
 def ifftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
-    """The same for `torch.fft.ifftn`."""
+    """This rank's part of `torch.fft.ifftn` of the whole tensor; arguments are as for `fftn`."""
     return _transform(fft.ifftn, x, mesh, dims, shape, **options)
 
 
 def rfftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
-    """The same for `torch.fft.rfftn`: of real `x` the last transformed dim is one-sided."""
+    """This rank's part of `torch.fft.rfftn` of a real tensor; arguments are as for `fftn`.
+
+    The last transformed dim of the result is one-sided.
+    """
     return _transform(fft.rfftn, x, mesh, dims, shape, **options)
 
 
 def irfftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
-    """The same for `torch.fft.irfftn`; `shape` is that of the one-sided spectrum `x`."""
+    """This rank's part of `torch.fft.irfftn` of the whole tensor; arguments are as for `fftn`.
+
+    `shape` is that of the one-sided spectrum `x`.
+    """
     return _transform(fft.irfftn, x, mesh, dims, shape, **options)
 
 

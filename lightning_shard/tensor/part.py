@@ -1,4 +1,4 @@
-"""What a split tensor holds: this rank's part, in one of several forms."""
+"""A split tensor holds this rank's part, in one of several forms."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -42,7 +42,7 @@ class Part(Protocol):
         """The rows of this rank.
 
         Raises:
-            UnsupportedOperationError: There is no such thing as its rows.
+            UnsupportedOperationError: The part has no rows that could be read.
         """
         ...
 

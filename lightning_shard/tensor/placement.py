@@ -1,4 +1,4 @@
-"""Splitting a tensor over a domain mesh, and putting it together again."""
+"""Splits a tensor over a domain mesh, and puts it together again."""
 
 from collections.abc import Sequence
 from dataclasses import replace

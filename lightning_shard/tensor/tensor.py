@@ -1,4 +1,4 @@
-"""DomainTensor: a tensor that shows the global shape and holds this rank's part.
+"""A `DomainTensor` shows the global shape and holds this rank's part.
 
 It is a `torch.Tensor` subclass without storage. Every function on it arrives at
 `__torch_function__` and is served by its rule, on local tensors; autograd records only those. What

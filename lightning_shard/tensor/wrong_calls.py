@@ -1,4 +1,4 @@
-"""The one place that asks torch whether it would refuse a call, before any rank computes.
+"""Asks torch whether it would refuse a call, before any rank computes.
 
 The function runs on meta tensors of the global shapes, which costs neither memory nor arithmetic.
 What passes is remembered by function, shapes, dtypes and the other arguments, so a training loop

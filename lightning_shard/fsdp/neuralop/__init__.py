@@ -1,1 +1,1 @@
-"""neuraloperator's spectral layers: weights split over the domain, no whole fields."""
+"""Splits the weights of neuraloperator's spectral layers over the domain, without whole fields."""

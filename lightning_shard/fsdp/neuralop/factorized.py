@@ -1,12 +1,12 @@
-"""Factorized spectral weights (Tucker, CP, tensor train) times the modes of split fields.
+"""Multiplies modes of split fields by factorized spectral weights (Tucker, CP, tensor train).
 
 A rank multiplies its own modes: slicing a weight's modes slices one factor, so nothing is expanded
-to the modes of other ranks. A factorized weight is moreover a sum over each of its ranks r: large
-factors are split along r for good, each device multiplies all modes by its terms of the sum, and
+to the modes of other ranks. A factorized weight is also a sum over each of its inner dims r. Large
+factors are split along r for good: each device multiplies all modes by its terms of the sum, and
 the products are added up over devices. Modes then travel twice more (a gather and a
 reduce-scatter), and the factors never.
 
-Whichever way, what is multiplied is the layer's own contraction of local tensors.
+In both ways the product is the layer's own contraction, of local tensors.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""What neuraloperator's layers allocate of whole fields, made of this rank's part.
+"""Lets neuraloperator's layers allocate this rank's part where they would allocate whole fields.
 
-Their values stay theirs: a grid embedding's coordinates are views of one vector for each dim, of
-which each rank copies its rows; and the spectrum of zeros to which a spectral convolution assigns
+The values do not change. The coordinates of a grid embedding are views of one vector for each dim,
+of which each rank copies its rows. The spectrum of zeros to which a spectral convolution assigns
 modes is a `Canvas` from the start. Where no field is split, spectral convolutions still transform
 only the modes that they keep: their input passes as a tensor that is split over one rank.
 """

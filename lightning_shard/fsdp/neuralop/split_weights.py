@@ -1,4 +1,4 @@
-"""Large spectral weights split over the domain: each rank holds the modes or terms it multiplies.
+"""Splits large spectral weights over the domain: each rank holds what it multiplies.
 
 Dense weights are split by mode, large factorized ones by the terms of their sum (factorized.py).
 Such weights are far larger than the modes of the fields, so FSDP2 would send much more for them

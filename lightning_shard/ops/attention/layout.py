@@ -1,4 +1,4 @@
-"""Who holds what in attention: layouts of the operands, and what it costs to bring them there.
+"""Computes the layouts in which operands attend, and what it costs to bring them there.
 
 B batch, H heads, L queries, S keys, E features: queries (B, H, L, E), keys and values (B, H, S, E),
 mask (B, H, L, S); more or fewer batch dims are as good.
@@ -27,7 +27,7 @@ Operand = Subdomain | Tensor
 
 @dataclass(frozen=True)
 class Operands:
-    """What attends to what; `grouped`: several heads of queries share one of keys and values."""
+    """Holds what attends to what; if `grouped`, query heads share one head of keys and values."""
 
     query: Operand
     key: Operand

@@ -1,11 +1,11 @@
-"""Scaled dot-product attention over a split sequence, by one of three algorithms.
+"""Computes scaled dot-product attention over a split sequence, by one of three algorithms.
 
 B batch, H heads, L queries, S keys, E features, D ranks: queries (B, H, l, E), keys and values
 (B, H, s, E).
 
 - all_to_all: queries, keys and values go from (B, H, l, E) to (B, h, L, E), or to a part of the
   batch; torch's own kernel attends; the output goes back (DeepSpeed-Ulysses, Jacobs et al., 2023).
-- gather: all keys and values on every rank, torch's own kernel attends with the rank's queries.
+- gather: every rank gets all keys and values; torch's own kernel attends with the rank's queries.
 - ring: blocks of keys and values come by turns (ops/attention/ring.py).
 
 Bytes sent forward by each rank, of n bytes of its rows: 4 n (D - 1) / D by all_to_all, 2 n (D - 1)
@@ -23,8 +23,9 @@ backward relative to gather (processor time; bytes; peak memory above the operan
 | 2048, 1, 256       | 4     | not split        | 1.15; 1.50           |
 
 So all_to_all is chosen where a whole dim of heads or batches divides well enough and it sends no
-more than a gather would, with the mask; else the ring for keys and values that are too many to be
-gathered: it costs time, and a rank keeps its own rows only. With dropout it does not serve.
+more than a gather would, with the mask. Otherwise the ring is chosen for keys and values that are
+too many to be gathered: it costs time, but a rank keeps its own rows only. The ring cannot drop
+weights, so attention with dropout does not take it.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Norms and distances: powers summed over all ranks, then the root."""
+"""Norms and distances: powers are summed over all ranks, then the root is taken."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def norm(
     dtype: Any = None,
     **kwargs: Any,
 ) -> Subdomain | Tensor:
-    """Vector norms of all orders but the negative finite ones."""
+    """Take a vector norm of any order but a negative finite one."""
     p = kwargs.pop("ord", 2.0 if p in (None, "fro") else p)
     if kwargs or not isinstance(p, int | float) or -math.inf < p < 0:
         raise UnsupportedOperationError(f"norm of order {p!r} with {sorted(kwargs)}")
@@ -64,7 +64,7 @@ def cosine_similarity(
 def cdist(
     func: Callable[..., Tensor], x1: Operand, x2: Operand, p: float = 2.0, *_: Any, **__: Any
 ) -> Operand:
-    """Distances of all pairs: (*, P, M) and (*, R, M) -> (*, P, R); always by differences."""
+    """Compute distances of all pairs by differences: (*, P, M) and (*, R, M) -> (*, P, R)."""
     if any(x.layout.axes(x.ndim - 1) for x in (x1, x2) if isinstance(x, Subdomain)):
         raise UnsupportedOperationError("points whose coordinates are split")
     batch = ascii_letters[: max(x1.ndim, x2.ndim) - 2]

@@ -1,4 +1,4 @@
-"""Linear algebra of small matrices, one for each place of a field: the last two dims are whole.
+"""Linear algebra takes small matrices, one for each place of a field: the last two dims are whole.
 
 The places (batch dims) may be split; each rank works on its own.
 """
@@ -36,7 +36,7 @@ LIMITS = "the matrix dims (the last two) must be whole"
             torch.matrix_exp, Tensor.matrix_exp, linalg.matrix_power, torch.matrix_power,
             Tensor.matrix_power, linalg.matrix_rank, linalg.cond, limits=LIMITS)  # fmt: skip
 def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
-    """Functions of one matrix: numbers, vectors, matrices, or several of these."""
+    """Compute functions of one matrix: numbers, vectors, matrices, or several of these."""
     _whole_matrices(x)
     places = x.layout.dims[:-2]
     found = func(x.local, *args, **kwargs)
@@ -55,7 +55,7 @@ def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: An
 def solve(
     func: Callable[..., Tensor], a: Operand, b: Operand, *args: Any, **kwargs: Any
 ) -> Subdomain:
-    """Systems of equations; their right sides are matrices, or vectors for `linalg.solve`."""
+    """Solve systems of equations; right sides are matrices, or vectors for `linalg.solve`."""
     if func is linalg.solve and tuple(b.shape) == tuple(a.shape[:-1]):
         column = unsqueeze(func, b, -1) if isinstance(b, Subdomain) else b.unsqueeze(-1)
         x = solve(func, a, column, *args, **kwargs)
@@ -112,7 +112,7 @@ def matrix_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Of matrices; `linalg.norm` of one dim, or without an order, is a norm of vectors."""
+    """Take norms of matrices; `linalg.norm` of one dim, or without an order, is of vectors."""
     x = x if dtype is None else x.to(dtype)
     if func is linalg.norm:
         vectors = isinstance(dim, int) or (dim is not None and len(dim) == 1)

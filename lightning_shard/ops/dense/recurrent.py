@@ -31,7 +31,7 @@ def recurrent(
     bidirectional: bool,
     batch_first: Any = None,
 ) -> Any:
-    """(T, B, E), or (B, T, E) if `batch_first`, to the outputs and the last states (L, B, H)."""
+    """Map (T, B, E), or (B, T, E) if `batch_first`, to outputs and the last states (L, B, H)."""
     if batch_first is None or not isinstance(x, Subdomain):
         raise UnsupportedOperationError("packed sequences, or split states of plain sequences")
     batch = 0 if batch_first else 1
@@ -67,7 +67,7 @@ def recurrent(
 def recurrent_cell(
     func: Callable[..., Any], x: Subdomain, hidden: Hidden, *params: Tensor | None
 ) -> Subdomain:
-    """One step: (B, E) and a state (B, H) to the new state."""
+    """Take one step: map (B, E) and a state (B, H) to the new state."""
     return lstm_cell(func, x, hidden, *params)[0]
 
 
@@ -75,7 +75,7 @@ def recurrent_cell(
 def lstm_cell(
     func: Callable[..., Any], x: Subdomain, hidden: Hidden, *params: Tensor | None
 ) -> tuple[Subdomain, ...]:
-    """One step: (B, E) and states (B, H) to new states."""
+    """Take one step: map (B, E) and states (B, H) to new states."""
     if not isinstance(x, Subdomain) or x.layout.axes(1):
         raise UnsupportedOperationError("a recurrence needs all features of a sequence on one rank")
     states = _states(hidden)

@@ -1,10 +1,10 @@
-"""Gradients of split tensors, as the user of the whole tensor expects them.
+"""Gradients of split tensors are those that the user of the whole tensor expects.
 
-A backward pass of a loss starts on every rank of the domain, each with its replica, so inside it
-every cotangent is as many times too large as there are ranks (the mean over the ranks is the
-gradient; see domain/comm.py). What users see of it -- `grad`, hooks, the result of
-`torch.autograd.grad` -- is divided by the number of ranks, and what they put
-into it is multiplied: numbers are those of one process.
+The backward pass of a loss starts on every rank of the domain, each with its replica of the loss.
+The mean over the ranks is the gradient (domain/comm.py), so inside the pass every cotangent is as
+many times too large as there are ranks. What users see of it is divided by the number of ranks:
+`grad`, hooks, and the result of `torch.autograd.grad`. What users put into it is multiplied. So
+all numbers are those of one process.
 """
 
 import math
@@ -63,7 +63,7 @@ def backward(
     inputs: Any = None,
     grad_tensors: Any = None,
 ) -> None:
-    """Of a split tensor: the same as the backward of `(tensor * gradient).sum()`."""
+    """Do for a split tensor what the backward of `(tensor * gradient).sum()` does."""
     outputs = tensors if is_list(tensors) else [tensors]
     inputs = inputs if inputs is None or is_list(inputs) else [inputs]
     domain = subdomains([outputs, inputs])[0].domain
@@ -102,7 +102,7 @@ def register_post_accumulate_grad_hook(
 
 @implements(_GRAD.__get__, checked=False)
 def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
-    """A copy: the gradient of one process, where the accumulated one is the sum over replicas."""
+    """Copy the gradient of one process; the accumulated one is the sum over replicas."""
     if x.local.grad is None:
         return None
     return Subdomain(x.local.grad / ranks_of(x.domain), x.layout, x.domain, moved=True)

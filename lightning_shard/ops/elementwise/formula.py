@@ -1,4 +1,4 @@
-"""Functions that are formulas of other functions, written for whole tensors."""
+"""These functions are formulas of other functions, written for whole tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def _areas(y: Any, x: Any, dx: float, d: int) -> Any:
 def gradient(
     func: Callable[..., Any], x: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:
-    """Central differences, one-sided at the edges."""
+    """Take central differences, one-sided at the edges."""
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     steps = list(spacing) if is_sequence(spacing) else [spacing] * len(dims)
     if any(not isinstance(step, int | float) for step in steps):
@@ -77,7 +77,7 @@ def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
 
 @composes(F.prelu, torch.prelu, Tensor.prelu)
 def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
-    """One slope, or one for each channel (dim 1)."""
+    """Use one slope, or one for each channel (dim 1)."""
     x, weight = _autocast(None, x, weight)
     slope = (
         weight.reshape([-1] + [1] * max(x.ndim - 2, 0))
@@ -141,7 +141,7 @@ def vecdot(func: Callable[..., Tensor], x: Any, y: Any, *, dim: int = -1) -> Ten
 
 @composes(linalg.cross, torch.cross, Tensor.cross)
 def cross(func: Callable[..., Tensor], x: Any, other: Any, dim: int | None = None) -> Tensor:
-    """Over a dim of three components."""
+    """Take the cross product along a dim of three components."""
     x, y = typed_torch.broadcast_tensors(x, other)
     if dim is None:
         dim = -1 if func is linalg.cross or 3 not in x.shape else list(x.shape).index(3)
@@ -225,7 +225,7 @@ def cosine_embedding_loss(
     reduction: str = "mean",
     **_: Any,
 ) -> Tensor:
-    """As torch does, with 1e-12 added to the squared lengths."""
+    """Add 1e-12 to the squared lengths, as torch does."""
     x, y, target = _autocast(torch.float32, x, y, target)
     squares = [(t * t).sum(-1) + 1e-12 for t in (x, y)]
     cosine = (x * y).sum(-1) / (squares[0] * squares[1]).sqrt()

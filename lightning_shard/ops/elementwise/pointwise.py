@@ -112,7 +112,7 @@ def elementwise(func: Callable[..., Any], *operands: Subdomain | Tensor) -> Any:
 
 @implements(*_named(set(CONVERSIONS), torch, Tensor), accessors("data").__get__, checked=False)
 def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another dtype, device or content, the same layout; a second tensor only lends its dtype."""
+    """Change dtype, device or content and keep the layout; a second tensor lends its dtype."""
     args = tuple(a.local if isinstance(a, Subdomain) else a for a in args)
     if not isinstance(x, Subdomain):
         return func(x, *args, **kwargs)
@@ -122,7 +122,7 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
 def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Tensor:
-    """A tensor of the shape that is given: whole on every rank."""
+    """Make a tensor of the shape that is given, whole on every rank."""
     return func(x.local, *args, **kwargs)
 
 

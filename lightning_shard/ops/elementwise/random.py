@@ -1,4 +1,4 @@
-"""Random numbers of split tensors: independent on each part, alike on the ranks that hold it.
+"""Random numbers are independent on each part of a tensor, and alike on the ranks that hold it.
 
 One seed is drawn from the default generator of the CPU (or from the generator given), so every rank
 advances it equally and code that draws plain tensors stays in step. The numbers then come from a
@@ -138,7 +138,7 @@ def random_like(func: Callable[..., Tensor], x: Subdomain, **options: Any) -> Su
 def randint_like(
     func: Callable[..., Tensor], x: Subdomain, *limits: int, **options: Any
 ) -> Subdomain:
-    """`high`, or `low` and `high`."""
+    """`limits` are `high`, or `low` and `high`."""
     limits = limits or tuple(options.pop(k) for k in ("low", "high") if k in options)
     bounds = limits if len(limits) > 1 else (0, *limits)
     return _new_numbers(x, lambda t, **own: t.random_(*bounds, **own), **options)

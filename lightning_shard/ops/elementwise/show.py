@@ -1,4 +1,4 @@
-"""Split tensors and the rest of Python: text, numbers, truth; never an array of one part."""
+"""Turns split tensors into text, numbers and truth, but never into an array of one part."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from lightning_shard.ops.registry import implements, implements_lazily
 @implements(Tensor.__repr__, checked=False)
 @implements_lazily(Tensor.__repr__)
 def text(func: Callable[..., str], x: Any, *args: Any, **kwargs: Any) -> str:
-    """Shape, dtype and placement of the whole, values of this rank's part; nothing is sent."""
+    """Show shape, dtype and placement of the whole, and this rank's values; nothing is sent."""
     if not isinstance(x, Subdomain):
         return f"DomainTensor(shape={tuple(x.shape)}, dtype={x.dtype}, a spectrum not computed yet)"
     placement = str(x.layout).partition(", dim")[2]
@@ -38,7 +38,7 @@ def formatted(func: Callable[..., str], x: Any, spec: str) -> str:
 @implements(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
             Tensor.__complex__, torch.is_nonzero, Tensor.is_nonzero, checked=False)  # fmt: skip
 def number(func: Callable[..., Any], x: Subdomain) -> Any:
-    """The number in a tensor of one element, on every rank."""
+    """Read the number in a tensor of one element, on every rank."""
     if any(n != 1 for n in x.shape):
         return func(x.local.new_zeros(()).expand(x.shape))  # raises torch's error
     for dim in x.layout.split_dims:

@@ -1,7 +1,7 @@
-"""Batch, instance and group norms: moments of the global tensor, then one multiply-add.
+"""Batch, instance and group norms take the moments of the global tensor, then one multiply-add.
 
-Each rank reduces its own rows to a mean and a variance; these (a few numbers per channel) are
-gathered once and combined exactly, weighted by the ranks' numbers of rows, which all ranks know.
+Each rank reduces its own rows to a mean and a variance. These few numbers per channel are gathered
+once and combined exactly: each counts by its rank's number of rows, which all ranks know.
 Half precision is reduced in float32.
 """
 
@@ -93,7 +93,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Subdomain:
-    """Statistics over the domain ranks; each keeps the same running buffers."""
+    """Normalize by statistics of all domain ranks; each rank keeps the same running buffers."""
     x = input
     if x.ndim < 2:
         raise UnsupportedOperationError("batch_norm of a tensor without channels (dim 1)")
@@ -127,7 +127,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Subdomain:
-    """Statistics of each image; the running ones take their mean over the batch."""
+    """Normalize each image by its statistics; the running ones take their mean over the batch."""
     x = input
     if not use_input_stats:
         return batch_norm(F.batch_norm, x, running_mean, running_var, weight, bias, False, eps=eps)

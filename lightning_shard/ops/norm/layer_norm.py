@@ -1,4 +1,4 @@
-"""Normalisations of each sample: over its last dims, a window of channels, or to unit length."""
+"""Normalizes each sample: over its last dims, over a window of channels, or to unit length."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

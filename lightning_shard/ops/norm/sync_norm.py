@@ -1,4 +1,4 @@
-"""Sync batch norm: statistics over all ranks of a process group, which holds whole domains.
+"""Sync batch norm takes statistics over all ranks of a process group that holds whole domains.
 
 Ranks that hold the same rows count them alike, so the mean over all ranks is that over all rows.
 """
@@ -35,7 +35,7 @@ def sync_batch_norm(
     group: dist.ProcessGroup,
     world_size: int,
 ) -> Subdomain:
-    """What `torch.nn.SyncBatchNorm` applies in training, with gradients of all ranks' losses."""
+    """Normalize as `torch.nn.SyncBatchNorm` in training, with gradients of all ranks' losses."""
     x, ranks = input, integers(input.domain.mesh.mesh.flatten())
     if x.layout.axes(1):
         raise UnsupportedOperationError("sync batch norm over split channels (dim 1)")

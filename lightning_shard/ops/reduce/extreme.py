@@ -1,4 +1,4 @@
-"""Extremes, and where they are: each rank's candidate, then the best of the candidates.
+"""Finds extremes, and where they are: each rank has a candidate, and the best one wins.
 
 Ranks hold rows in ascending order and a rank without rows comes last, so the first of equal
 candidates is the first of equal rows, as in torch.
@@ -60,7 +60,7 @@ _PAIRS: dict[Callable[..., Any], Any] = {
 def extreme(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = (), keepdim: bool = False
 ) -> Subdomain | Tensor:
-    """The extreme; as torch does, ties share the gradient."""
+    """Find the extreme; ties share the gradient, as in torch."""
     dims = reduced_dims(x, dim)
     axes = x.layout.axes(*dims) if dims else ()
     if not axes:

@@ -1,4 +1,4 @@
-"""Which values there are, and how often: each rank counts its own, and tells the others.
+"""Finds which values there are, and how often: each rank counts its own and tells the others.
 
 Counts in bins are added up by one all-reduce. Distinct values, of which no rank knows the number,
 are put together on every rank.
@@ -27,7 +27,7 @@ def histc(
     min: float = 0,  # noqa: A002 - torch's names of the arguments
     max: float = 0,  # noqa: A002
 ) -> Tensor:
-    """Counts in `bins` equal bins, on every rank; the range is that of all values if none given."""
+    """Count in `bins` equal bins, on every rank; the default range is that of all values."""
     low, high = float(min), float(max)
     if low == high and 0 not in x.shape:
         ends = [extreme(pick, x) for pick in (torch.amin, torch.amax)]
@@ -45,7 +45,7 @@ def bincount(
     weights: Subdomain | Tensor | None = None,
     minlength: int = 0,
 ) -> Tensor:
-    """Counts of the numbers 0, 1, ..., on every rank."""
+    """Count the numbers 0, 1, ..., on every rank."""
     if weights is not None and not (isinstance(weights, Subdomain) and weights.layout == x.layout):
         raise UnsupportedOperationError("weights that are not split as the values are")
     own = weights.local if isinstance(weights, Subdomain) else None
@@ -63,7 +63,7 @@ def unique(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The distinct values of all ranks, sorted, and how often each occurs: plain tensors."""
+    """Find the distinct values of all ranks, sorted, and how often each occurs: plain tensors."""
     if return_inverse or dim is not None:
         raise UnsupportedOperationError("inverse indices of distinct values, or those along a dim")
     own, numbers = typed_torch.unique(x.local, return_counts=True)

@@ -1,4 +1,4 @@
-"""Losses: per element or per sample on every rank, then the reduction over all ranks."""
+"""Computes losses per element or per sample on every rank, then reduces them over all ranks."""
 
 import inspect
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their mean divides by the sum of th
             F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss,
             F.hinge_embedding_loss, F.margin_ranking_loss)  # fmt: skip
 def elementwise_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operand:
-    """A pointwise function of its tensors with a reduction after it."""
+    """Apply the function to each element, then reduce."""
     given = _arguments(func, args, kwargs)
     reduction = given.pop("reduction", "mean")
     weight = given.pop("weight", None) if func in _WEIGHTED_MEANS else None
@@ -44,7 +44,7 @@ def elementwise_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
 
 @implements(F.cross_entropy, F.nll_loss, limits="the classes (dim 1) must be whole")
 def class_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operand:
-    """Per sample or pixel; the mean divides by the global weight of the classes that count."""
+    """Compute it per sample or pixel; a mean divides by the global weight of the classes."""
     given = _arguments(func, args, kwargs)
     x, target = given.pop("input"), given.pop("target")
     reduction = given.pop("reduction", "mean")

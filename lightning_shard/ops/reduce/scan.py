@@ -1,4 +1,4 @@
-"""Cumulative functions: a local scan, then the carry of the ranks before this one."""
+"""Cumulative functions scan locally, then take in the carry of the ranks before this one."""
 
 from collections.abc import Callable
 from typing import Any

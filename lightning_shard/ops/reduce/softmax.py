@@ -1,4 +1,4 @@
-"""Softmax and its relatives: over a split dim the global maximum, then one sum of exponentials."""
+"""Softmax and its relatives take the global maximum of a split dim, then sum exponentials once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ def softmin(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any
 def logsumexp(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims, keepdim: bool = False
 ) -> Subdomain | Tensor:
-    """As torch does, an infinite maximum is not subtracted: the sum then decides."""
+    """Do not subtract an infinite maximum, as torch does not: the sum then decides."""
     dims = reduced_dims(x, dim)
     if not x.layout.axes(*dims) or not volume(x.layout, dims):
         return result(x, torch.logsumexp(x.local, dims, keepdim), dims, keepdim)

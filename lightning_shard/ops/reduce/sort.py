@@ -1,4 +1,4 @@
-"""Order statistics: local along whole dims; `topk` over a split dim is of the ranks' own.
+"""Order statistics run locally along whole dims; `topk` of a split dim compares the ranks' best.
 
 A sort, a median or a quantile over a split dim needs all its rows in order on one rank: an
 all-to-all moves the split to another dim. Where no other dim is whole it is refused.
@@ -25,7 +25,7 @@ _ORDERED = "over a split dim only if another dim of 2 or more rows is whole"
 @implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.cummax, Tensor.cummax,
             torch.cummin, Tensor.cummin, limits=_ORDERED)  # fmt: skip
 def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
-    """Functions along one whole dim that keep the shape."""
+    """Apply a function along one whole dim that keeps the shape."""
     return _ordered_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
 
 
@@ -70,7 +70,7 @@ _STATISTICS: dict[Callable[..., Any], _Statistic] = {
 
 @implements(*_STATISTICS, limits="name a dim; over a split one only if another dim is whole")
 def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
-    """Functions that reduce one whole dim; `quantile` of several q has them as the first dim."""
+    """Reduce one whole dim; `quantile` of several q has them as the first dim."""
     kind = _STATISTICS[func]
     after_leading = args if kind.leading is None or kind.leading in kwargs else args[1:]
     asked = _named_dim(after_leading, kwargs, kind.default_dim)

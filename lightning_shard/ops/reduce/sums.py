@@ -1,4 +1,4 @@
-"""Reductions: the local part, one all-reduce over the axes that split the reduced dims.
+"""Reductions: each rank reduces its part, then one all-reduce joins the ranks that split the dims.
 
 What is reduced over every split dim comes back as a plain tensor, the same on every rank.
 """
@@ -72,7 +72,7 @@ def var(
     *,
     correction: float | None = None,
 ) -> Subdomain | Tensor:
-    """Two passes: the global mean, then the squared distances from it."""
+    """Take two passes: the global mean, then the squared distances from it."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dims = reduced_dims(x, dim)
@@ -186,7 +186,7 @@ def equal(func: Callable[..., bool], x: Any, other: Any) -> bool:
 
 @implements(torch.allclose, Tensor.allclose)
 def allclose(func: Callable[..., bool], x: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
-    """One answer for all ranks."""
+    """Give one answer for all ranks."""
     layout = common_layout([x, other])
     owner = x if isinstance(x, Subdomain) else other
     agrees = func(local_part(x, layout), local_part(other, layout), *args, **kwargs)

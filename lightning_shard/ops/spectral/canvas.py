@@ -1,4 +1,4 @@
-"""Spectra that are written: a complex tensor of zeros to which modes of split tensors are assigned.
+"""A `Canvas` is a spectrum that is written: zeros to which modes of split tensors are assigned.
 
 In `out = torch.zeros(...); out[slices] = modes` the plain tensor becomes a `Canvas`, which records
 the assignment; the inverse transform reads the recorded modes, and nothing else is ever stored.

@@ -1,4 +1,4 @@
-"""The cost rule of spectra: in which order the dims are transformed, and each by which method.
+"""Chooses in which order the dims of a field are transformed, and each by which method.
 
 A dim of N rows over P ranks is transformed by a matrix product of the k kept frequencies, whose
 partial sums are reduce-scattered over modes, or by an FFT, which needs whole rows: a split dim is

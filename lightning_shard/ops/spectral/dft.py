@@ -1,4 +1,4 @@
-"""One dim of a discrete Fourier transform of which some frequencies are kept, and its adjoint.
+"""Transforms one dim to those of its frequencies that are kept, and computes the adjoint.
 
 A dim of N rows of which k frequencies are kept is one (k, N) matrix; a rank applies its columns to
 its rows. Phases are exact integers (f n) mod N, turned into float64 angles, and cast last. Products

@@ -1,4 +1,4 @@
-"""torch.fft on split tensors, by lazy spectra (ops/spectral/spectrum.py)."""
+"""Serves torch.fft on split tensors by lazy spectra (ops/spectral/spectrum.py)."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Transforms of Hermitian signals: real transforms of the conjugate, scaled the other way."""
+"""Transforms of Hermitian signals are real transforms of the conjugate, scaled the other way."""
 
 from collections.abc import Callable
 from typing import Any

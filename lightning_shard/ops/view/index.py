@@ -1,4 +1,4 @@
-"""Rows chosen by position: slices, single rows, shifts, mirrored and padded rows, assignment."""
+"""Chooses rows by position: slices, single rows, lists of rows, and rows that a function names."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ from lightning_shard.processes.typed import integers, typed_torch
 
 
 def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
-    """The rows `rows` (ascending) of `dim`."""
+    """Take the rows `rows` of `dim`, which ascend."""
     if not x.layout.axes(dim):
         local = x.local[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
         return x.view(local, x.layout.with_dim(dim, len(rows)))
@@ -39,7 +39,7 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
 
 
 def single(x: Subdomain, dim: int, row: int) -> Subdomain:
-    """Row `row` of `dim`, on every rank, without the dim."""
+    """Take row `row` of `dim` to every rank; the dim itself goes."""
     local, moved = x.local, x.moved
     if x.layout.axes(dim):
         x = simple(x, dim)
@@ -74,7 +74,7 @@ def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
 
 @implements(Tensor.__getitem__, limits="no split masks; index tensors for one dim, if it is split")
 def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
-    """Slices, numbers and None dim by dim; then lists of rows, on dims that lie side by side."""
+    """Index by slices, numbers and None dim by dim, then by lists on dims that lie side by side."""
     if not isinstance(x, Subdomain):
         return _rows_of_table(x, index)
     d = 0

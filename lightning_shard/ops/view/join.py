@@ -1,4 +1,4 @@
-"""Concatenation: along whole dims locally; along a split dim each rank fetches its output rows."""
+"""Joins tensors: along whole dims locally; along a split dim each rank fetches its output rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

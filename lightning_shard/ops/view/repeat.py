@@ -1,4 +1,4 @@
-"""Copies of rows: repeated, tiled, interleaved, and spread over a grid."""
+"""Copies rows: repeats, tiles and interleaves them, and spreads them over a grid."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ Operand = Subdomain | Tensor
 
 @implements(Tensor.repeat, torch.tile, Tensor.tile)
 def repeat(func: Callable[..., Any], x: Subdomain, *sizes: Any, **kwargs: Any) -> Subdomain:
-    """Whole dims locally; of a split dim each rank fetches the rows of its part of the copies."""
+    """Whole dims are copied locally; of a split dim each rank fetches the rows of its part."""
     counts = [int(n) for n in listed(sizes or tuple(kwargs.values()))]
     counts = [1] * (x.ndim - len(counts)) + counts
     added = len(counts) - x.ndim

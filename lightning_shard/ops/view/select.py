@@ -1,4 +1,4 @@
-"""Elements picked or written by an index tensor along one dim.
+"""Picks or writes elements by an index tensor along one dim.
 
 The other dims of operand and index are taken alike, so every rank has what its part of the index
 names if the dim that is indexed is whole. A plain index also picks from a split one.
@@ -77,7 +77,7 @@ def take_along_dim(
 def scatter(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
 ) -> Subdomain | Became:
-    """Index and source extend as far as the operand along split dims."""
+    """Write `source`; along split dims it and the index must extend as far as the operand."""
     source = args[0] if args else kwargs.pop("src" if "src" in kwargs else "value")
     d = dim % x.ndim
     operands = [o for o in (x, index, source) if isinstance(o, Subdomain | Tensor) and o.ndim]

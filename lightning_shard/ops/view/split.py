@@ -1,4 +1,4 @@
-"""A tensor cut into several along a dim; each piece is split canonically for its own extent."""
+"""Cuts a tensor into several along a dim; each piece is split canonically for its own extent."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,7 +1,7 @@
-"""Adaptive maxima: the windows of adaptive_pool.py, laid side by side for torch's function.
+"""Adaptive max pooling lays the windows side by side, so that torch's own function pools them.
 
-Among equal maxima torch takes the first in the order of the global image, and so do the ranks
-together: the index decides.
+Among equal maxima torch takes the first in the order of the global image. The ranks together take
+the same one, because they compare the indices.
 """
 
 import itertools

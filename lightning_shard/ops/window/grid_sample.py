@@ -73,7 +73,7 @@ def _layout(like: Layout, dims: Sequence[Dim]) -> Layout:
 def affine_grid(
     func: Callable[..., Tensor], theta: Subdomain, size: Sequence[int], align_corners: Any = None
 ) -> Subdomain:
-    """Transformations split over the batch; plain ones give a plain grid without any rule."""
+    """Split the grid as the transformations, over the batch; plain ones need no rule."""
     if theta.layout.axes(1, 2):
         raise UnsupportedOperationError("affine_grid of matrices that are split")
     batch, rows = theta.layout.dims[0], theta.local.shape[0]

@@ -149,7 +149,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Subdomain | Tensor:
-    """Split dims by their bands, whole ones by torch's function (with factor 1 for the others)."""
+    """Interpolate split dims by their bands, then whole dims by torch's function."""
     x, n = input, input.ndim - 2
     size = size if size is None or isinstance(size, int) else tuple(map(int, size))
     factors = None if scale_factor is None else tuple(_per_dim(scale_factor, n))

@@ -1,4 +1,4 @@
-"""Padding and cropping: whole dims locally, split ones row by row of the padded output."""
+"""Padding and cropping: whole dims are done locally, split ones row by row of the output."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

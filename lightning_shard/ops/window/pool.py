@@ -1,4 +1,4 @@
-"""Pooling over windows of fixed size: the rows under this rank's windows, then torch's function."""
+"""Pooling: each rank fetches the rows under its own windows, then torch's function pools them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -194,7 +194,7 @@ def lp_pool(
     stride: int | Sequence[int] | None = None,
     ceil_mode: bool = False,
 ) -> Subdomain:
-    """As torch composes it of its other poolings."""
+    """Compose it of other poolings, as torch does."""
     x, n = input, SPATIAL_DIMS[func]
     if norm_type == 0:
         raise ValueError(f"norm_type must be a non-zero value, but got {norm_type}")

@@ -1,4 +1,4 @@
-"""Rows in another order (rolled, mirrored, turned), and differences of neighbouring rows."""
+"""Rolls, mirrors and turns rows, and takes differences of neighbouring rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

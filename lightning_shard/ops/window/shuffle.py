@@ -1,4 +1,4 @@
-"""Rows into channels and back: pixel shuffles, sliding blocks (unfold) and their sum (fold).
+"""Turns rows into channels and back: pixel shuffles, sliding blocks (unfold) and their sum (fold).
 
 The blocks of `unfold` lie in one dim of L = Ho * Wo places, which stays the product of its factors:
 a rank holds the blocks of its own rows, and `fold` finds the rows again.
@@ -28,7 +28,7 @@ def pixel_shuffle(
     input: Subdomain,  # noqa: A002 - torch's name of the argument
     upscale_factor: int,
 ) -> Subdomain:
-    """Each rank fetches the rows of its output rows, of which the outer two may be parts."""
+    """Each rank fetches the rows of its output rows; of the outer two it may need a part."""
     x, r = input, upscale_factor
     layout = _with_channels(x, (1, r * r))
     starts: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Overlapping windows of one dim, as `Tensor.unfold` shows them."""
+"""Shows the overlapping windows of one dim, as `Tensor.unfold` does."""
 
 from collections.abc import Callable
 from typing import Any
