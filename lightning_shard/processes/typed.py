@@ -7,6 +7,7 @@ in the lowest room because all rooms above may import it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,12 @@ ToTensor = Callable[..., Tensor]
 ToTensors = Callable[..., tuple[Tensor, ...]]
 
 
+class Random(Protocol):
+    """The function of `torch.random` that lacks a type."""
+
+    fork_rng: Callable[..., AbstractContextManager[None]]
+
+
 class Torch(Protocol):
     """The functions of `torch` itself that lack a type."""
 
@@ -25,6 +32,7 @@ class Torch(Protocol):
     atleast_3d: ToTensor
     broadcast_shapes: Callable[..., torch.Size]
     broadcast_tensors: ToTensors
+    manual_seed: Callable[[int], torch.Generator]
     norm: ToTensor
     tensordot: ToTensor
     unique: ToTensors
@@ -96,6 +104,7 @@ class Special(Protocol):
 
 
 typed_torch: Torch = torch
+random: Random = torch.random
 fft: Fft = torch.fft
 linalg: Linalg = torch.linalg
 special: Special = torch.special

@@ -3,12 +3,11 @@
 import itertools
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from lightning_shard.processes.typed import is_list
+from lightning_shard.processes.typed import is_list, random, typed_torch
 
 Data = LightningDataModule | DataLoader[Any]
 Stage = Literal["fit", "validate", "test", "predict"]
@@ -46,8 +45,8 @@ def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any
         ValueError: There is no DataLoader of training batches.
         NotRehearsedError: There are no batches of another stage.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with random.fork_rng(devices=[]):
+        typed_torch.manual_seed(0)
         if stage != "fit" and has_own_loaders(module, data, stage):
             return _of_own_loaders(_owner(module, data), stage)
         if isinstance(data, LightningDataModule):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.processes.torch_internals import is_autocast, modes_on_stack
+from lightning_shard.processes.typed import random
 from lightning_shard.tensor.gathering import split_in
 
 LARGEST = 2**22  # elements up to which a call that meta tensors refuse is tried on real ones
@@ -112,8 +113,8 @@ def _random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextMana
     """Afterwards the generators of random numbers are where they were."""
     other = next((d for d in devices if d.type not in ("cpu", "meta")), None)
     if other is None:
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[other.index], device_type=other.type)
+        return random.fork_rng(devices=[])
+    return random.fork_rng(devices=[other.index], device_type=other.type)
 
 
 def _on_meta(x: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ AVERAGE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 
 
 def output_sizes(x: Subdomain, n: int, output_size: Any) -> list[int]:
-    sizes = [output_size] * n if isinstance(output_size, int) else list(output_size)
+    listed = [output_size] if isinstance(output_size, int) else output_size
+    sizes: list[int | None] = list(listed)
     sizes = sizes * n if len(sizes) == 1 else sizes
     return [own if m is None else int(m) for m, own in zip(sizes, x.shape[-n:], strict=True)]
 

@@ -30,8 +30,6 @@ def conv_transpose(
     dilation: int | Sequence[int] = 1,
 ) -> Subdomain:
     x, n = input, weight.ndim - 2
-    if not isinstance(x, Subdomain) or isinstance(weight, Subdomain):
-        raise UnsupportedOperationError("only the input may be split, not the weight")
     first = x.ndim - n  # the first spatial dim; 1 for an input without batch
     if x.layout.axes(first - 1):
         raise UnsupportedOperationError(f"convolution over split channels (dim {first - 1})")
