@@ -111,15 +111,18 @@ def _made(
     if reason is not None and dist.get_rank() == 0:
         warnings.warn(reason, stacklevel=4)
     lent = [n == len(nodes) > 1 and name not in _DATA for n, name in zip(sizes, names, strict=True)]
-    own = tuple((dist.get_backend() if each else None, None) for each in lent)
+    own = [dist.get_backend() if each else None for each in lent]
     with making_groups():
         if torch.equal(ranks.flatten(), torch.arange(len(nodes))):
-            override = {name: each for name, each in zip(names, own, strict=True) if each[0]}
             mesh = init_device_mesh(
-                device_type, sizes, mesh_dim_names=names, backend_override=override
+                device_type,
+                sizes,
+                mesh_dim_names=names,
+                backend_override={n: each for n, each in zip(names, own, strict=True) if each},
             )
         else:
-            mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=own)
+            pairs = tuple((each, None) for each in own)
+            mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=pairs)
         if names[:2] == ("replicate", "shard"):
             flattened(mesh["replicate", "shard"], "data")
     return mesh
