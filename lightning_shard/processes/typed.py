@@ -21,7 +21,8 @@ ToTensors = Callable[..., tuple[Tensor, ...]]
 class Random(Protocol):
     """The function of `torch.random` that lacks a type."""
 
-    fork_rng: Callable[..., AbstractContextManager[None]]
+    @property
+    def fork_rng(self) -> Callable[..., AbstractContextManager[None]]: ...
 
 
 class Torch(Protocol):
