@@ -7,7 +7,7 @@ Shapes: S samples of C channels.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,7 @@ def read_blocks(
 
 
 @contextmanager
-def _opened(path: Path, group: str) -> Iterator[Any]:
+def _opened(path: Path, group: str) -> Generator[Any]:
     arrays = open_fields(path, group)
     try:
         yield arrays
