@@ -1,6 +1,6 @@
 """Checks whether a module gives on several processes what it gives on one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class StepCheck:
         split: Which entries of its batch were split.
         refused: The sentence with which the step stopped, if it did.
         gathered: Functions without a rule for split tensors, by name.
+        functions: What `allow_function` did for each of them that is a custom autograd Function.
         differences: The relative difference of each value, the largest first: gradients and buffers
             of a training step, outputs and logged values of another.
         loss: The loss of a training step in one process.
@@ -45,6 +46,7 @@ class StepCheck:
     split: SplitSummary = field(default_factory=SplitSummary)
     refused: str = ""
     gathered: list[str] = field(default_factory=list[str])
+    functions: dict[str, str] = field(default_factory=dict[str, str])
     differences: dict[str, float] = field(default_factory=dict[str, float])
     loss: float = 0.0
     loss_difference: float = 0.0
@@ -153,6 +155,7 @@ class Check:
                 lines += [
                     f"Without a rule for split tensors, computed on gathered ones in {step.step}:",
                     *(f"  {name}" for name in step.gathered),
+                    *(f"With allow_function({n}) {what}." for n, what in step.functions.items()),
                 ]
             lines += step.lines(ranks)
         lines += [f"{step} was not rehearsed: {why}." for step, why in self.not_rehearsed.items()]
@@ -212,7 +215,14 @@ def _check_step(
     def compare(options: dict[str, Any]) -> StepCheck:
         (alone,) = _alone(module, data, stage, options)
         ranks = rehearse(module, data, domain, shard_dims, stage, **options)
-        return compared(alone, ranks[0], stage)
+        step = compared(alone, ranks[0], stage)
+
+        def again(allowed: list[str]) -> Rehearsal:
+            given: dict[str, Any] = {"allowed": allowed, **options}
+            return rehearse(module, data, domain, shard_dims, stage, **given)[0]
+
+        step.functions = _tried(ranks[0].functions, again, lambda r: compared(alone, r, stage))
+        return step
 
     found = compare(trainer)
     if found.refused or found.is_exact or "precision" in trainer:
@@ -223,6 +233,44 @@ def _check_step(
         return found
     double.rounding = found.worst
     return double
+
+
+def _tried(
+    functions: list[str],
+    rehearsed: Callable[[list[str]], Rehearsal],
+    compare: Callable[[Rehearsal], StepCheck],
+) -> dict[str, str]:
+    """What `allow_function` does for each Function, in words.
+
+    Behind one that is gathered others do not meet split tensors, so those that agree stay allowed.
+    """
+    said: dict[str, str] = {}
+    agreed: list[str] = []
+    waiting = list(functions)
+    while waiting:
+        name = waiting.pop(0)
+        try:
+            first = rehearsed([*agreed, name])
+        except ProcessRaisedException as error:  # of its forward or its backward
+            said[name] = f"it fails: {str(error).strip().splitlines()[-1]}"
+            continue
+        step = compare(first)
+        said[name] = _agreement(step)
+        if step.is_exact:
+            agreed.append(name)
+            waiting += [new for new in first.functions if new not in {*said, *waiting}]
+    return said
+
+
+def _agreement(step: StepCheck) -> str:
+    """What a step with a Function allowed says of it, in words."""
+    if step.refused:
+        return f"it stops: {step.refused}"
+    if step.is_exact:
+        return "value and gradient agree" if step.step == "training_step" else "its values agree"
+    if step.loss_difference > step.tolerance or step.step != "training_step":
+        return f"its value differs, by {step.loss_difference or step.worst:.1e} of the whole"
+    return f"its value agrees, and gradients differ by up to {step.worst:.1e}"
 
 
 def _alone(

@@ -18,6 +18,7 @@ class Rehearsal:
         gradients: Each parameter's gradient, whole, and each buffer after the training step.
         values: What an evaluation step returned, whole, and what it logged, by name.
         gathered: Functions without a rule for split tensors, which ran on gathered ones.
+        functions: Those of them that are custom autograd Functions.
         refused: The sentence with which the step stopped, if it did.
         split: Which entries of the batch were split.
         parameters: Bytes of all parameters.
@@ -32,6 +33,7 @@ class Rehearsal:
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     values: dict[str, Value] = field(default_factory=dict[str, Value])
     gathered: list[str] = field(default_factory=list[str])
+    functions: list[str] = field(default_factory=list[str])
     refused: str = ""
     split: SplitSummary = field(default_factory=SplitSummary)
     parameters: int = 0

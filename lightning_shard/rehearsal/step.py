@@ -22,6 +22,7 @@ from lightning_shard.processes.launch import launch
 from lightning_shard.rehearsal.batches import Data, Stage, feed, first_batches
 from lightning_shard.rehearsal.seen import Rehearsal
 from lightning_shard.rehearsal.watch import Keep, Watch
+from lightning_shard.tensor.autograd_function import functions_met, functions_to_try
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.trainer.batch import ShardDims
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -39,6 +40,7 @@ class _Task:
     batches: list[Any]
     domain: tuple[int, ...]
     shard_dims: ShardDims
+    allowed: Sequence[str]
     trainer: dict[str, Any]
 
 
@@ -48,6 +50,8 @@ def rehearse(
     domain: Sequence[int],
     shard_dims: ShardDims = None,
     stage: Stage = "fit",
+    *,
+    allowed: Sequence[str] = (),
     **trainer: Any,
 ) -> list[Rehearsal]:
     """Run one step on the CPU, on as many processes as the domain has ranks.
@@ -58,6 +62,8 @@ def rehearse(
         domain: Ranks along each split dim; `()` for Lightning's own strategy in one process.
         shard_dims: As for `HybridShardStrategy`.
         stage: "fit" for a training step, or the Trainer's method that calls another step.
+        allowed: Names of custom autograd Functions that run as `allow_function` lets them, and not
+            on gathered tensors.
         trainer: Arguments of the Trainer, such as its precision.
 
     Returns:
@@ -68,13 +74,14 @@ def rehearse(
     """
     batches = first_batches(module, data, stage)
     own = data if isinstance(data, LightningDataModule) else None
-    task = _Task(module, own, stage, batches, tuple(domain), shard_dims, trainer)
+    task = _Task(module, own, stage, batches, tuple(domain), shard_dims, allowed, trainer)
     return launch(_step, task, processes=math.prod(domain))
 
 
 def _step(task: _Task) -> Rehearsal:
     seed_everything(0, verbose=False)  # ours begins again with this seed once ranks have met
     seen = Rehearsal()
+    functions_to_try.update(task.allowed)
     with warnings.catch_warnings(record=True) as noted, _quiet(), allow_gather():
         warnings.simplefilter("always")
         trainer = _trainer(task, seen)
@@ -91,6 +98,7 @@ def _step(task: _Task) -> Rehearsal:
         seen.values |= {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()}
     found = (_GATHERED.match(str(warning.message)) for warning in noted)
     seen.gathered = list(dict.fromkeys(match[1] for match in found if match))
+    seen.functions = [name for name in functions_met if name not in task.allowed]
     if dist.get_rank():
         seen.gradients, seen.values = {}, {}
     return seen

@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from lightning_shard.domain.align import gathered, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Domain, Subdomain
+from lightning_shard.ops import name_of
 from lightning_shard.ops.elementwise.autograd import mean_over_ranks, ranks_of
 from lightning_shard.processes.torch_internals import (
     BackwardHookFunction,
@@ -33,6 +34,10 @@ from lightning_shard.tensor.part import Part, followed
 from lightning_shard.tensor.tensor import DomainTensor
 
 F = TypeVar("F", bound=type[Function])
+
+# of this process, for `check`: Functions that `allow_gather` met, and those to allow instead
+functions_met: dict[str, None] = {}
+functions_to_try: set[str] = set()
 
 
 def allow_function(function: F) -> F:
@@ -234,6 +239,7 @@ def gather_functions() -> None:
     """Let a Function that nobody allowed run on whole tensors, inside `allow_gather`.
 
     A Function does not ask its arguments for a rule, so `Function.apply` itself looks at them.
+    Those that are to be tried (`functions_to_try`) are allowed instead.
     """
     plain: Any = vars(Function)["apply"]
 
@@ -242,6 +248,9 @@ def gather_functions() -> None:
         split = any(isinstance(a, DomainTensor) for a in (*args, *kwargs.values()))
         if not (split and gather_allowed.get()) or cls is _Leave or node_class(cls) in followed:
             return own(*args, **kwargs)
+        functions_met[name_of(cls)] = None
+        if name_of(cls) in functions_to_try:
+            return allow_function(cls).apply(*args, **kwargs)
         return on_whole_tensors(own, args, kwargs, DomainTensor, name=cls)
 
     Function.apply = classmethod(apply)

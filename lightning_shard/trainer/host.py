@@ -46,12 +46,14 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 __all__ = [
     "Launcher",
     "MultiProcessingLauncher",
+    "NotCompiled",
     "SubprocessScriptLauncher",
     "WorkerOutput",
     "WrappingCheckpointIO",
@@ -69,6 +71,28 @@ __all__ = [
     "tell_mesh",
     "throughputs",
 ]
+
+
+class NotCompiled(ParallelStrategy):
+    """A strategy whose Trainer refuses what `torch.compile` returned; with our advice.
+
+    The Trainer gives the module to the strategy before it looks whether this is one of its own that
+    take compiled modules. Without the names its sentence is raised, which advises to take another.
+    """
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self.__dict__.get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        if module is not None and module._compiler_ctx is not None:
+            raise ValueError(
+                f"{type(self).__name__} shards a module before it is compiled, but this one comes "
+                "from torch.compile; hand the Trainer the module itself, and let the strategy "
+                "compile its blocks: sharding=ShardingOptions(compile_blocks=True)."
+            )
+        self.__dict__["_lightning_module"] = module
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -39,7 +39,13 @@ from lightning_shard.trainer.checkpoint_io import complete_io, written_as
 from lightning_shard.trainer.count_once import count_domains_once
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
-from lightning_shard.trainer.host import optimizers_to_device, tell_device, tell_mesh
+from lightning_shard.trainer.host import (
+    NotCompiled,
+    optimizers_to_device,
+    tell_device,
+    tell_mesh,
+)
+from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.precision import (
     clip_over_shards,
@@ -57,7 +63,7 @@ from lightning_shard.trainer.steps import Steps, use_no_grad
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
 
 
-class HybridShardStrategy(ParallelStrategy):
+class HybridShardStrategy(NotCompiled):
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
@@ -339,6 +345,7 @@ class HybridShardStrategy(ParallelStrategy):
         self._share_among_ranks(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            count_pairs_once(trainer)
             self.steps.follow(self._module, self.optimizers)
         self.setup_precision_plugin()
         optimizers_to_device(self.optimizers, self.root_device)

@@ -78,6 +78,60 @@ def test_functions_without_a_rule_are_all_named():
     assert "It is exact, but gathering costs memory" in str(found)
 
 
+class Cube(torch.autograd.Function):
+    """As torch's tutorials write one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3 * ctx.saved_tensors[0] ** 2
+
+
+class OfRows(torch.autograd.Function):
+    """Its backward counts the rows of this rank alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.rows = x.to_local().shape[2] if hasattr(x, "to_local") else x.shape[2]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.rows
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if hasattr(x, "to_local"):
+            raise TypeError("needs a plain tensor")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_custom_functions_are_tried():
+    def middle(x):
+        x = Cube.apply(x)  # gathered, it would hide the others
+        return OfRows.apply(x) + Fails.apply(x)
+
+    module = Net(middle)
+    found = lightning_shard.check(module, data(), precision="64-true")
+    assert found.is_exact, str(found)
+    assert not found.is_supported
+    said = {name.rpartition(".")[2]: what for name, what in found.training.functions.items()}
+    assert said["Cube"] == "value and gradient agree"
+    assert said["OfRows"].startswith("its value agrees, and gradients differ by up to ")
+    assert said["Fails"] == "it fails: TypeError: needs a plain tensor"
+    assert "Cube) value and gradient agree." in str(found)
+
+
 def test_an_operation_that_is_refused():
     found = lightning_shard.check(Net(lambda x: x.detach().apply_(abs) + x), data())
     assert not found.is_exact

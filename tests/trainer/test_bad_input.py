@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, UnsupportedOperationError
+from lightning_shard import HybridShardStrategy, UnsupportedOperationError, launch
 from lightning_shard.trainer.batch import shard_batch
 from tests.parity import mesh_of
 from tests.training import loader, make, trainer
@@ -47,6 +51,40 @@ def test_declared_dims_that_a_batch_does_not_have():
         ValueError, match=r"shard_dims \[5\] of a batch entry must lie in its shape"
     ):
         shard_batch(batch, mesh, 5)
+
+
+@pytest.mark.parametrize("step", ["fit", "validate", "test", "predict"])
+def test_a_compiled_module(step):
+    runner = Trainer(accelerator="cpu", devices=1, strategy=HybridShardStrategy(), logger=False)
+    module = torch.compile(BoringModel())
+    with pytest.raises(ValueError, match=r"from torch\.compile; hand .*compile_blocks=True\)\.$"):
+        getattr(runner, step)(module)
+
+
+def out_of_range():
+    """The last class, which only the second rank has, is none."""
+
+    class Segmenter(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(1, 3, 3, padding=1)
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.layer(batch["x"]), batch["classes"])
+
+        def train_dataloader(self):
+            classes = torch.zeros(8, 5, dtype=torch.int64)
+            classes[-1, -1] = 99
+            return DataLoader([{"x": torch.randn(1, 8, 5), "classes": classes}] * 2, 2)
+
+    trainer((2,), max_steps=2, limit_val_batches=0).fit(Segmenter())
+
+
+def test_an_index_that_is_wrong_on_one_rank_ends_all(capfd):
+    began = time.monotonic()
+    with pytest.raises(ProcessRaisedException, match="Target 99 is out of bounds"):
+        launch(out_of_range)
+    assert time.monotonic() - began < 60
 
 
 class Sorting(nn.Module):

@@ -63,6 +63,7 @@ def test_attributes_of_lightnings_objects():
     module = BoringModel()
     assert hasattr(module, "_device")
     assert hasattr(module, "_device_mesh")
+    assert module._compiler_ctx is None
     host.tell_device(module, torch.device("meta"))
     assert module.device == torch.device("meta")
     plain = torch.optim.SGD(module.parameters())

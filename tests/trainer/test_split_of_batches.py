@@ -88,8 +88,14 @@ def segments(index):
     }
 
 
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("domain", [(4,), (2, 2)], ids=["4", "2x2"])
+@pytest.mark.parametrize(
+    "domain",
+    [
+        pytest.param((2,), marks=pytest.mark.spmd(2), id="2"),
+        pytest.param((4,), marks=pytest.mark.spmd(4), id="4"),
+        pytest.param((2, 2), marks=pytest.mark.spmd(4), id="2x2"),
+    ],
+)
 def test_training_on_class_maps_is_exact(domain):
     data = [DataLoader(Fields(segments, 12), 4) for _ in range(2)]
     alone, module, seen = Segments(), Segments(), []
