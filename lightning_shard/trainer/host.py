@@ -80,9 +80,11 @@ class NotCompiled(ParallelStrategy):
     take compiled modules. Without the names its sentence is raised, which advises to take another.
     """
 
+    _given: LightningModule | None = None
+
     @property
-    def _lightning_module(self) -> LightningModule | None:
-        return self.__dict__.get("_lightning_module")
+    def _lightning_module(self) -> LightningModule | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._given
 
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
@@ -92,7 +94,7 @@ class NotCompiled(ParallelStrategy):
                 "from torch.compile; hand the Trainer the module itself, and let the strategy "
                 "compile its blocks: sharding=ShardingOptions(compile_blocks=True)."
             )
-        self.__dict__["_lightning_module"] = module
+        self._given = module
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -51,8 +51,7 @@ def test_names_and_urls_of_checkpoints(name, capsys):
     with zipfile.ZipFile("evil.zip", "w") as archive:
         archive.write("evil.ckpt")
     Path("evil.json").write_text(json.dumps({"evil.ckpt": [str(Path("evil.ckpt").resolve())]}))
-    with fsspec.open("memory://evil.ckpt", "wb") as file:
-        file.write(Path("evil.ckpt").read_bytes())
+    fsspec.filesystem("memory").pipe("/evil.ckpt", Path("evil.ckpt").read_bytes())
     path = NAMES[name].format(here=Path.cwd())
     for read in (
         lambda: CheckpointFiles().load_checkpoint(path),
