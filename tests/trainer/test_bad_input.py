@@ -80,7 +80,7 @@ def out_of_range():
     trainer((2,), max_steps=2, limit_val_batches=0).fit(Segmenter())
 
 
-def test_an_index_that_is_wrong_on_one_rank_ends_all(capfd):
+def test_an_index_that_is_wrong_on_one_rank_ends_all():
     began = time.monotonic()
     with pytest.raises(ProcessRaisedException, match="Target 99 is out of bounds"):
         launch(out_of_range)
