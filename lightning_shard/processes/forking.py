@@ -1,10 +1,12 @@
 """Forks an interpreter that has computed, and cares for what such a fork may not do."""
 
+import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import torch
@@ -31,14 +33,19 @@ def belongs_to_a_group() -> bool:
 
 
 @contextmanager
-def forking() -> Generator[None]:
-    """Fork processes, while open, without Python 3.12's warning of threads.
+def forking(ranks: int) -> Generator[Barrier]:
+    """Fork ranks, while open, without Python 3.12's warning of threads.
 
     The threads are those of torch and of a notebook's kernel; a rank uses none of them.
+
+    Yields:
+        The barrier that `begin_forked_rank` takes. A rank that connected before the next one is
+        forked would set the thread of the store to work, which looks up the name of who connects
+        under a lock of the C library. A fork at that moment has the lock closed, for ever.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-        yield
+        yield multiprocessing.get_context("fork").Barrier(ranks)
 
 
 @contextmanager
@@ -64,8 +71,8 @@ def become_rank(rank: int, processes: int, port: int) -> None:
     }  # fmt: skip
 
 
-def begin_forked_rank() -> None:
-    """Call first in a forked process.
+def begin_forked_rank(all_forked: Barrier) -> None:
+    """Call first in a forked process; it returns once all ranks are forked.
 
     It computes with one thread: libgomp waits forever for the threads that the parent computed
     with. Signals are its own: the parent's event loop reads of them in a socket that both have. A
@@ -79,3 +86,4 @@ def begin_forked_rank() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # Lightning sets the number of threads where this is not
+    all_forked.wait()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,13 @@ def launch(
                 "launch before anything uses the device, or import the function from a file."
             )
     with tempfile.TemporaryDirectory() as folder:
-        with store_of_ranks() as port, streams(processes) as (shown, writers), forking():
-            task = _Task(processes, device_type, timeout_s, port, Path(folder), method)
+        with (
+            store_of_ranks() as port,
+            streams(processes) as (shown, writers),
+            forking(processes) as barrier,
+        ):
+            all_forked = barrier if method == "fork" else None
+            task = _Task(processes, device_type, timeout_s, port, Path(folder), all_forked)
             ranks = start_processes(
                 _run, (task, writers, function, args), processes, join=False, start_method=method
             )
@@ -120,7 +126,7 @@ class _Task:
     timeout_s: float
     port: int  # of the store
     folder: Path
-    method: str
+    all_forked: Barrier | None  # None where ranks are new interpreters
 
     def result(self, rank: int) -> Path:
         return self.folder / str(rank)
@@ -133,8 +139,8 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    if task.method == "fork":
-        begin_forked_rank()
+    if task.all_forked is not None:
+        begin_forked_rank(task.all_forked)
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // task.processes))
     write_to(writers[rank])

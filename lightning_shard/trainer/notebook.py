@@ -54,7 +54,8 @@ class NotebookLauncher(MultiProcessingLauncher):
         assert isinstance(environment, LightningEnvironment)
         outside = os.environ.get("MASTER_PORT")
         try:
-            with forking(), store_of_ranks() as port:  # another for each launch
+            ranks = self._strategy.num_processes
+            with forking(ranks) as self._all_forked, store_of_ranks() as port:
                 meet_at(environment, port)
                 return super().launch(function, *args, trainer=trainer, **named)
         finally:
@@ -64,7 +65,7 @@ class NotebookLauncher(MultiProcessingLauncher):
 
     @override
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        begin_forked_rank()
+        begin_forked_rank(self._all_forked)
         become_rank(process_idx, self._strategy.num_processes, int(os.environ["MASTER_PORT"]))
         super()._wrapping_function(process_idx, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_shard import launch
+from lightning_shard.processes import launch as launching
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,28 @@ def test_rank_that_does_not_wait_for_the_others():
 
     with pytest.raises(ProcessExitedException, match="rank 0 ended with exit code 0"):
         launch(body)
+
+
+def test_no_rank_connects_before_all_are_forked(tmp_path, monkeypatch):
+    """Else a fork may have a lock of the parent's thread that answers who connects."""
+    forked = []
+    fork, become_rank = multiprocessing.context.ForkProcess._Popen, launching.become_rank
+
+    def slow_fork(process):
+        time.sleep(0.3)
+        forked.append(time.monotonic())
+        return fork(process)
+
+    def noted(rank, *args):
+        (tmp_path / str(rank)).write_text(str(time.monotonic()))
+        become_rank(rank, *args)
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(slow_fork))
+    monkeypatch.setattr(launching, "become_rank", noted)
+    launch(dist.get_rank, processes=3)
+    began = [float(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(began) == len(forked) == 3
+    assert min(began) > max(forked)
 
 
 @pytest.mark.usefixtures("interruptible")
