@@ -195,12 +195,13 @@ def main() -> None:
     for save_every in options.save_every:
         found = run(options.steps, save_every, options.kill_every, seed=save_every)
         useful = found.done * found.step_s / found.wall_s
-        limit = bound(save_every * found.step_s, found.save_s, found.restart_s, options.kill_every)
-        best = math.sqrt(2 * found.save_s * options.kill_every) / found.step_s
+        between_s = found.wall_s / max(1, found.kills)  # of the few that there were
+        limit = bound(save_every * found.step_s, found.save_s, found.restart_s, between_s)
+        best = math.sqrt(2 * found.save_s * between_s) / found.step_s
         print(
-            f"| {save_every} steps | {found.kills} | {1000 * found.step_s:.0f} ms "
-            f"| {1000 * found.save_s:.0f} ms | {found.restart_s:.1f} s | {useful:.1%} "
-            f"| {limit:.1%} | {best:.0f} steps |",
+            f"| {save_every} steps | {found.kills} in {found.wall_s:.0f} s "
+            f"| {1000 * found.step_s:.0f} ms | {1000 * found.save_s:.0f} ms "
+            f"| {found.restart_s:.1f} s | {useful:.1%} | {limit:.1%} | {best:.0f} steps |",
             flush=True,
         )
 
