@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.state import full_module_state
 from tests.double_fno import to_double
 from tests.reference import computed_once
 
-STEPS = 6
+STEPS = 4
 
 
 class Fields(Dataset):

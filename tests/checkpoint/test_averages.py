@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 
 from lightning_shard.checkpoint.state import full_module_state
 from tests.checkpoint.test_resume_inside_epoch import SaveOnce, shared_path
+from tests.pairs import each_once
 from tests.training import loader, make, trainer
 
 AVERAGES = {
@@ -17,13 +18,12 @@ AVERAGES = {
 def run(name, callbacks, path=None):
     module = make(name, torch.float32)
     runner = trainer((2,), callbacks=callbacks, max_epochs=3)
-    runner.fit(module, loader(name, torch.float32, 2, 12), ckpt_path=path)
+    runner.fit(module, loader(name, torch.float32, 4, 12), ckpt_path=path)
     return full_module_state(module)
 
 
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("name", ["tfno", "dense_fno"])
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(("name", "average"), each_once(["tfno", "dense_fno"], AVERAGES))
 def test_file_and_resume(name, average):
     path = shared_path("averaged.ckpt")
     whole = run(name, [AVERAGES[average](), SaveOnce(path)])

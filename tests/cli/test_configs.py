@@ -38,7 +38,7 @@ SMALLER = {
         "data": PAIRS | {"tokenizer": "null", "vocab_size": 64},
         "model": {"model_name_or_path": T5, "generation": {"max_new_tokens": 4}},
     },
-    "tfno_darcy": {"data": DARCY | {"test_resolutions": [64, 32]}},
+    "tfno_darcy": {"data": DARCY | {"test_resolutions": [64, 32]}, "model": NETWORK},
     "tfno_darcy_tutorial": {
         "data": DARCY | {"train_resolution": 64, "test_resolutions": [64, 32]},
         "model": NETWORK,

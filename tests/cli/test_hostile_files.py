@@ -128,8 +128,14 @@ def refused(capsys, words, codes=(1, 2)):
     return written.err + written.out
 
 
-@pytest.mark.parametrize("kind", ["file", "directory"])
-@pytest.mark.parametrize("name", HYPER_PARAMETERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=pytest.mark.slow if kind == "directory" and i % 4 else [])
+        for i, name in enumerate(HYPER_PARAMETERS)
+        for kind in ("file", "directory")
+    ],
+)
 def test_hyperparameters_choose_values_only(name, kind, capsys):
     Path("evil.yaml").write_text(json.dumps(SYSTEM))
     Path("evil.py").write_text(CODE)

@@ -11,7 +11,7 @@ from tests.models.check import check
     [
         "unet",
         "fpn",
-        "manet",
+        pytest.param("manet", marks=pytest.mark.slow),
         "segformer",
     ],
 )

@@ -9,10 +9,12 @@ from tests.models.check import check
 @pytest.mark.parametrize(
     "name",
     [
-        "resnet50",
+        "resnet18",
+        pytest.param("resnet50", marks=pytest.mark.slow),
         "convnext",
         "mobilenet_v3_small",
-        "fcn_resnet50",
+        "lraspp_mobilenet_v3_large",
+        pytest.param("fcn_resnet50", marks=pytest.mark.slow),
         "vit",
         "swin",
         "swin_v2",

@@ -118,7 +118,7 @@ def examples(draw):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
-    max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate],
+    max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(example=examples())

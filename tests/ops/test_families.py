@@ -7,16 +7,33 @@ from tests.ops.families import FAMILIES, check, check_second_gradient, first_use
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
+def over_one_dim(family, cases):
+    """By name of a case and each of the given dims; without an index along it, which is refused."""
+    return {
+        f"{case}, dim {dim}": {"family": family, "case": case, "dims": [dim], "mesh": (3,)}
+        for case, dims in cases.items()
+        for dim in dims
+        if (case, dim) != ("one_hot", 1)
+    }
+
+
 @families
 def test_three_ranks(family, run_each):
-    """Of extents that three does not divide."""
+    """Of extents that three does not divide. Cases of functions used before have dims by turns."""
+    dims, first = FAMILIES[family].dims, {*first_uses(family)}
     cases = {
-        f"{case}, dim {dim}": {"family": family, "case": case, "dims": [dim], "mesh": (3,)}
-        for case in FAMILIES[family].cases
-        for dim in FAMILIES[family].dims
+        case: dims if case in first else [dims[i % len(dims)]]
+        for i, case in enumerate(FAMILIES[family].cases)
     }
-    # an index along the split dim, which is refused
-    run_each(3, check, {name: case for name, case in cases.items() if name != "one_hot, dim 1"})
+    run_each(3, check, over_one_dim(family, cases))
+
+
+@pytest.mark.slow
+@families
+def test_every_dim_on_three_ranks(family, run_each):
+    run_each(
+        3, check, over_one_dim(family, dict.fromkeys(FAMILIES[family].cases, FAMILIES[family].dims))
+    )
 
 
 def over_two_dims(family, cases):

@@ -198,7 +198,8 @@ def second_gradients(
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", database.names())
 def test_two_ranks(name):
-    check(name, 10, mesh_of(2))
+    """Fewer cases than on three ranks, whose parts are uneven too."""
+    check(name, 5, mesh_of(2))
 
 
 @pytest.mark.spmd(2)

@@ -4,6 +4,7 @@ import math
 import warnings
 import weakref
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 import torch
@@ -113,8 +114,16 @@ def measured(name, processes):
     return seen.kept, seen.batch, sum(p.nbytes for p in seen.held), whole
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+FAST = {("cnn", 1), ("cnn", 4), ("gpt", 2), ("tfno", 1), ("tfno", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for case in product(CASES, (1, 2, 4))
+    ],
+)
 def test_prediction_and_measured_bytes(name, processes):
     make, loader = CASES[name]
     plan = lightning_shard.plan(make(), loader(), processes, processes)

@@ -31,14 +31,15 @@ def check(name, domain, dtype, *, accumulate=1, clip=None):
 
 F64, F32 = torch.float64, torch.float32
 models = pytest.mark.parametrize("name", MODELS)
-dtypes = pytest.mark.parametrize("dtype", [F64, F32], ids=str)
+SINGLE = pytest.param(F32, marks=pytest.mark.slow)  # on four ranks in the default run
+dtypes = pytest.mark.parametrize("dtype", [F64, SINGLE], ids=str)
 
 
-def on_meshes(*domains):
+def on_meshes(*domains, marks=()):
     """Every model on every mesh in double precision; in single precision on one, by turns."""
     double = [pytest.param(name, F64, domain) for name in MODELS for domain in domains]
     single = [
-        pytest.param(once.values[0], F32, once.values[1], marks=once.marks)
+        pytest.param(once.values[0], F32, once.values[1], marks=[*once.marks, *marks])
         for once in each_once(MODELS, domains)
     ]
     return pytest.mark.parametrize(("name", "dtype", "domain"), [*double, *single], ids=str)
@@ -52,13 +53,13 @@ def test_mesh_1x1(name, dtype):
 
 
 @pytest.mark.spmd(2)
-@on_meshes((1,), (2,))
+@on_meshes((1,), (2,), marks=[pytest.mark.slow])
 def test_two_ranks(name, dtype, domain):
     check(name, domain, dtype)
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("dtype", [F64, pytest.param(F32, marks=pytest.mark.slow)], ids=str)
+@dtypes
 @models
 def test_three_ranks_that_do_not_divide_the_extent(name, dtype):
     check(name, (3,), dtype)

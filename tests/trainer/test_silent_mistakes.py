@@ -3,6 +3,7 @@
 Each was seen on Lightning's own strategies for sharded models.
 """
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_shard import whole_parameters
 from lightning_shard.checkpoint.state import full_module_state
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
+from tests.reference import computed_once
 from tests.trainer.featured import (
     QUIET,
     Featured,
@@ -127,36 +129,41 @@ def test_statistics_are_those_of_rank_zero_in_files_and_after():
     assert everywhere(again.network[1].running_mean.tolist()) == [means[0]] * 4
 
 
+def kept(folder, fit):
+    """The run that keeps checkpoints of the best epochs, and its callback."""
+    best = ModelCheckpoint(
+        folder, "{epoch}-{val_loss:.6f}", monitor="val_loss", save_top_k=2, save_last=True
+    )
+    steps = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    stop = EarlyStopping("val_loss", min_delta=0.02)
+    runner = fit(Featured(), callbacks=[best, steps, stop], max_epochs=6, enable_checkpointing=True)
+    return runner, best
+
+
+@computed_once
+def kept_alone():
+    with tempfile.TemporaryDirectory() as folder:
+        runner, best = kept(folder, fit_alone)
+        return {
+            "epoch": runner.current_epoch,
+            "score": best.best_model_score.item(),
+            "names": sorted(p.name for p in Path(folder).iterdir()),
+            "state": Featured.load_from_checkpoint(best.best_model_path).state_dict(),
+        }
+
+
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
 def test_checkpoints_of_the_best_epochs(domain):
     """Decisions that depend on a metric are the same on all ranks, and those of one process."""
-
-    def kept(folder, fit):
-        best = ModelCheckpoint(
-            folder, "{epoch}-{val_loss:.6f}", monitor="val_loss", save_top_k=2, save_last=True
-        )
-        steps = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
-        stop = EarlyStopping("val_loss", min_delta=0.02)
-        runner = fit(
-            Featured(), callbacks=[best, steps, stop], max_epochs=6, enable_checkpointing=True
-        )
-        return runner, best
-
-    mine = shared_path("files")
+    expected, mine = kept_alone(), shared_path("files")
     runner, best = kept(mine, lambda module, **options: fit_sharded(module, domain, **options))
-    alone, expected = kept(
-        shared_path("alone") / str(dist.get_rank()), lambda m, **options: fit_alone(m, **options)
-    )
-    assert runner.current_epoch == alone.current_epoch < 6
+    assert runner.current_epoch == expected["epoch"] < 6
     assert everywhere(best.best_model_path) == [best.best_model_path] * 4
-    assert best.best_model_score.item() == pytest.approx(expected.best_model_score.item(), rel=1e-6)
+    assert best.best_model_score.item() == pytest.approx(expected["score"], rel=1e-6)
     dist.barrier()
-    names = sorted(p.name for p in mine.iterdir())
-    assert names == sorted(p.name for p in Path(expected.dirpath).iterdir())
-    loaded = Featured.load_from_checkpoint(best.best_model_path)
-    reference = Featured.load_from_checkpoint(expected.best_model_path)
-    assert_same_state(loaded, reference)
+    assert sorted(p.name for p in mine.iterdir()) == expected["names"]
+    assert_same_state(Featured.load_from_checkpoint(best.best_model_path), expected["state"])
 
 
 class EpochEnd(Featured):

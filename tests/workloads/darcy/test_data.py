@@ -242,12 +242,12 @@ def test_warns_of_odd_sizes():
 @pytest.mark.spmd(2)
 def test_darcy_from_disk_trains_and_tests_as_from_memory():
     folder, metrics = training.shared_path("darcy"), {}
-    sizes = {"train_resolution": 16, "num_train": 8, "num_val": 2, "num_test": 4, "batch_size": 2}
+    sizes = {"train_resolution": 16, "num_train": 4, "num_val": 2, "num_test": 2, "batch_size": 2}
     for storage in ("memory", "zarr", "hdf5"):
         torch.manual_seed(0)
         data = DarcyDataModule(root=str(folder), storage=storage, **sizes)
         module = TFNODarcy(n_modes=(4, 4), hidden_channels=4, n_layers=2)
-        runner = training.trainer((2,), max_epochs=2)
+        runner = training.trainer((2,), max_epochs=1)
         runner.fit(module, datamodule=data)
         (first, second) = runner.test(module, datamodule=data, verbose=False)
         metrics[storage] = first | second
