@@ -149,7 +149,7 @@ def _kill(file: Path) -> bool:
     """Kill the process that `file` names, if there is one now."""
     try:
         os.kill(int(file.read_text()), signal.SIGKILL)
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, ValueError):  # it may be empty: being written
         return False
     file.unlink()
     return True
