@@ -68,12 +68,13 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
         ValueError: Its files are damaged.
     """
     try:
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as err:  # of any class: a parser raises what it stumbles over
         missing = isinstance(err, OSError | ValueError)
         if not missing or Path(name_or_path, "tokenizer.json").is_file():
+            reason = str(err).partition("\n")[0]
             raise ValueError(
-                f"The tokenizer {name_or_path!r} cannot be read ({type(err).__name__}: {err}): "
+                f"The tokenizer {name_or_path!r} cannot be read ({type(err).__name__}: {reason}): "
                 "save it again by `save_pretrained`, or leave out `tokenizer` to train one on the "
                 "texts."
             ) from err

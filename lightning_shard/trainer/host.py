@@ -83,11 +83,11 @@ class NotCompiled(ParallelStrategy):
     _given: LightningModule | None = None
 
     @property
-    def _lightning_module(self) -> LightningModule | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _lightning_module(self) -> LightningModule | None:
         return self._given
 
     @_lightning_module.setter
-    def _lightning_module(self, module: LightningModule | None) -> None:
+    def _lightning_module(self, module: LightningModule | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if module is not None and module._compiler_ctx is not None:
             raise ValueError(
                 f"{type(self).__name__} shards a module before it is compiled, but this one comes "

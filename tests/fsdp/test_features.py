@@ -198,9 +198,9 @@ def short():
 
 
 @pytest.mark.spmd(2)
-def test_compiled_module_is_refused_by_lightning():
+def test_compiled_module_is_refused():
     """torch.compile(module) is for strategies of a list in Lightning; blocks are for this one."""
-    with pytest.raises(RuntimeError, match="incompatible with the current strategy: `HybridShard"):
+    with pytest.raises(ValueError, match="HybridShardStrategy shards a module before it is compil"):
         train_sharded((1,), {}, torch.compile(net()))
 
 
