@@ -7,6 +7,7 @@ import contextlib
 import os
 import queue
 import socket
+import threading
 import traceback
 import warnings
 from collections import deque
@@ -120,9 +121,18 @@ def free_port() -> int:
 
 
 def _serve_queues(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
+    threading.Thread(target=_end_with_the_session, daemon=True).start()
     begin(rank, ranks, port)
     dist.init_process_group("gloo", timeout=timedelta(seconds=SILENCE_S))
     serve(inbox.get, lambda error: outbox.put((rank, error)))
+
+
+def _end_with_the_session() -> None:
+    """Of a session that is killed nobody else ends the ranks."""
+    session = mp.parent_process()
+    assert session is not None
+    session.join()
+    os._exit(1)
 
 
 def begin(rank: int, ranks: int, port: int) -> None:

@@ -1,5 +1,10 @@
 """The pool of ranks with which the other tests run."""
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,3 +46,24 @@ def test_a_failure_of_one_rank_ends_the_wait_for_the_others():
     ranks.wait()
     with pytest.raises(pytest.fail.Exception, match=r"only here(.|\n)*no answer from ranks \[1\]"):
         ranks.wait()
+
+
+def test_ranks_end_with_a_session_that_is_killed():
+    program = (
+        "from tests import pool; import os, sys, time\n"
+        "if __name__ == '__main__':\n"
+        "    ranks = pool.Pool(2)\n"
+        "    ranks.run(time.time, {})\n"
+        "    print(*[p.pid for p in ranks.processes], flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    command, root = [sys.executable, "-c", program], Path(__file__).parents[1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as session:
+        running = {int(pid) for pid in session.stdout.readline().split()}
+        assert len(running) == 2
+        session.kill()
+    deadline = time.monotonic() + 60
+    while running and time.monotonic() < deadline:
+        running = {pid for pid in running if Path(f"/proc/{pid}").exists()}
+        time.sleep(0.1)
+    assert not running
