@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_shard.processes.meeting import is_of_one_start
+from lightning_shard.processes.meeting import is_of_one_start, no_answer
 from lightning_shard.processes.torch_internals import default_store
 
 STAY_S = 2.0  # of rank 0, after a difference was found
@@ -93,10 +93,7 @@ def agree(
             # rank 0 says first who is missing
             _wait(store, key, time.monotonic() + timeout_s + 10, lambda: check([0]))
         except TimeoutError as err:
-            raise TimeoutError(
-                f"rank {rank} has waited {timeout_s:.0f} s for rank 0, which has failed, or was "
-                f"not started with the same number of processes, {world_size}."
-            ) from err
+            raise no_answer(rank, world_size, timeout_s) from err
         verdict, expected = json.loads(store.get(key))
         if verdict:
             store.add(f"{name}/read", 1)

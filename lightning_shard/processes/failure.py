@@ -10,8 +10,11 @@ from lightning_shard.processes.device import DEVICES
 SIGTERM_CODE = 128 + signal.SIGTERM
 ENDED = "ended without a word (it was killed, or called exit), or is not reached any more"
 # of torch's store and of collectives, whose errors are plain RuntimeErrors in some releases
-_LOST = ["Connection closed by peer", "Connection reset by peer"]
-_LOST += [words for row in DEVICES for words in row.lost]
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    *(words for row in DEVICES for words in row.lost),
+)
 
 
 @dataclass(frozen=True)

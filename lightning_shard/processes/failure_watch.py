@@ -38,6 +38,7 @@ from lightning_shard.processes.failure import (
 from lightning_shard.processes.heartbeats import Heartbeats
 from lightning_shard.processes.store_thread import ANSWER_S, StoreThread
 from lightning_shard.processes.torch_internals import default_store
+from lightning_shard.processes.variables import launcher_holds_store
 
 POLL_S = 0.5
 GRACE_S = 10.0  # for a rank to end by itself, once it or another has failed
@@ -207,7 +208,7 @@ class FailureWatch:
         return self.heard or (_ended(silent) if silent else None)
 
     def _failure_of_store(self) -> Failure | None:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.rank == 0:
+        if launcher_holds_store() or self.rank == 0:
             return None
         return Failure(0, "rank 0: ended, or is not reached any more: its store does not answer")
 
@@ -244,12 +245,11 @@ class FailureWatch:
 
     def _part(self) -> None:
         """End the watch with the process. Rank 0 lets the others hear it before its store ends."""
-        holds = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        holds = self.rank == 0 and not launcher_holds_store()
         key = f"{self._prefix}/ended"
         with contextlib.suppress(RuntimeError, TimeoutError):
             if holds and self.heard is None:
-                name = f"{self._prefix}/rank_0_ends"
-                self._talk.ask(lambda: self._store.set(name, ""), POLL_S)
+                self._talk.ask(lambda: self._store.set(f"{self._prefix}/rank_0_ends", ""), POLL_S)
             gone = self._talk.ask(lambda: self._store.add(key, 1), POLL_S)
             deadline = time.monotonic() + FAREWELL_S
             while holds and gone < self._ranks and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ from lightning_shard.processes.device import (
 )
 from lightning_shard.processes.meeting import meeting, note_group
 from lightning_shard.processes.process_info import process_info
-from lightning_shard.processes.variables import ProcessInfo
+from lightning_shard.processes.variables import ProcessInfo, launcher_holds_store
 
 
 def start_process_group(
@@ -159,7 +159,7 @@ def _launcher_holds_store(host: str, port: str) -> bool:
     """Whether torchrun's agent, or `launch`, holds the store at this address."""
     env = os.environ
     at = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
-    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and at == (host, port)
+    return launcher_holds_store() and at == (host, port)
 
 
 def _wait_for_port(host: str, port: int, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ and answers with it to a word that each other rank has just drawn.
 import contextlib
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ _of_meetings: list[Any] = []  # the store of the process group, at most
 
 
 @contextmanager
-def meeting(store: Any, *, rank: int, world_size: int, timeout_s: float) -> Iterator[Any]:
+def meeting(store: Any, *, rank: int, world_size: int, timeout_s: float) -> Generator[Any]:
     """A view of `store` with the names of this start; rank 0 answers until the block ends.
 
     Args:
@@ -49,6 +49,14 @@ def meeting(store: Any, *, rank: int, world_size: int, timeout_s: float) -> Iter
         thread.join()
 
 
+def no_answer(rank: int, world_size: int, timeout_s: float) -> TimeoutError:
+    """What another rank says that has waited for rank 0 in vain."""
+    return TimeoutError(
+        f"rank {rank} has waited {timeout_s:.0f} s for rank 0, which has failed, or was "
+        f"not started with the same number of processes, {world_size}."
+    )
+
+
 def note_group() -> None:
     """The process group was just made with the store of a meeting."""
     _of_meetings[:] = [default_store()]
@@ -71,10 +79,7 @@ def _ask(store: Any, rank: int, word: str, timeout_s: float, world_size: int) ->
     except dist.DistNetworkError:
         raise
     except RuntimeError as err:
-        raise TimeoutError(
-            f"rank {rank} has waited {timeout_s:.0f} s for rank 0, which has failed, or was "
-            f"not started with the same number of processes, {world_size}."
-        ) from err
+        raise no_answer(rank, world_size, timeout_s) from err
     return store.get(f"lightning_shard/answer_{word}").decode()
 
 

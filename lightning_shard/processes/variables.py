@@ -17,6 +17,11 @@ MOST = 1_000_000  # processes; a larger number is a mistake
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMIX_NAMESPACE")
 
 
+def launcher_holds_store() -> bool:
+    """Whether torchrun's agent, or `launch`, holds the store in which the ranks meet."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 @dataclass(frozen=True)
 class ProcessInfo:
     """Places this process among those of its run.
