@@ -40,11 +40,9 @@ field = torch.randn(2, 1, 13, 8)
 model = torch.nn.Conv2d(1, 4, 3, padding=1)
 """
 ALONE = """
-import pathlib, torch, lightning_shard
-from lightning.pytorch import LightningDataModule, Trainer
+import lightning_shard
+from lightning.pytorch import Trainer
 from lightning_shard import *
-from lightning_shard import HybridShardStrategy, PredictionWriter, ShardingOptions
-from torch.utils.data import DataLoader
 from train import Fields as MyData, Shift as MyModule
 module, data = MyModule(), MyData()
 datamodule = data
