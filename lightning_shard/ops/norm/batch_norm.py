@@ -1,84 +1,19 @@
-"""Batch, instance and group norms take the moments of the global tensor, then one multiply-add.
+"""Batch, instance and group norms: which values of the global tensor share their moments."""
 
-Each rank reduces its own rows to a mean and a variance. These few numbers per channel are gathered
-once and combined exactly: each counts by its rank's number of rows, which all ranks know.
-Half precision is reduced in float32.
-"""
-
-import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import one_of_all, sum_over, take_local, volume, whole
-from lightning_shard.domain.cache import made_once
+from lightning_shard.domain.align import sum_over, take_local, volume, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.layout import Grid, Layout
+from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.norm.normalize import groups_of, normalize_groups
 from lightning_shard.ops.registry import implements
-
-
-def moments(
-    x: Subdomain, dims: list[int], local: Tensor, local_dims: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of the global tensor along `dims`, which are kept with extent 1.
-
-    Args:
-        x: The split tensor.
-        dims: The dims of `x` to reduce.
-        local: The local tensor of `x`, or a view of it.
-        local_dims: The dims of `local` that `dims` have become.
-    """
-    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
-    if wide.numel():
-        variance, mean = torch.var_mean(wide, local_dims, correction=0, keepdim=True)
-    else:  # no rows here: of weight 0 below, and attached
-        mean = variance = wide.sum(local_dims, keepdim=True)
-    axes = x.layout.axes(*dims)
-    if not axes:
-        return mean, variance
-    means, variances = one_of_all(x, axes, torch.stack([mean, variance])).unbind(1)
-    weights = _weights(x.layout, tuple(dims), wide.dtype, wide.device)
-    weights = weights.view(-1, *[1] * mean.ndim)
-    mean = (weights * means).sum(0)
-    return mean, (weights * (variances + (means - mean).square())).sum(0)
-
-
-@made_once
-def _weights(
-    layout: Layout, dims: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Each rank's share of the elements along `dims`, for the ranks that split them in order."""
-    grid, axes = layout.grid, layout.axes(*dims)
-    counts: list[int] = []
-    for place in itertools.product(*(range(grid.sizes[a]) for a in axes)):
-        at = dict(zip(axes, place, strict=True))
-        coord = tuple(at.get(a, c) for a, c in enumerate(grid.coord))
-        shape = replace(layout, grid=Grid(grid.sizes, coord)).local_shape
-        counts.append(math.prod(shape[d] for d in dims))
-    total = max(volume(layout, dims), 1)
-    return torch.tensor([n / total for n in counts], dtype=dtype, device=device)
-
-
-def normalized(
-    x: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, of which autograd keeps only `x`."""
-    scale = torch.rsqrt(variance + eps)
-    scale = scale if weight is None else scale * weight
-    shift = -mean * scale
-    shift = shift if bias is None else shift + bias
-    return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
 @implements(F.batch_norm, limits="only the input may be split")
@@ -100,19 +35,20 @@ def batch_norm(
     if not training:
         own = [_of_channels(x, v) for v in (running_mean, running_var, weight, bias)]
         return x.like(func(x.local, *own, False, momentum, eps))
-    dims = [d for d in range(x.ndim) if d != 1]
+    dims = (0, *range(2, x.ndim))
     count = volume(x.layout, dims)
     if count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
-    mean, variance = moments(x, dims, x.local, dims)
-    unbiased = variance.detach() * (count / max(count - 1, 1))
-    for buffer, value in ((running_mean, mean.detach()), (running_var, unbiased)):
-        update_running(buffer, _all_channels(x, value.flatten()), momentum)
-    shape = [1, -1, *[1] * (x.ndim - 2)]
-    weight, bias = (None if v is None else _of_channels(x, v).view(shape) for v in (weight, bias))
-    return x.like(normalized(x.local, mean, variance, weight, bias, eps))
+    weight, bias = _of_channels(x, weight), _of_channels(x, bias)
+    groups = groups_of(x, dims, x.local.shape[1], eps)
+    result, mean, variance = normalize_groups(x.local, weight, bias, groups)
+    if running_mean is not None or running_var is not None:
+        unbiased = variance * (count / max(count - 1, 1))
+        for buffer, value in ((running_mean, mean), (running_var, unbiased)):
+            update_running(buffer, _all_channels(x, value), momentum)
+    return x.like(result)
 
 
 @implements(F.instance_norm, limits="only the input may be split")
@@ -131,21 +67,32 @@ def instance_norm(
     x = input
     if not use_input_stats:
         return batch_norm(F.batch_norm, x, running_mean, running_var, weight, bias, False, eps=eps)
-    dims = list(range(2, x.ndim))
+    dims = tuple(range(2, x.ndim))
     count = volume(x.layout, dims)
     if count == 1:
         raise ValueError(
             f"Expected more than 1 spatial element when training, got input size {x.shape}"
         )
-    mean, variance = moments(x, dims, x.local, dims)
-    unbiased = variance.detach() * (count / max(count - 1, 1))
-    for buffer, value in ((running_mean, mean.detach()), (running_var, unbiased)):
+    samples, channels = x.local.shape[:2]
+    weight, bias = (_for_samples(_of_channels(x, v), samples) for v in (weight, bias))
+    groups = groups_of(x, dims, samples * channels, eps)
+    result, mean, variance = normalize_groups(_one_sample(x.local), weight, bias, groups)
+    unbiased = variance * (count / max(count - 1, 1))
+    for buffer, value in ((running_mean, mean), (running_var, unbiased)):
         if buffer is not None:
-            total = sum_over(x, value.flatten(1).sum(0), [0])
+            total = sum_over(x, value.view(samples, channels).sum(0), [0])
             update_running(buffer, _all_channels(x, total / x.shape[0]), momentum)
-    shape = [1, -1, *[1] * (x.ndim - 2)]
-    weight, bias = (None if v is None else _of_channels(x, v).view(shape) for v in (weight, bias))
-    return x.like(normalized(x.local, mean, variance, weight, bias, eps))
+    return x.like(result.view(x.local.shape))
+
+
+def _one_sample(x: Tensor) -> Tensor:
+    """(n, c, ...) -> (1, n * c, rest): all channels of all samples beside each other."""
+    return x.reshape(1, x.shape[0] * x.shape[1], math.prod(x.shape[2:]))
+
+
+def _for_samples(values: Tensor | None, samples: int) -> Tensor | None:
+    """One value per channel, for the channels of `_one_sample`."""
+    return values if values is None or samples == 1 else values.repeat(samples)
 
 
 def _of_channels(x: Subdomain, values: Any) -> Any:
@@ -176,7 +123,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Subdomain:
-    x, spatial = input, list(range(2, input.ndim))
+    x, spatial = input, tuple(range(2, input.ndim))
     batch, channels = x.local.shape[0], x.shape[1]
     if x.layout.axes(1):
         raise UnsupportedOperationError("group_norm over split channels (dim 1)")
@@ -185,18 +132,15 @@ def group_norm(
             f"Expected number of channels in input to be divisible by num_groups, but got input of "
             f"shape {list(x.shape)} and num_groups={num_groups}"
         )
-    per_group = channels // num_groups
-    if x.shape[0] * per_group * volume(x.layout, spatial) == 1:
+    if x.shape[0] * (channels // num_groups) * volume(x.layout, spatial) == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
     local = as_autocast(F.layer_norm, x.local)
-    area = math.prod(local.shape[2:])
-    view = local.reshape(batch, num_groups, per_group, area)
-    mean, variance = moments(x, [1, *spatial], view, [2, 3])
-    shape = (1, num_groups, per_group, 1)
-    weight, bias = (None if v is None else v.view(shape) for v in (weight, bias))
-    return x.like(normalized(view, mean, variance, weight, bias, eps).view(local.shape))
+    weight, bias = (_for_samples(v, batch) for v in (weight, bias))
+    groups = groups_of(x, (1, *spatial), batch * num_groups, eps, parts=num_groups)
+    result, _, _ = normalize_groups(_one_sample(local), weight, bias, groups)
+    return x.like(result.view(local.shape))
 
 
 def as_autocast(func: Callable[..., Tensor], x: Tensor) -> Tensor:

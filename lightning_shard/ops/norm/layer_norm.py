@@ -1,5 +1,6 @@
 """Normalizes each sample: over its last dims, over a window of channels, or to unit length."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from lightning_shard.domain.align import empty_attached, sum_over, take_local, volume
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
-from lightning_shard.ops.norm.batch_norm import as_autocast, moments, normalized
+from lightning_shard.ops.norm.batch_norm import as_autocast
+from lightning_shard.ops.norm.normalize import groups_of, normalize_groups
 from lightning_shard.ops.registry import implements, rule_for
 from lightning_shard.processes.typed import typed_torch
 
@@ -29,10 +31,11 @@ def layer_norm(
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, bias, eps))
     local = as_autocast(F.layer_norm, x.local)
-    mean, variance = moments(x, dims, local, dims)
-    result = normalized(local, mean, variance, None, None, eps)
+    rows = math.prod(local.shape[: dims[0]])
+    flat = local.reshape(1, rows, math.prod(local.shape[dims[0] :]))
+    result, _, _ = normalize_groups(flat, None, None, groups_of(x, tuple(dims), rows, eps))
     weight, bias = (_of_dims(x, dims, v) for v in (weight, bias))
-    return x.like(_affine(result, weight, bias))
+    return x.like(_affine(result.view(local.shape), weight, bias))
 
 
 @implements(F.rms_norm, torch.rms_norm, limits="only the input may be split")

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_shard.domain.comm import all_reduce
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.norm.batch_norm import normalized, update_running
+from lightning_shard.ops.norm.batch_norm import update_running
+from lightning_shard.ops.norm.normalize import normalized
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_internals import SyncBatchNorm
 from lightning_shard.processes.typed import integers

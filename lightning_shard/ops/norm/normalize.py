@@ -1,0 +1,266 @@
+"""Normalizes by the moments of the global tensor: one message forward, one backward.
+
+Each rank reduces its own rows to a mean and a variance. These few numbers are gathered and combined
+exactly: each counts by its rank's number of rows, which all ranks know. Then every value is
+multiplied and added to. Both passes run on torch's fused kernels. A backward pass that is to be
+differentiated again is a formula of functions that autograd knows; so is the forward pass in half
+precision, of which float32 takes the moments.
+
+A local tensor is (B, C, ...). Its C channels are K groups of neighbours; the values of a group
+share their moments, along B too.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_shard.domain.align import one_of_all, sum_over, volume
+from lightning_shard.domain.cache import made_once
+from lightning_shard.domain.layout import Grid, Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.torch_internals import in_transform
+
+_HALF = (torch.float16, torch.bfloat16)
+_sums = torch.ops.aten.native_batch_norm_backward
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which values share their moments.
+
+    Attributes:
+        place: A part without rows, of the layout of the split tensor.
+        dims: The dims of the split tensor along which values share moments.
+        number: K, of this rank.
+        count: How many values share them, over all ranks.
+        eps: Is added to the variance.
+    """
+
+    place: Subdomain
+    dims: tuple[int, ...]
+    number: int
+    count: int
+    eps: float
+
+    def view(self, x: Tensor) -> Tensor:
+        """(B, C, ...) -> (B, K, C / K, rest)."""
+        per_group = x.shape[1] // max(self.number, 1)
+        return x.reshape(x.shape[0], self.number, per_group, math.prod(x.shape[2:]))
+
+    def of_channels(self, values: Tensor) -> Tensor:
+        """(..., C) -> (..., K, C / K)."""
+        per_group = values.shape[-1] // max(self.number, 1)
+        return values.reshape(*values.shape[:-1], self.number, per_group)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance of each group over all ranks, as (1, K, 1, 1)."""
+        view = self.view(x.float() if x.dtype in _HALF else x)
+        return self.combined(*_own_moments(view))
+
+    def combined(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """The moments over all ranks from those of this rank's rows."""
+        axes = self.place.layout.axes(*self.dims)
+        if not axes:
+            return mean, variance
+        means, variances = one_of_all(self.place, axes, torch.stack([mean, variance])).unbind(1)
+        weights = _weights(self.place.layout, self.dims, mean.dtype, mean.device)
+        return _mixed(weights.view(-1, *[1] * mean.ndim), means, variances)
+
+    def mean_of_all(self, sums: Tensor) -> Tensor:
+        """Of sums for each group over this rank's values the mean over all values."""
+        if not sums.numel():  # no sample here: as little on the ranks that share it
+            return sums
+        return sum_over(self.place, sums, self.dims) / self.count
+
+
+def _own_moments(view: Tensor) -> tuple[Tensor, Tensor]:
+    if view.numel():
+        variance, mean = torch.var_mean(view, (0, 2, 3), correction=0, keepdim=True)
+        return mean, variance
+    zeros = view.sum((0, 2, 3), keepdim=True)  # of weight 0 among the ranks, and attached
+    return zeros, zeros
+
+
+def _mixed(weights: Tensor | float, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """The moments of all parts along dim 0, which have these shares of the values."""
+    mean = (weights * means).sum(0)
+    return mean, (weights * (variances + (means - mean).square())).sum(0)
+
+
+@made_once
+def _weights(
+    layout: Layout, dims: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Each rank's share of the elements along `dims`, for the ranks that split them in order."""
+    grid, axes = layout.grid, layout.axes(*dims)
+    counts: list[int] = []
+    for place in itertools.product(*(range(grid.sizes[a]) for a in axes)):
+        at = dict(zip(axes, place, strict=True))
+        coord = tuple(at.get(a, c) for a, c in enumerate(grid.coord))
+        shape = replace(layout, grid=Grid(grid.sizes, coord)).local_shape
+        counts.append(math.prod(shape[d] for d in dims))
+    total = max(volume(layout, dims), 1)
+    return torch.tensor([n / total for n in counts], dtype=dtype, device=device)
+
+
+def groups_of(
+    x: Subdomain, dims: tuple[int, ...], number: int, eps: float, parts: int = 1
+) -> Groups:
+    """The groups of values along `dims` of a split tensor.
+
+    Args:
+        x: The split tensor.
+        dims: The dims along which values share moments.
+        number: How many groups of channels this rank's tensor has.
+        eps: Is added to the variance.
+        parts: How many groups lie along `dims`.
+    """
+    place = x.like(x.local.new_empty(0))
+    return Groups(place, dims, number, volume(x.layout, dims) // parts, eps)
+
+
+def normalize_groups(
+    local: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(local - mean) / sqrt(variance + eps) * weight + bias.
+
+    Args:
+        local: This rank's values, (B, C, ...).
+        weight: A factor for each channel.
+        bias: A summand for each channel.
+        groups: Which values share their moments.
+
+    Returns:
+        The result, and of each group the mean and the biased variance over all ranks, (K), which
+        carry no gradient.
+    """
+    given = [t for t in (local, weight, bias) if t is not None]
+    fused = local.dtype in (torch.float32, torch.float64) and not in_transform()
+    if fused and all(t.dtype == local.dtype for t in given):
+        return _Normalize.apply(local, weight, bias, groups)
+    mean, variance = groups.moments(local)
+    weight, bias = (
+        None if v is None else groups.of_channels(v).unsqueeze(-1) for v in (weight, bias)
+    )
+    result = normalized(groups.view(local), mean, variance, weight, bias, groups.eps)
+    return result.reshape(local.shape), mean.detach().flatten(), variance.detach().flatten()
+
+
+def normalized(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, of which autograd keeps only `x`."""
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale
+    shift = shift if bias is None else shift + bias
+    return torch.addcmul(shift, x, scale).to(x.dtype)
+
+
+class _Normalize(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, variance = (v.flatten() for v in groups.combined(*_fused_moments(x, groups)))
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.groups = groups
+        ctx.mark_non_differentiable(mean, variance)
+        means, variances = _each_channel(x, groups, mean, variance)
+        return _scaled(x, weight, bias, means, variances, groups.eps), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, mean, variance = ctx.saved_tensors
+        if torch.is_grad_enabled():  # they are to be differentiated again
+            found = _gradients(grads[0], x, weight, ctx.groups)
+        else:
+            found = _fused_gradients(grads[0], x, weight, mean, variance, ctx.groups)
+        wanted = zip(found, ctx.needs_input_grad, strict=False)
+        return *(gradient if needed else None for gradient, needed in wanted), None
+
+
+def _fused_moments(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Of this rank's rows, (1, K, 1, 1); the kernel of group norm finds them for each of B."""
+    samples, channels, area = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    if x.numel() == 0 or area == 1:
+        return _own_moments(groups.view(x))
+    own = (samples, channels, area, groups.number, 0.0)
+    _, means, deviations = torch.native_group_norm(x.contiguous(), None, None, *own)
+    means, variances = means, deviations.square().reciprocal()
+    mean, variance = _mixed(1 / samples, means, variances) if samples > 1 else (means, variances)
+    return mean.view(1, -1, 1, 1), variance.view(1, -1, 1, 1)
+
+
+def _each_channel(x: Tensor, groups: Groups, *values: Tensor) -> list[Tensor]:
+    """(K) -> (C)."""
+    per_group = x.shape[1] // max(groups.number, 1)
+    return [v if per_group == 1 else v.repeat_interleave(per_group) for v in values]
+
+
+def _scaled(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+) -> Tensor:
+    """The formula of `normalized`, for each channel, by the kernel of batch norm."""
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+
+
+def _fused_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    groups: Groups,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of `x`, `weight` and `bias`: two sums for each group go over the ranks at once."""
+    inverse = torch.rsqrt(variance + groups.eps)
+    means, inverses = _each_channel(x, groups, mean, inverse)
+    of_weight = of_bias = x.new_zeros(x.shape[1])
+    if x.numel():
+        # contiguous: of other tensors of one sample the kernel of the CPU gives wrong sums
+        own = (grad.contiguous(), x.contiguous(), weight, None, None, means, inverses)
+        _, of_weight, of_bias = _sums(*own, True, 0.0, [False, True, True])
+    sums = torch.stack([of_bias, of_weight])
+    sums = groups.of_channels(sums if weight is None else sums * weight).sum(2)
+    along, across = -inverse * groups.mean_of_all(sums)
+    ones = torch.ones_like(means)
+    slopes, shifts = _each_channel(x, groups, across * inverse, along)
+    result = _scaled(x, slopes, shifts, means, ones, 0.0)
+    factors = inverses if weight is None else inverses * weight
+    result.addcmul_(grad, factors.view(1, -1, *[1] * (x.ndim - 2)))
+    return result, of_weight, of_bias
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, groups: Groups
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as functions of `grad`, `x` and `weight` that can be differentiated again."""
+    mean, variance = groups.moments(x)
+    inverse = torch.rsqrt(variance + groups.eps)
+    distance = (groups.view(x) - mean) * inverse
+    grad = groups.view(grad)
+    scaled = grad if weight is None else grad * groups.of_channels(weight).unsqueeze(-1)
+    sums = [part.sum((0, 2, 3), keepdim=True) for part in (scaled, scaled * distance)]
+    along, across = groups.mean_of_all(torch.stack(sums))
+    result = inverse * (scaled - along - distance * across)
+    of_weight, of_bias = (part.sum((0, 3)).flatten() for part in (grad * distance, grad))
+    return result.reshape(x.shape), of_weight, of_bias
