@@ -32,4 +32,6 @@ def _row(values: list[Any], *, slow: bool) -> Any:
     marks = [mark for value in given for mark in value.marks]
     if slow:
         marks.append(pytest.mark.slow)
-    return pytest.param(*(value.values[0] for value in given), marks=marks)
+    named = [value.id or str(value.values[0]) for value in given]
+    name = "-".join(named) if any(value.id for value in given) else None
+    return pytest.param(*(value.values[0] for value in given), marks=marks, id=name)

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 SILENCE_S = 120  # of all ranks, before the pool is given up
 GRACE_S = 5  # for the other ranks once one has failed
-PRELOADED = ["torch", "lightning.pytorch", "neuralop.models", "tests.training"]
+PRELOADED = ["torch", "lightning.pytorch", "neuralop.models", "tests.training", "tests.frozen"]
 
 
 class Pool:

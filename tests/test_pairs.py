@@ -34,3 +34,9 @@ def test_marks_of_a_value_stay():
     assert len(every) == 4
     names = [sorted(m.name for m in p.marks) for p in each_once("a", [two, three])]
     assert names == [["spmd"], ["slow", "spmd"]]
+
+
+def test_names_of_values_stay():
+    named = pytest.param(2, id="two")
+    assert [p.id for p in each_once("ab", [named])] == ["a-two", "b-two"]
+    assert [p.id for p in each_once("ab", [2])] == [None, None]

@@ -40,9 +40,16 @@ ROWS = {
 rows = pytest.mark.parametrize("row", ROWS)
 
 
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "hybrid"])  # of four ranks
+def test_on_two_data_replicas(row):
+    assert_equal_runs(train_sharded((1,), ROWS[row]), train_alone())
+
+
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @rows
-def test_on_data_replicas(row):
+def test_on_four_data_replicas(row):
     assert_equal_runs(train_sharded((1,), ROWS[row]), train_alone())
 
 

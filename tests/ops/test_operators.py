@@ -195,11 +195,12 @@ def second_gradients(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", database.names())
 def test_two_ranks(name):
-    """Fewer cases than on three ranks, whose parts are uneven too."""
-    check(name, 5, mesh_of(2))
+    """Those of three ranks, whose parts are uneven too, are in the default run."""
+    check(name, 10, mesh_of(2))
 
 
 @pytest.mark.spmd(2)

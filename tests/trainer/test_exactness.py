@@ -35,9 +35,13 @@ SINGLE = pytest.param(F32, marks=pytest.mark.slow)  # on four ranks in the defau
 dtypes = pytest.mark.parametrize("dtype", [F64, SINGLE], ids=str)
 
 
-def on_meshes(*domains, marks=()):
+def on_meshes(*domains, marks=(), slow=()):
     """Every model on every mesh in double precision; in single precision on one, by turns."""
-    double = [pytest.param(name, F64, domain) for name in MODELS for domain in domains]
+    double = [
+        pytest.param(name, F64, domain, marks=[pytest.mark.slow] * (domain in slow))
+        for name in MODELS
+        for domain in domains
+    ]
     single = [
         pytest.param(once.values[0], F32, once.values[1], marks=[*once.marks, *marks])
         for once in each_once(MODELS, domains)
@@ -66,7 +70,7 @@ def test_three_ranks_that_do_not_divide_the_extent(name, dtype):
 
 
 @pytest.mark.spmd(4)
-@on_meshes((2,), (4,), (2, 2))
+@on_meshes((2, 2), (4,), (2,), slow=[(4,)])  # as with three ranks: none of them a replica
 def test_four_ranks(name, dtype, domain):
     check(name, domain, dtype)
 

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
+from tests.pairs import each_once
 from tests.reference import computed_once
 from tests.trainer.featured import (
     Featured,
@@ -219,17 +220,16 @@ def check(name: str, domain: tuple[int, ...]) -> None:
     assert_same_state(module, expected["state"])
 
 
-@pytest.mark.slow
-@pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", FEATURES)
-def test_on_1x2(name):
-    check(name, (2,))
+MESHES = [
+    pytest.param((2,), marks=pytest.mark.spmd(4), id="2x2"),
+    pytest.param((2,), marks=pytest.mark.spmd(2), id="1x2"),
+    pytest.param((1,), marks=pytest.mark.spmd(2), id="2x1"),
+]
 
 
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("name", FEATURES)
-def test_on_2x2(name):
-    check(name, (2,))
+@pytest.mark.parametrize(("name", "domain"), each_once(FEATURES, MESHES))
+def test_on_each_mesh_by_turns(name, domain):
+    check(name, domain)
 
 
 @pytest.mark.slow
