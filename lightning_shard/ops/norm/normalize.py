@@ -178,7 +178,7 @@ class _Normalize(Function):
         ctx.groups = groups
         ctx.mark_non_differentiable(mean, variance)
         means, variances = _each_channel(x, groups, mean, variance)
-        return _scaled(x, weight, bias, means, variances, groups.eps), mean, variance
+        return _scaled(x, weight, bias, means, variances + groups.eps), mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -206,21 +206,21 @@ def _fused_moments(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
 def _each_channel(x: Tensor, groups: Groups, *values: Tensor) -> list[Tensor]:
     """(K) -> (C)."""
     per_group = x.shape[1] // max(groups.number, 1)
-    return [v if per_group == 1 else v.repeat_interleave(per_group) for v in values]
+    return [v if per_group == 1 else repeated(v, 1, per_group) for v in values]
+
+
+def repeated(values: Tensor, dim: int, times: int) -> Tensor:
+    """(n) -> (n * times): each value `times` in a row (dim 1), or all of them in a row (dim 0)."""
+    return values.unsqueeze(dim).expand((times, -1) if dim == 0 else (-1, times)).flatten()
 
 
 def _scaled(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    eps: float,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor
 ) -> Tensor:
     """The formula of `normalized`, for each channel, by the kernel of batch norm."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, 0.0)
 
 
 def _fused_gradients(
@@ -244,7 +244,7 @@ def _fused_gradients(
     along, across = -inverse * groups.mean_of_all(sums)
     ones = torch.ones_like(means)
     slopes, shifts = _each_channel(x, groups, across * inverse, along)
-    result = _scaled(x, slopes, shifts, means, ones, 0.0)
+    result = _scaled(x, slopes, shifts, means, ones)
     factors = inverses if weight is None else inverses * weight
     result.addcmul_(grad, factors.view(1, -1, *[1] * (x.ndim - 2)))
     return result, of_weight, of_bias

@@ -18,6 +18,7 @@ CASES = {
     "group_norm_of_torch": (lambda x, w, b: torch.group_norm(x, 2, w, b), [IMAGE, (4,), (4,)]),
     "layer_norm_of_torch": (lambda x: torch.layer_norm(x, (7, 5)), [IMAGE]),
     "group_norm_all": (lambda x: F.group_norm(x, 1, eps=0.1), [IMAGE]),
+    "group_norm_negative_eps": (lambda x: F.group_norm(x * 9, 2, eps=-0.5), [IMAGE]),
     "group_norm_each": (lambda x, w: F.group_norm(x, 4, w), [IMAGE, (4,)]),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), [IMAGE, (4,), (4,)]),
     "layer_norm_last": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [IMAGE, (5,), (5,)]),
