@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ def simple(x: Subdomain, dim: int) -> Subdomain:
 
     Rows of a flattened product of dims are moved to the canonical partition of the product.
     """
+    if len(x.layout.dims[dim]) == 1:
+        return x
     factors = merge(x.layout.dims[dim])
     if len(factors) == 1:
         return x.view(x.local, x.layout.with_dims({dim: factors}))
@@ -136,26 +139,36 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
     split = [o for o in operands if isinstance(o, Subdomain)]
     if split and all(_fits_into(o, split[0]) for o in operands):
         return split[0].layout
-    shape = typed_torch.broadcast_shapes(*(tuple(o.shape) for o in operands))
-    if any(s.domain is not split[0].domain for s in split):
-        raise split_differently(split)
-    if not split:
+    if not split or any(s.domain is not split[0].domain for s in split):
+        typed_torch.broadcast_shapes(*(tuple(o.shape) for o in operands))  # whose error comes first
+        if split:
+            raise split_differently(split)
         raise UnsupportedOperationError("none of the operands that may be split is split")
-    layout = Layout.of(shape, {}, split[0].layout.grid)
-    for o in sorted(split, key=lambda o: -math.prod(o.shape)):
-        for d in o.layout.split_dims:
-            target = layout.ndim - o.ndim + d
-            candidate: Dim | None = o.layout.dims[d]
-            if o.shape[d] != shape[target]:
+    kinds = tuple([o.layout if isinstance(o, Subdomain) else tuple(o.shape) for o in operands])
+    return _common_layout(kinds, split[0].layout.grid)
+
+
+@lru_cache(maxsize=4096)
+def _common_layout(kinds: tuple[Layout | tuple[int, ...], ...], grid: Grid) -> Layout:
+    """That of operands with these layouts, and of plain ones with these shapes."""
+    split = [k for k in kinds if isinstance(k, Layout)]
+    shapes = [k.shape if isinstance(k, Layout) else k for k in kinds]
+    shape = typed_torch.broadcast_shapes(*shapes)
+    layout = Layout.of(shape, {}, grid)
+    for own in sorted(split, key=lambda own: -math.prod(own.shape)):
+        for d in own.split_dims:
+            target = layout.ndim - own.ndim + d
+            candidate: Dim | None = own.dims[d]
+            if own.shape[d] != shape[target]:
                 continue
             if layout.axes(target):
                 candidate = common_dim(layout.dims[target], candidate)
                 if candidate is None and shape[target] == 1:
                     continue  # one row, which `local_part` moves to another rank
-            elif set(o.layout.axes(d)) & set(layout.axes()):
+            elif set(own.axes(d)) & set(layout.axes()):
                 continue
             if candidate is None:
-                raise split_differently(split)
+                raise _split_differently(split)
             layout = layout.with_dims({target: candidate})
     return layout
 
@@ -169,8 +182,12 @@ def _fits_into(x: Subdomain | Tensor, first: Subdomain) -> bool:
 
 def split_differently(operands: Sequence[Subdomain | Tensor]) -> UnsupportedOperationError:
     """The refusal of operands whose split dims do not fit together."""
-    layouts = "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
-    return UnsupportedOperationError(f"the operands are split differently: {layouts}")
+    return _split_differently([o.layout for o in operands if isinstance(o, Subdomain)])
+
+
+def _split_differently(layouts: Sequence[Layout]) -> UnsupportedOperationError:
+    shown = "; ".join(map(str, layouts))
+    return UnsupportedOperationError(f"the operands are split differently: {shown}")
 
 
 def common_dim(a: Dim, b: Dim) -> Dim | None:
@@ -213,13 +230,23 @@ def _sliced(
     local: Tensor, shape: Sequence[int], layout: Layout, split: Collection[int] = ()
 ) -> Tensor:
     """This rank's rows of a tensor of `shape`, of which it has all but along the dims `split`."""
+    for dim in _cut(tuple(shape), layout, tuple(split)):
+        factors = layout.dims[dim + layout.ndim - len(shape)]
+        local = take_local(local, dim, factors, layout.grid)
+    return local
+
+
+@lru_cache(maxsize=4096)
+def _cut(shape: tuple[int, ...], layout: Layout, split: tuple[int, ...]) -> list[int]:
+    """The dims of a tensor of `shape`, whole but for `split`, of which a rank takes its rows."""
     added = layout.ndim - len(shape)
+    found: list[int] = []
     for d in layout.split_dims:
         own = d - added
         is_broadcast = own < 0 or (shape[own] == 1 and layout.shape[d] != 1)
         if not is_broadcast and own not in split:
-            local = take_local(local, own, layout.dims[d], layout.grid)
-    return local
+            found.append(own)
+    return found
 
 
 def _split_elsewhere(x: Subdomain, dim: int, layout: Layout) -> Subdomain:

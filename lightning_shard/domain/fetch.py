@@ -92,8 +92,13 @@ def route(source: tuple[Segment, ...], rank: int, needs: Needs) -> Route:
 
 def route_of(x: Subdomain, dim: int, needs: Needs) -> Route:
     """The route that brings `needs` of `dim` to the ranks that split it."""
-    grid = x.layout.grid
-    return route(segments(x.layout.dims[dim], grid.sizes), grid.index(x.layout.axes(dim)), needs)
+    return _route_of(x.layout.dims[dim], x.layout.grid, needs)
+
+
+@lru_cache(maxsize=4096)
+def _route_of(factors: Dim, grid: Grid, needs: Needs) -> Route:
+    axes = tuple(sorted(a for f in factors for a in f.axes))
+    return route(segments(factors, grid.sizes), grid.index(axes), needs)
 
 
 def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:

@@ -11,9 +11,10 @@ data.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 
 @lru_cache(maxsize=4096)
@@ -46,18 +47,18 @@ class Grid:
         return index
 
 
-@dataclass(frozen=True)
-class Factor:
-    """A factor of a tensor dim: its global extent, and the mesh axes that split it, if any."""
+class Factor(NamedTuple):
+    """A factor of a tensor dim: its global extent, and the mesh axes that split it, if any.
+
+    A tuple, since layouts are compared and looked up in every call.
+    """
 
     extent: int
     axes: tuple[int, ...] = ()
 
     def bounds(self, grid: Grid) -> tuple[int, int]:
         """The global rows `[low, high)` of this rank."""
-        offsets = partition(self.extent, grid.parts(self.axes))
-        index = grid.index(self.axes)
-        return offsets[index], offsets[index + 1]
+        return _bounds(self, grid)
 
     def rows(self, grid: Grid) -> int:
         """How many rows this rank has."""
@@ -70,22 +71,43 @@ class Factor:
 Dim = tuple[Factor, ...]
 
 
+@lru_cache(maxsize=4096)
+def _bounds(factor: Factor, grid: Grid) -> tuple[int, int]:
+    offsets = partition(factor.extent, grid.parts(factor.axes))
+    index = grid.index(factor.axes)
+    return offsets[index], offsets[index + 1]
+
+
 def _extent(dim: Dim) -> int:
     return dim[0].extent if len(dim) == 1 else math.prod([f.extent for f in dim])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """How a tensor of global `shape` lies on a grid: the factors of each dim, and the grid."""
 
     dims: tuple[Dim, ...]
     grid: Grid
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self.dims == other.dims and self.grid == other.grid
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.grid))
+
     @staticmethod
     def of(shape: Sequence[int], splits: dict[int, tuple[int, ...]], grid: Grid) -> "Layout":
         """The layout of a tensor of `shape` whose dim `d` is split over mesh axes `splits[d]`."""
         dims = tuple((Factor(int(n), splits.get(d, ())),) for d, n in enumerate(shape))
-        return Layout(dims, grid)
+        return _same(dims, grid)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -105,8 +127,13 @@ class Layout:
 
     def axes(self, *dims: int) -> tuple[int, ...]:
         """The mesh axes over which `dims` are split (all dims if none is named)."""
-        chosen = dims or range(self.ndim)
-        return tuple(sorted(a for d in chosen for f in self.dims[d] for a in f.axes))
+        if len(dims) == 1:
+            return self._axes[dims[0]]
+        return tuple(sorted([a for d in dims or range(self.ndim) for a in self._axes[d]]))
+
+    @cached_property
+    def _axes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple([tuple(sorted([a for f in dim for a in f.axes])) for dim in self.dims])
 
     def dim(self, dim: int) -> int:
         """`dim` counted from the front; raises IndexError as torch does."""
@@ -123,8 +150,8 @@ class Layout:
         return self.with_dims({dim: (Factor(extent, axes),)})
 
     def with_dims(self, changed: dict[int, Dim]) -> "Layout":
-        dims = tuple(changed.get(d, dim) for d, dim in enumerate(self.dims))
-        return replace(self, dims=dims)
+        dims = tuple([changed.get(d, dim) for d, dim in enumerate(self.dims)])
+        return _same(dims, self.grid)
 
     def __str__(self) -> str:
         parts: list[str] = []
@@ -132,6 +159,12 @@ class Layout:
             sizes = "x".join(str(self.grid.sizes[a]) for a in self.axes(d))
             parts.append(f"dim {d} split over {sizes} ranks")
         return f"shape {self.shape}, " + (", ".join(parts) or "whole on every rank")
+
+
+@lru_cache(maxsize=4096)
+def _same(dims: tuple[Dim, ...], grid: Grid) -> Layout:
+    """One object for equal layouts, which knows its shape and its hash from the first time."""
+    return Layout(dims, grid)
 
 
 def merge(dim: Sequence[Factor]) -> Dim:

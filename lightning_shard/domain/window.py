@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from lightning_shard.domain.align import simple
 from lightning_shard.domain.fetch import Needs, Span, fetch, needs_of
+from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 
 
@@ -37,19 +38,36 @@ def window_rows(
         gives exactly this rank's output rows. No rows where the rank has no output.
     """
     x = simple(x, dim)
-    extent, grid = x.shape[dim], x.layout.grid
     layout = x.layout.with_dim(dim, output)
-    (factor,) = layout.dims[dim]
-    low, high = factor.bounds(grid)
-    needs = window_needs(extent, grid.parts(factor.axes), output, kernel, stride, padding, dilation)
+    window = (kernel, stride, padding, dilation)
+    needs, before, rows_and_edges = _window_plan(x.shape[dim], layout, dim, window)
     rows = fetch(x, dim, needs)
-    if high > low:
-        first, last = window_span(low, high, kernel, stride, padding, dilation)
-        before = max(min(-first, last - first), 0)
-        after = last - first - before - rows.shape[dim]
-        if before or after:
-            rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
+    after = rows_and_edges - before - rows.shape[dim] if rows_and_edges else 0
+    if before or after:
+        rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
     return x.like(rows, layout)
+
+
+@lru_cache(maxsize=4096)
+def _window_plan(
+    extent: int, layout: Layout, dim: int, window: tuple[int, int, int, int]
+) -> tuple[Needs, int, int]:
+    """What each rank needs of `extent` rows; how many before the edge, and in all, this rank has.
+
+    Args:
+        extent: The input rows.
+        layout: That of the output.
+        dim: The dim of the rows.
+        window: Its kernel, stride, padding and dilation.
+    """
+    (factor,) = layout.dims[dim]
+    parts = layout.grid.parts(factor.axes)
+    needs = window_needs(extent, parts, factor.extent, *window)
+    low, high = factor.bounds(layout.grid)
+    if low == high:
+        return needs, 0, 0
+    first, last = window_span(low, high, *window)
+    return needs, max(min(-first, last - first), 0), last - first
 
 
 @lru_cache(maxsize=4096)

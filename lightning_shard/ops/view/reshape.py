@@ -8,6 +8,7 @@ partition of N rows is not that of n times N / n. A reshape that cuts across dim
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +27,25 @@ from lightning_shard.processes.typed import typed_torch
 
 def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
     """Regroup the factors of `x` into dims of `shape` (one entry may be -1)."""
-    shape = _resolved(x.shape, [int(n) for n in shape])
+    shape = _resolved(x.shape, tuple(map(int, shape)))
     if shape == x.shape:
         return x
+    layout = _kept.get((x.layout, shape))
+    if layout is not None:
+        return x.view(x.local.reshape(layout.local_shape), layout)
+    result = _regrouped(x, shape)
+    if shape and not result.moved:
+        if len(_kept) >= _LIMIT:
+            _kept.clear()
+        _kept[x.layout, shape] = result.layout
+    return result
+
+
+_LIMIT = 4096
+_kept: dict[tuple[Layout, tuple[int, ...]], Layout] = {}  # reshapes for which no row moves
+
+
+def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     factors = list(merge([f for dim in x.layout.dims for f in dim]))
     flat = x.view(x.local, Layout(tuple((f,) for f in factors), x.layout.grid))
     flat = flat.view(x.local.reshape(flat.layout.local_shape), flat.layout)
@@ -77,14 +94,15 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
     return Subdomain(local.reshape(layout.local_shape), layout, flat.domain, moved)
 
 
-def _resolved(shape: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def _resolved(shape: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
     known = math.prod(n for n in target if n != -1)
     total = math.prod(shape)
     if -1 in target and known and total % known == 0:
-        target = [total // known if n == -1 else n for n in target]
+        target = tuple(total // known if n == -1 else n for n in target)
     if math.prod(target) != total or -1 in target:
-        raise RuntimeError(f"shape '{list(target)}' is invalid for input of shape {tuple(shape)}")
-    return tuple(target)
+        raise RuntimeError(f"shape '{list(target)}' is invalid for input of shape {shape}")
+    return target
 
 
 @implements(torch.reshape, Tensor.reshape, Tensor.view, limits="no view of another dtype")
@@ -117,7 +135,7 @@ def flatten(
 @implements(torch.unflatten, Tensor.unflatten)
 def unflatten(func: Callable[..., Any], x: Subdomain, dim: int, sizes: Sequence[int]) -> Subdomain:
     d = x.layout.dim(dim)
-    return reshape_to(x, [*x.shape[:d], *_resolved([x.shape[d]], sizes), *x.shape[d + 1 :]])
+    return reshape_to(x, [*x.shape[:d], *_resolved((x.shape[d],), tuple(sizes)), *x.shape[d + 1 :]])
 
 
 def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
