@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.callbacks.predictions import (
         predictions_in_order as predictions_in_order,
     )
+    from lightning_shard.trainer.callbacks.run_report import RunReport as RunReport
     from lightning_shard.trainer.callbacks.samples_per_second import (
         SamplesPerSecond as SamplesPerSecond,
     )
@@ -66,6 +67,7 @@ _MODULES = {
     "PredictionWriter": "trainer.callbacks.predictions",
     "predictions_in_order": "trainer.callbacks.predictions",
     "EpochReport": "trainer.callbacks.epoch_report",
+    "RunReport": "trainer.callbacks.run_report",
     "StopOnNonFinite": "trainer.callbacks.stop_on_nonfinite",
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",
     "DeviceTimer": "trainer.callbacks.device_timer",

@@ -8,6 +8,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_shard.cli.help import PROGRAM
+from lightning_shard.trainer.callbacks.run_report import RunReport
+from lightning_shard.trainer.host import callbacks_of
 
 
 def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iterator[str]:
@@ -38,6 +40,9 @@ def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iter
         words = f"--config {config}" if Path(config).is_file() else "--config ..."
         yield f"  test it          {PROGRAM} test {words} --ckpt_path {best}"
         yield f"  go on            {PROGRAM} fit {words} --ckpt_path {last or best}{_more(trainer)}"
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, RunReport) and callback.path:
+            yield f"  report           {callback.path}"
     if trainer.log_dir:
         yield f"  logs             {trainer.log_dir}"
 

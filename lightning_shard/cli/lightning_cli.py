@@ -23,6 +23,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_shard.cli.checked import recall, remember
 from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import diagnose
@@ -41,7 +42,9 @@ from lightning_shard.cli.sources import (
     split_subcommand,
 )
 from lightning_shard.cli.usage import UsageError
+from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
+from lightning_shard.trainer.host import callbacks_of
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 
@@ -114,6 +117,12 @@ class ShardCLI(LightningCLI):
             type=bool,
             default=False,
             help="Run the test loaders on the final weights when fit ends (only fit uses it).",
+        )
+        parser.add_argument(
+            "--report",
+            type=bool,
+            default=True,
+            help="Write report.html about the run into its log directory (only fit uses it).",
         )
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -195,6 +204,28 @@ class ShardCLI(LightningCLI):
             raise UsageError(
                 f"test_after_fit is true but {name} has no test_step; add one, or set it to false"
             )
+        if self.config["fit"]["report"]:
+            self._add_report()
+
+    def _add_report(self) -> None:
+        callbacks = callbacks_of(self.trainer)
+        if any(isinstance(callback, RunReport) for callback in callbacks):
+            return
+        strategy = self.config["fit"]["trainer"]["strategy"]
+        options: Any = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
+        text = self._dumped()
+        folder = self.trainer.default_root_dir
+        checked = recall(folder, yaml.safe_load(text), options.get("shard_dims"))
+        callbacks.append(RunReport(text, checked))
+
+    def _dumped(self) -> str:
+        command = str(self.config["subcommand"])
+        return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
+
+    def remember(self, found: str) -> None:
+        """Keep what a check found for the report of a later `fit`."""
+        folder = self.config["fit"]["trainer"]["default_root_dir"]
+        remember(folder, yaml.safe_load(self._dumped()), self.asked.shard_dims, found)
 
     def after_fit(self) -> None:
         """Test the final weights if `test_after_fit` asks for it; say where everything lies."""
@@ -220,7 +251,7 @@ def run(args: Sequence[str]) -> None:
     try:
         if args[:1] and args[0] in ("check", "plan"):
             built = ShardCLI(["fit", *args[1:]], state, rehearsal=True)
-            rehearse(args[0], built.model, built.datamodule, built.asked)
+            rehearse(args[0], built.model, built.datamodule, built.asked, built.remember)
         else:
             ShardCLI(args, state)
     except UsageError as err:

@@ -8,6 +8,7 @@ take the options of `fit`, and use its model and the first batch of its data.
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,9 +82,21 @@ def on_this_machine(trainer: Any, asked: Wanted) -> Wanted:
 
 
 def rehearse(
-    command: str, module: LightningModule, data: LightningDataModule | None, asked: Wanted
+    command: str,
+    module: LightningModule,
+    data: LightningDataModule | None,
+    asked: Wanted,
+    keep: Callable[[str], None],
 ) -> None:
-    """Print what was found; `check` exits with 1 if the module cannot train so."""
+    """Print what was found; `check` exits with 1 if the module cannot train so.
+
+    Args:
+        command: "check" or "plan".
+        module: What trains.
+        data: What it trains on; None if the module has its own loaders.
+        asked: What the config asks for.
+        keep: Is given what `check` prints.
+    """
     source: Any = data or module.train_dataloader()
     ranks = math.prod(asked.domain)
     if command == "plan":
@@ -93,5 +106,6 @@ def rehearse(
     small = tuple(min(size, 2) for size in asked.domain) if ranks > 1 else (2,)
     found = check(module, source, small, asked.shard_dims, **asked.trainer)
     print(found)
+    keep(str(found))
     if not found.is_supported:
         sys.exit(1)
