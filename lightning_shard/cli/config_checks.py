@@ -4,6 +4,7 @@ Everything here is known to every rank from its own environment, so all ranks re
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ def _check_checkpoint(path: Any, given: Sources) -> None:
 
 
 def _check_devices(trainer: Any, given: Sources) -> None:
+    words = trainer.devices
+    if isinstance(words, str) and not re.fullmatch(r"auto|-1|[\d, ]*\d[\d, ]*", words):
+        raise UsageError(
+            f"trainer.devices must be a number, auto, or a list such as 0,1; got '{words}'"
+            f"{_at(given, 'trainer.devices')}"
+        )
     kind = _device_kind(trainer.accelerator)
     if kind is None:
         return

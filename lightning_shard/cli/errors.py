@@ -7,6 +7,7 @@ reported. Where nothing is found the parser's text is shown.
 
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -23,6 +24,7 @@ from lightning_shard.cli.names import (
 from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Source, Sources, short
 from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
 
+SWITCHES = ("test_after_fit", "report")  # options of ours that are true or false
 PARSER_ONLY = ("config", "print_config", "help", "print_shtab")
 GROUPS: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 
@@ -45,7 +47,7 @@ def diagnose(
     problem = next(_Walk(sources, known, classes).problems(), None)
     if problem is None:
         return _last_resort(sources, message)
-    hint = f"all options: python -m lightning_shard {subcommand} --help"
+    hint = f"all options: python -m lightning_shard {subcommand} --help all"
     return UsageError(problem, hint if problem.startswith("unknown option") else "")
 
 
@@ -73,6 +75,7 @@ class _Walk:
             if key in self.classes:
                 continue
             if place := self.sources.place(key):
+                yield from self._almost_class_path(key)
                 yield f"the option '{key}.class_path' is missing {place}"
             else:
                 yield (
@@ -86,15 +89,32 @@ class _Walk:
                 if short(option) not in self.seen:
                     yield f"the option '{option}' is missing: {cls.__name__} needs it ({place})"
 
+    def _almost_class_path(self, key: str) -> Iterator[str]:
+        spec = self.sources.value(key)
+        for name in spec if is_mapping(spec) else ():
+            if get_close_matches(name, SPEC[:1]):
+                place = self.sources.place(f"{key}.{name}")
+                yield f"unknown option '{key}.{name}' {place}{nearest(name, SPEC)}"
+
     def _option(self, key: str, value: object) -> Iterator[str]:
         if key in PARSER_ONLY or (is_mapping(value) and "help" in value):
             return
         if key not in self.known:
-            yield f"unknown option '{key}' {self.source.place(key)}{nearest(key, self.known)}"
+            close = self._below(key) or nearest(key, self.known)
+            yield f"unknown option '{key}' {self.source.place(key)}{close}"
+        elif key in SWITCHES and not isinstance(value, bool):
+            yield f"{key} must be true or false; got '{value}' {self.source.place(key)}"
         elif key == "trainer" and is_mapping(value):
             yield from self._arguments(value, Trainer, "trainer", 0)
         elif key in GROUPS:
             yield from self._class(value, [(GROUPS[key], 0)], key)
+
+    def _below(self, key: str) -> str:
+        """Where an option belongs that was given without the part it is of."""
+        owners = {"trainer": (Trainer, 0), **self.classes}
+        found = (name for name, (cls, skip) in owners.items() if key in parameters(cls, skip))
+        owner = next(found, None)
+        return f"; did you mean '{owner}.{key}'?" if owner else ""
 
     def _arguments(
         self, given: Mapping[str, object], cls: type, prefix: str, skip: int
@@ -170,4 +190,6 @@ def _last_resort(sources: Sources, message: str) -> UsageError:
     place = sources.place(found.group(1)) if found else ""
     if unrecognized := re.match(r"unrecognized arguments: (\S+)", message):
         return UsageError(f"unknown option '{unrecognized.group(1)}' {COMMAND_LINE}")
+    if missing := re.match(r"argument --([\w.]+)\S*: expected one argument", message):
+        return UsageError(f"the option '{missing.group(1)}' has no value {COMMAND_LINE}")
     return UsageError(message.strip() + (f" ({found.group(1)} {place})" if found and place else ""))

@@ -18,6 +18,7 @@ from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.process_info import rank_variables
 
 MISTYPED = 2  # the exit status
+SAYS_ALL = (ValueError, OSError, NotImplementedError)  # whose sentences need no kind
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
 
 
@@ -39,7 +40,7 @@ def exit_with(err: Exception, code: int) -> NoReturn:
         if _is_on_all_ranks(err):
             sys.exit(code)
         time.sleep(PATIENCE_S)
-    lines = [f"error: {err}" if str(err) else f"error: {type(err).__name__}"]
+    lines = [f"error: {_sentence(err)}"]
     if isinstance(err, UsageError):
         lines += [f"       {err.hint}"] if err.hint else []
     elif not _is_on_all_ranks(err):
@@ -67,13 +68,12 @@ def origin(err: Exception, seen: Exception | None) -> Exception:
     return inner if isinstance(inner, Exception) else seen or err
 
 
-def raised_by_us(err: Exception) -> bool:
-    """Whether an error is a refusal by this package, and no mistake in the user's code."""
-    if type(err).__name__ == "UnsupportedOperationError":
-        return True
-    frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__)]
-    name = frames[-1].f_globals.get("__name__", "") if frames else ""
-    return name.startswith("lightning_shard.")
+def _sentence(err: Exception) -> str:
+    """What was said, and of an error of Python or torch, such as KeyError, its kind."""
+    name, said = type(err).__name__, str(err).strip()
+    if isinstance(err, SAYS_ALL) or type(err).__module__ != "builtins":
+        return said or name
+    return f"{name}: {said}" if said else name
 
 
 def _is_on_all_ranks(err: Exception) -> bool:

@@ -29,6 +29,43 @@ examples
   {program} check --config tfno_darcy
   {program} COMMAND --help
 """
+FIT = """\
+usage: {program} fit --config FILE [options]
+
+Trains a LightningModule. Each argument of the model, of its data and of the Trainer is an option,
+or a line in a YAML file. Later files and options win.
+
+options
+  --config FILE         a YAML file, or the name of a config that came with the package
+  --model CLASS         such as my_package.MyModule; its arguments: --model.NAME VALUE
+  --data CLASS          such as my_package.MyData; its arguments: --data.NAME VALUE
+  --trainer.NAME VALUE  max_epochs, accelerator, devices, num_nodes, precision, ...
+  --trainer.strategy.NAME VALUE   domain_parallel_size, shard_dims, sharding, ...
+  --ckpt_path FILE      go on from a checkpoint
+  --test_after_fit BOOL test the final weights
+  --report BOOL         write report.html; true by default
+  --print_config        show what all of this comes to, and train nothing
+  --help all            every option of the Trainer, with its description
+  --model.help CLASS    the arguments of a class; --data.help and --trainer.strategy.help alike
+
+examples
+  {program} fit --config tfno_darcy --config quick
+  {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
+  {program} fit --config tfno_darcy --trainer.strategy.domain_parallel_size 2
+"""
+EVALUATION = """\
+usage: {program} {command} --config FILE --ckpt_path FILE [options of fit]
+
+Runs the {command} loader of the data through the model.
+
+options
+  --config FILE      of the run that saved the checkpoint, such as its config.yaml
+  --ckpt_path FILE   the weights
+  --help all         every option
+
+examples
+  {program} {command} --config tfno_darcy --ckpt_path outputs/tfno_darcy/last.ckpt
+"""
 CHECK = """\
 usage: {program} check --config FILE [options of fit]
 
@@ -38,7 +75,7 @@ split tensors. The model and the first batch are those of `fit` with the same wo
 It ends with status 1 if the module cannot train so.
 
 options
-  all options of fit: {program} fit --help
+  all options of fit: {program} fit --help all
 
 examples
   {program} check --config tfno_darcy
@@ -53,7 +90,7 @@ optimizer's state, activations and messages. One step is rehearsed on the CPU of
 need not be the one that the config asks for.
 
 options
-  all options of fit: {program} fit --help
+  all options of fit: {program} fit --help all
   --trainer.devices N, --trainer.num_nodes N      how many ranks
   --trainer.strategy.domain_parallel_size N       how many of them share a sample
 
@@ -115,6 +152,8 @@ examples
   srun -n 1 {program} doctor
 """
 PAGES = {
+    "fit": FIT,
+    **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
     "check": CHECK,
     "plan": PLAN,
     "ops": OPS,
@@ -126,4 +165,4 @@ PAGES = {
 
 def page(command: str) -> str:
     """The help of a command, or of all of them for the empty word."""
-    return PAGES.get(command, FIRST).format(program=PROGRAM).rstrip()
+    return PAGES.get(command, FIRST).format(program=PROGRAM, command=command).rstrip()

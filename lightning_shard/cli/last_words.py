@@ -20,11 +20,12 @@ def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iter
         started: The reading of `time.monotonic` when the command began, in s.
         first_step: Optimizer steps that the weights had when training began; None if it did not.
     """
+    logs = trainer.log_dir or ""  # a collective
     steps = 0 if first_step is None else trainer.global_step - first_step
     yield f"Done in {_duration(time.monotonic() - started)}: {steps} steps of training."
     if steps == 0:
         yield f"  Nothing was trained: {_why(trainer)}."
-    best = last = config = ""
+    best = last = ""
     for callback in trainer.checkpoint_callbacks:
         best = getattr(callback, "best_model_path", "") or best
         last = getattr(callback, "last_model_path", "") or last
@@ -33,18 +34,19 @@ def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iter
             yield f"  best checkpoint  {best}{score_of}"
         elif best:
             yield f"  checkpoint       {best}"
-        config = str(Path(best).parent / "config.yaml") if best else config
     if last and last != best:
         yield f"  last checkpoint  {last}"
-    if best:
-        words = f"--config {config}" if Path(config).is_file() else "--config ..."
-        yield f"  test it          {PROGRAM} test {words} --ckpt_path {best}"
+    if best or last:
+        folders = [Path(best or last).parent, Path(logs)]
+        configs = (folder / "config.yaml" for folder in folders)
+        words = f"--config {next((c for c in configs if c.is_file()), '...')}"
+        yield f"  test it          {PROGRAM} test {words} --ckpt_path {best or last}"
         yield f"  go on            {PROGRAM} fit {words} --ckpt_path {last or best}{_more(trainer)}"
     for callback in callbacks_of(trainer):
         if isinstance(callback, RunReport) and callback.path:
             yield f"  report           {callback.path}"
-    if trainer.log_dir:
-        yield f"  logs             {trainer.log_dir}"
+    if logs:
+        yield f"  logs             {logs}"
 
 
 def _why(trainer: Trainer) -> str:

@@ -1,8 +1,9 @@
 """Lightning's command line with our strategy, and errors of one sentence.
 
-The optimizer is made after sharding. A mistake in what was typed exits with 2; a refusal before the
-first optimizer step with 1: by a module, a data module or the strategy while they are built, and
-later only if this package raised it. All other errors keep their traceback.
+The optimizer is made after sharding. A mistake in what was typed exits with 2. A refusal by a
+module, a data module or the strategy while they are built, and any error of the first batch, exit
+with 1.
+All other errors keep their traceback.
 """
 
 import argparse

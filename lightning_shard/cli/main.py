@@ -49,8 +49,10 @@ def main(args: Sequence[str] | None = None) -> None:
         print(_version() if command == "--version" else page(""))
         return
     if command in PAGES and {"-h", "--help"} & {*words[1:]}:
-        print(page(command))
-        return
+        if command not in LIGHTNING or words[-1] != "all":
+            print(page(command))
+            return
+        words.pop()
     if "--traceback" in words:
         words.remove("--traceback")
         os.environ[f"{ENV_PREFIX}_TRACEBACK"] = "1"

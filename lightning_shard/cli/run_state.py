@@ -7,8 +7,6 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_shard.cli.exits import raised_by_us
-
 REFUSALS = (ValueError, OSError, NotImplementedError, MisconfigurationException)
 
 
@@ -16,9 +14,11 @@ class RunState(Callback):
     """How far the run is, and the last error while building, which the parser would hide.
 
     Attributes:
-        running: Whether batches flow: then an error of the user's code keeps its traceback.
-        stepped: Whether a batch is done: then every error keeps it.
+        running: Whether batches flow.
+        stepped: Whether a batch is done: then every error keeps its traceback.
     """
+
+    has_last_words = True  # which EpochReport leaves to the command line
 
     def __init__(self) -> None:
         self.running = self.stepped = False
@@ -28,10 +28,8 @@ class RunState(Callback):
         self.first_step: int | None = None  # of this training, which may not begin
 
     def is_refusal(self, err: Exception) -> bool:
-        """Whether one sentence says enough."""
-        if self.running:
-            return not self.stepped and raised_by_us(err)
-        return isinstance(err, REFUSALS)
+        """Whether one sentence says enough: of options that are refused, and of the first batch."""
+        return not self.stepped if self.running else isinstance(err, REFUSALS)
 
     def stop_children(self) -> None:
         """Stop the ranks launched from here, which would report the same refusal once more."""

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import lightning_shard
 from lightning_shard.cli import checked
@@ -22,6 +23,16 @@ class RefusedInTraining(Net):
     def training_step(self, batch, batch_idx):
         if batch_idx == int(self.fail_in):
             lightning_shard.launch(print, processes=0)
+        return super().training_step(batch, batch_idx)
+
+
+class Mistaken(Net):
+    """Makes the mistake of a kind in a batch."""
+
+    def training_step(self, batch, batch_idx):
+        kind, _, late = self.fail_in.partition(" in ")
+        if batch_idx == int(late or 0):
+            _ = batch @ batch[0:1, :3] if kind == "torch" else {}[kind]
         return super().training_step(batch, batch_idx)
 
 
@@ -96,6 +107,25 @@ class TestRuns:
         assert re.search(r"called at .*test_contradictions\.py:\d+$", lines[-1])
         assert "Traceback" not in "\n".join(lines)
 
+    @pytest.mark.parametrize(
+        ("kind", "expected"),
+        [
+            ("torch", "error: RuntimeError: .*shapes cannot be multiplied"),
+            ("key", "error: KeyError: 'key'"),
+        ],
+    )
+    def test_a_mistake_in_the_first_batch(self, capsys, kind, expected):
+        words = ("--trainer.logger", "false", "--model", f"{HERE}.Mistaken", "--model.fail_in")
+        code, lines = refusal(capsys, *words, kind)
+        assert code == 1
+        assert [line for line in lines if line.startswith("error:")] == [lines[-2]]
+        assert re.match(expected, lines[-2])
+        place = r"raised in test_contradictions\.py:\d+ \(Mistaken\.training_step\)"
+        assert re.search(place, lines[-1])
+        assert "Traceback" not in "\n".join(lines)
+        with pytest.raises(KeyError, match="key"):
+            test_main.fit(*words, "key in 1")
+
     def test_a_later_refusal_keeps_its_traceback(self):
         model = f"{HERE}.RefusedInTraining"
         words = ("--trainer.logger", "false", "--model", model, "--model.fail_in", "1")
@@ -140,3 +170,14 @@ def test_what_check_found_is_kept_for_the_same_model(tmp_path):
     assert checked.recall(tmp_path, options | {"model": {"class_path": "Other"}}, {"x": 2}) == ""
     (tmp_path / checked.FILE).write_text("- of: another program")
     assert checked.recall(tmp_path, options, {"x": 2}) == ""
+
+
+def test_a_checkpoint_of_another_model(capsys):
+    saved = {"state_dict": {}, "hyper_parameters": {"_class_path": f"{HERE}.Logged", "modes": 4}}
+    torch.save(saved, "other.ckpt")
+    sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", "--ckpt_path", "other.ckpt")
+    assert sentence == (
+        f"the hyperparameters in 'other.ckpt' are those of the model '{HERE}.Logged', but the "
+        "configuration names tests.cli.test_errors.Net; give the configuration of the run that "
+        "saved it"
+    )

@@ -238,10 +238,10 @@ def test_refusal_by_the_data_shows_the_cause(capsys):
     assert "(Data.setup)" in lines[-1]
 
 
-def test_traceback_on_request_and_for_bugs_in_training(monkeypatch):
+def test_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SHARD_TRACEBACK", "1")
     with pytest.raises(ValueError, match="a bug"):
         fit("--model.fail_in", "training_step", "--trainer.logger", "false")
-    monkeypatch.setenv("LIGHTNING_SHARD_TRACEBACK", "1")
     with pytest.raises(ValueError, match="modes 8 needs"):
         fit("--model.fail_in", "init")
 

@@ -2,7 +2,6 @@
 
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_shard.trainer.callbacks.samples_per_second import samples_of_all
+from lightning_shard.trainer.host import callbacks_of
 
 
 class EpochReport(Callback):
@@ -120,8 +120,7 @@ def _call(stage: str, checkpoint: str) -> str:
 
 def _command_line_speaks(trainer: Trainer) -> bool:
     """Whether `python -m lightning_shard` runs this, which ends with the same in its own words."""
-    folders = [Path(getattr(c, "dirpath", None) or "") for c in trainer.checkpoint_callbacks]
-    return any((folder / "config.yaml").is_file() for folder in folders)
+    return any(getattr(callback, "has_last_words", False) for callback in callbacks_of(trainer))
 
 
 def duration(seconds: float) -> str:
