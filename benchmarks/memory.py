@@ -29,7 +29,10 @@ from lightning_shard.fsdp.blocks import blocks
 from lightning_shard.processes.mesh import make_mesh
 
 MIB = 2**20
-MESHES = {"4x1": (4, 1), "2x2": (2, 2), "1x4": (1, 4)}
+MESHES = {  # by the number of ranks
+    2: {"2x1": (2, 1), "1x2": (1, 2)},
+    4: {"4x1": (4, 1), "2x2": (2, 2), "1x4": (1, 4)},
+}
 
 
 @dataclass
@@ -111,7 +114,7 @@ def counts(sizes: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
             found["1x1"] = _count(alone, sample())
         del alone
         dist.barrier()
-        for label, (data, domain) in MESHES.items():
+        for label, (data, domain) in MESHES[dist.get_world_size()].items():
             mesh = make_mesh("cpu", data, (domain,))
             torch.manual_seed(0)
             net = make()
@@ -221,20 +224,21 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256, help="tokens")
     parser.add_argument("--modes", type=int, default=64, help="of TFNO")
     parser.add_argument("--resolution", type=int, default=512)
+    parser.add_argument("--ranks", type=int, default=4, choices=MESHES)
     options = parser.parse_args()
     sizes = options.width, options.sequence, options.modes, options.resolution
-    results = start(4, counts, sizes)
+    results = start(options.ranks, counts, sizes)
     describe()
     for name, found in results.items():
-        _print(name, found)
+        _print(name, found, MESHES[options.ranks])
 
 
-def _print(name: str, found: dict[str, Any]) -> None:
+def _print(name: str, found: dict[str, Any], meshes: dict[str, tuple[int, int]]) -> None:
     one, block = found["1x1"], found["block"]
     print(f"\n{name}; MiB per rank; largest block {block / MIB:.1f}")
     rows = []
-    for label in ("1x1", *MESHES):
-        mine, (data, domain) = found[label], MESHES.get(label, (1, 1))
+    for label in ("1x1", *meshes):
+        mine, (data, domain) = found[label], meshes.get(label, (1, 1))
         bound = one.states / (data * domain) + block
         share = mine.activations * domain / one.activations
         rows.append([
