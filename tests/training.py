@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from neuralop.models import FNO
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_modules import MNISTModule, SimpleCNNModule, TFNODarcy
 from lightning_shard import HybridShardStrategy, ShardingOptions
@@ -131,10 +131,8 @@ def make(name: str, dtype: torch.dtype) -> LightningModule:
     return module
 
 
-def loader(
-    name: str, dtype: torch.dtype, batch_size: int, samples: int, *, alone: bool = False
-) -> DataLoader:
-    """Batches of the model's samples; `alone` in the order of Lightning's own sampler."""
+def loader(name: str, dtype: torch.dtype, batch_size: int, samples: int) -> DataLoader:
+    """Batches of the model's samples, in order."""
 
     def collate(items: list[Any]) -> Any:
         batch = torch.utils.data.default_collate(items)
@@ -143,8 +141,7 @@ def loader(
         return [batch[0].to(dtype), batch[1]]
 
     data = Fields(MODELS[name][1], samples)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0) if alone else None
-    return DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)
+    return DataLoader(data, batch_size, collate_fn=collate)
 
 
 def accelerator() -> str:
@@ -183,7 +180,7 @@ def train_alone(
     configured = module.configure_optimizers()
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
     losses = []
-    for step, batch in enumerate(loader(name, dtype, batch_size, STEPS * batch_size, alone=True)):
+    for step, batch in enumerate(loader(name, dtype, batch_size, STEPS * batch_size)):
         loss = module.training_step(batch, step)
         (loss / accumulate).backward()
         losses.append(loss.item() / accumulate)

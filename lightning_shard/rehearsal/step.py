@@ -79,7 +79,7 @@ def rehearse(
 
 
 def _step(task: _Task) -> Rehearsal:
-    seed_everything(0, verbose=False)  # ours begins again with this seed once ranks have met
+    seed_everything(0, verbose=False)
     seen = Rehearsal()
     functions_to_try.update(task.allowed)
     with warnings.catch_warnings(record=True) as noted, _quiet(), allow_gather():

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-# Without it a run that is resumed inside an epoch reads the samples of another epoch.
-from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
-
 # Without it torch warns at the exit of a run on NVIDIA GPUs of groups that were not ended;
 # Lightning ignores Ctrl-C meanwhile.
 from lightning.fabric.utilities.distributed import (
@@ -47,8 +44,12 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+# Without it a loader cannot be given the samples of one replica.
+from lightning.pytorch.utilities.data import _update_dataloader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Sampler
 
 __all__ = [
     "Launcher",
@@ -61,15 +62,16 @@ __all__ = [
     "callbacks_of",
     "chosen_devices",
     "destroy_process_group",
+    "inject_samplers",
     "meet_at",
     "optimizers_to_device",
     "plain_optimizer",
     "register_ddp_comm_hook",
-    "set_sampler_epoch",
     "take_sigterm",
     "tell_device",
     "tell_mesh",
     "throughputs",
+    "with_sampler",
 ]
 
 
@@ -116,6 +118,22 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The Trainer's own list, which can be added to; Lightning does not declare it."""
     found: list[Callback] = vars(trainer)["callbacks"]
     return found
+
+
+def inject_samplers(trainer: Trainer, inject: bool) -> bool:
+    """Choose whether Lightning gives loaders its samplers; what was chosen before.
+
+    Lightning's shuffle also where the loader does not, and in another order than in one process.
+    """
+    connector = trainer._accelerator_connector
+    before: bool = connector.use_distributed_sampler
+    connector.use_distributed_sampler = inject
+    return before
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
+    """Make a loader like `loader` that reads what `sampler` says."""
+    return _update_dataloader(loader, sampler)
 
 
 def chosen_devices(trainer: Trainer) -> list[torch.device]:

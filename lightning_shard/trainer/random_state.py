@@ -1,5 +1,7 @@
 """Reads and sets the states of this process's random number generators."""
 
+import os
+import pickle
 import random
 from typing import Any
 
@@ -54,3 +56,18 @@ def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
             group = mesh.get_group(axis)
             dist.broadcast_object_list(states, group=group, group_src=0, device=device)
         set_random_state(states[0], device)
+
+
+def share_seeded_state(device: torch.device) -> None:
+    """Let all ranks that `seed_everything` seeded alike go on with the first rank's numbers."""
+    if dist.get_world_size() > 1:
+        seed = os.environ.get("PL_GLOBAL_SEED")
+        given = [(seed, random_state(device))]
+        dist.broadcast_object_list(given, src=0, device=device)
+        if seed is not None and given[0][0] == seed:
+            set_random_state(given[0][1], device)
+
+
+def same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states that `random_state` returned draw the same numbers."""
+    return pickle.dumps(storable(one)) == pickle.dumps(storable(other))

@@ -117,6 +117,7 @@ class Saver:
         device: torch.device,
         *,
         step: int | None = None,
+        orders: Sequence[dict[str, Any] | None] = (),
     ) -> dict[str, Any]:
         """Add to the checkpoint what this package needs to resume.
 
@@ -126,6 +127,7 @@ class Saver:
             device: Whose random numbers go into it, beside those of the CPU.
             step: The step that is not complete, as on an exception. A resumed run makes it again,
                 so the random numbers are those with which it began.
+            orders: For each loader, the numbers from which the order of its samples was drawn.
         """
         entry: dict[str, Any] = {
             "mesh": sizes_of(mesh),
@@ -139,6 +141,7 @@ class Saver:
             begun = self._begun is not None and self._begun[0] == step
             state = self._begun[1] if begun and self._begun else random_state(device)
             entry["random"] = gather_to_first(storable(state))
+            entry["orders"] = [o if o is None else storable(o) for o in orders]
         return checkpoint | {OWN_KEY: entry}
 
     def write(
@@ -292,8 +295,21 @@ class Saver:
         for optimizer, state in zip(optimizers, states, strict=True):
             load_optimizer_state(optimizer, state, module)
 
+    def order(self, loader: int) -> dict[str, Any] | None:
+        """The numbers from which the run that saved drew the order of the samples of a loader."""
+        orders = self._own.get("orders", ()) if self._own is not None else ()
+        return orders[loader] if loader < len(orders) else None
+
+    def forget(self) -> None:
+        """Begin a stage for which nothing was read."""
+        self._own = None
+
     def continue_random_numbers(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Go on with the random numbers of the run that saved, if each rank has its own again."""
-        own, self._own = self._own, None
-        if own is not None and own["mesh"] == sizes_of(mesh) and "random" in own:
-            set_random_state(own["random"][dist.get_rank()], device)
+        """Go on with the random numbers of the run that saved: on another mesh, of its first rank.
+
+        There the ranks have other parts, so only what all draw alike can go on.
+        """
+        own = self._own or {}
+        if "random" in own:
+            alike = own["mesh"] == sizes_of(mesh)
+            set_random_state(own["random"][dist.get_rank() if alike else 0], device)

@@ -1,24 +1,17 @@
 """Works around the steps of Lightning's loops, so that FSDP2 fits in with them."""
 
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lightning_shard.fsdp.mixins import sharded_modules
 from lightning_shard.trainer.manual_backward import ManualBackward
-from lightning_shard.trainer.resumable import make_resumable
-from lightning_shard.trainer.streams import end_alone, end_together
 
 
 def use_no_grad(trainer: Trainer) -> None:
@@ -48,7 +41,6 @@ class Steps:
         """
         self._whole_until_backward = whole_until_backward
         self._manual: ManualBackward | None = None
-        self._until_end = ExitStack()
 
     def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Prepare for manual optimization, once the optimizers hold the module's parameters."""
@@ -65,10 +57,6 @@ class Steps:
             with self._manual.of(loss) as start:
                 yield start
 
-    def close(self) -> None:
-        """End what was begun for one stage of the Trainer."""
-        self._until_end.close()
-
     def reshard(self, module: nn.Module) -> None:
         """Shard again after a forward without backward: callbacks know sharded parameters."""
         for part in sharded_modules(module):
@@ -84,29 +72,3 @@ class Steps:
         for part in sharded_modules(module):  # the root is needed first in backward
             part.set_reshard_after_forward(not (kept or part is module), recurse=False)
             (part.unshard if keep else part.reshard)()
-
-    def prepare_loader(
-        self,
-        loader: DataLoader[Any],
-        *,
-        replica: int,
-        device: torch.device,
-        trainer: Trainer | None,
-    ) -> None:
-        """Let a loader feed all ranks alike, in place.
-
-        Args:
-            loader: Of one rank.
-            replica: The data replica of the rank, by which workers are seeded: the ranks of a
-                domain must augment a sample alike.
-            device: Of the rank.
-            trainer: Whose counters say what was read before a run was resumed. None: each rank
-                predicts all that it reads.
-        """
-        if loader.worker_init_fn is None:
-            loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-        if trainer is None:
-            end_alone(loader)
-        else:
-            make_resumable(loader, trainer, self._until_end)
-            end_together(loader, device)

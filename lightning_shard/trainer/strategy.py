@@ -1,7 +1,7 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`.
 
-Every method that Lightning calls is on this page. The work is done by four parts, which know
-nothing of each other: `Processes`, `Peers`, `Saver` and `Steps`.
+Every method that Lightning calls is on this page. The work is done by five parts, which know
+nothing of each other: `Processes`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -45,6 +44,7 @@ from lightning_shard.trainer.host import (
     tell_device,
     tell_mesh,
 )
+from lightning_shard.trainer.ordered_batches import unfinished_step
 from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.precision import (
@@ -55,11 +55,12 @@ from lightning_shard.trainer.precision import (
 from lightning_shard.trainer.processes import Processes
 from lightning_shard.trainer.random_state import share_random_state
 from lightning_shard.trainer.requeue import save_before_requeue
-from lightning_shard.trainer.resumable import unfinished_step
+from lightning_shard.trainer.sample_order import SampleOrder
 from lightning_shard.trainer.saving import Saver
 from lightning_shard.trainer.sigterm import leave_together_on_sigterm
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
 from lightning_shard.trainer.steps import Steps, use_no_grad
+from lightning_shard.trainer.streams import end_alone, end_together
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
 
 
@@ -142,6 +143,7 @@ class HybridShardStrategy(NotCompiled):
         self.peers = Peers(self._is_interrupted)
         file_format, in_background = written_as(checkpoint_format, later)
         self.saver = Saver(file_format, in_background=in_background, timeout_s=timeout_s)
+        self.samples = SampleOrder()
         self.steps = Steps(whole_until_backward=options.mode == "gradients")
         super().__init__(
             accelerator=accelerator,
@@ -283,7 +285,7 @@ class HybridShardStrategy(NotCompiled):
         use_device(self.precision_plugin, self.root_device.type)
         tell_of_unused_devices(self.root_device)
         self._deferred = False
-        reset_seed()
+        self.saver.forget()
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self.processes.join(
@@ -293,6 +295,13 @@ class HybridShardStrategy(NotCompiled):
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         tell_mesh(self._module, mesh)
+        self.samples.begin_stage(
+            self._module.trainer,
+            self.domain_mesh,
+            replicas=self.distributed_sampler_kwargs["num_replicas"],
+            replica=self.processes.replica(self.global_rank),
+            device=self.root_device,
+        )
         if self.world_size > 1:
             save_before_requeue(self._module.trainer, self.cluster_environment)
             leave_together_on_sigterm(
@@ -397,15 +406,14 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if isinstance(dataloader, DataLoader):
-            trainer = self._module.trainer
-            predicts = trainer.state.fn == TrainerFn.PREDICTING
-            self.steps.prepare_loader(
-                dataloader,
-                replica=self.processes.replica(self.global_rank),
-                device=self.root_device,
-                trainer=None if predicts else trainer,
-            )
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        late = self._module.trainer.ckpt_path is not None or self.restore_checkpoint_after_setup
+        dataloader = self.samples.prepare(dataloader, self.saver.order, late=late)
+        if self._module.trainer.state.fn == TrainerFn.PREDICTING:
+            end_alone(dataloader)
+        else:
+            end_together(dataloader, self.root_device)
         return dataloader
 
     @override
@@ -535,6 +543,7 @@ class HybridShardStrategy(NotCompiled):
                 self.device_mesh,
                 self.root_device,
                 step=unfinished_step(self._module.trainer),
+                orders=self.samples.drawn_from(),
             ),
             self.broadcast(filepath),
             self.checkpoint_io,
@@ -571,7 +580,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def teardown(self) -> None:
         self._while_set_up.close()
-        self.steps.close()
+        self.samples.end_stage()
         self.saver.finish(together_with_all=not self.peers.cut_off())
         self.peers.rest()
         module = self.lightning_module

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.amp import GradScaler
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard.checkpoint.state import full_optimizer_state
 from tests import pool
@@ -109,19 +108,29 @@ def test_one_process(saved):
     resume(saved, 1, (1,))
 
 
+class GoesOn(Callback):
+    """Lightning alone does not go on with the random numbers of a checkpoint."""
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.numbers = checkpoint["lightning_shard"]["random"][0]["torch"]
+
+    def on_train_start(self, trainer, pl_module):
+        torch.set_rng_state(self.numbers)
+        torch.empty((), dtype=torch.int64).random_()  # the seed that the loader has drawn before
+
+
 @pytest.mark.parametrize("saved", ["file"], indirect=True)
 def test_without_us(saved):
     """A directory is exported first: test_checkpoints_export.py."""
     expected, losses = torch.load(Path(saved) / "expected.pt", weights_only=True), Losses()
     runner = Trainer(
         accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[losses],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[losses, GoesOn()],
         plugins=LightningEnvironment(), use_distributed_sampler=False,
     )  # fmt: skip
     module, data = smooth(1), loader(1)
-    order = DistributedSampler(data.dataset, num_replicas=1, rank=0)
     path = Path(saved) / "end.ckpt"
     with quiet():
-        runner.fit(module, DataLoader(data.dataset, 4, sampler=order), loader(1, 4), ckpt_path=path)
+        runner.fit(module, data, loader(1, 4), ckpt_path=path)
     torch.testing.assert_close(torch.tensor(losses.values), expected["losses"][6:].float())
     torch.testing.assert_close(module.state_dict(), expected["state"], **CLOSE)

@@ -1,9 +1,12 @@
 """A run that stops and resumes equals the uninterrupted one."""
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.checkpoint.tiny import SaveAt, fit, tiny
 from tests.training import shared_path
@@ -48,11 +51,15 @@ def test_bit_equal_with_dropout(domain, options, at, step):
         assert torch.equal(resumed_state[name], value), name
 
 
-def test_bit_equal_in_one_process(tmp_path):
-    losses, state, _ = fit((1,), SaveAt(tmp_path / "some.ckpt", 4))
-    torch.rand(3)
-    resumed, resumed_state, _ = fit((1,), path=tmp_path / "some.ckpt")
-    assert resumed == losses[4:]
+@pytest.mark.parametrize(("at", "step"), [("batch", 4), ("epoch", 6)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bit_equal_in_one_process(workers, at, step, tmp_path):
+    """A worker asks for the samples that come next, before anything else has resumed."""
+    with mock.patch("tests.checkpoint.tiny.DataLoader", partial(DataLoader, num_workers=workers)):
+        losses, state, _ = fit((1,), SaveAt(tmp_path / "some.ckpt", step, at))
+        torch.rand(3)
+        resumed, resumed_state, _ = fit((1,), path=tmp_path / "some.ckpt")
+    assert resumed == losses[step:]
     assert all(torch.equal(resumed_state[name], value) for name, value in state.items())
 
 

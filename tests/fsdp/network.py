@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import full_module_state
 from tests.reference import computed_once
@@ -75,11 +75,11 @@ def sample(index: int) -> Tensor:
 
 
 def loader(
-    batch_size: int, dtype: torch.dtype = torch.float64, *, alone: bool = False, steps: int = STEPS
+    batch_size: int, dtype: torch.dtype = torch.float64, *, steps: int = STEPS
 ) -> DataLoader:
-    data = Fields(lambda i: sample(i).to(dtype), steps * BATCH)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0) if alone else None
-    return DataLoader(data, batch_size, sampler=sampler)
+    order = torch.randperm(steps * BATCH, generator=generator(0)).tolist()
+    data = Fields(lambda i: sample(order[i]).to(dtype), steps * BATCH)
+    return DataLoader(data, batch_size)
 
 
 @computed_once
@@ -92,7 +92,7 @@ def train_alone(
     """A loop written by hand: losses, and the state at the end."""
     module = net()
     optimizer, losses = module.configure_optimizers(), []
-    for step, batch in enumerate(loader(BATCH, alone=True)):
+    for step, batch in enumerate(loader(BATCH)):
         loss = module.training_step(batch, step)
         (loss / accumulate).backward()
         losses.append(loss.item() / accumulate)

@@ -197,7 +197,7 @@ def short():
     losses, _ = train_alone()
     module = net()
     optimizer = module.configure_optimizers()
-    for step, batch in zip(range(2), loader(BATCH, alone=True), strict=False):
+    for step, batch in zip(range(2), loader(BATCH), strict=False):
         optimizer.zero_grad()
         module.training_step(batch, step).backward()
         optimizer.step()

@@ -62,7 +62,7 @@ def run_alone(module, precision):
         strategy=SingleDeviceStrategy("cpu"), accelerator="cpu", devices=1,
         use_distributed_sampler=False,
     )  # fmt: skip
-    runner.fit(module, loader(BATCH, torch.float32, alone=True))
+    runner.fit(module, loader(BATCH, torch.float32))
     return losses.values, module.state_dict()
 
 
@@ -120,7 +120,7 @@ def test_policy(policy):
     plain = Plain()
     losses = []
     optimizer = plain.configure_optimizers()
-    for step, batch in enumerate(loader(BATCH, torch.float32, alone=True)):
+    for step, batch in enumerate(loader(BATCH, torch.float32)):
         optimizer.zero_grad()
         loss = plain.training_step(batch, step)
         loss.backward()

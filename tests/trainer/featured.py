@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import full_module_state
 from tests import training
@@ -63,10 +63,8 @@ class Featured(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-def loader(batch_size: int, samples: int = SAMPLES, *, alone: bool = False) -> DataLoader:
-    """Batches; `alone` in the order of the sampler that Lightning gives to several processes."""
-    data = Fields(sample, samples)
-    return DataLoader(data, batch_size, sampler=DistributedSampler(data, 1, 0) if alone else None)
+def loader(batch_size: int, samples: int = SAMPLES) -> DataLoader:
+    return DataLoader(Fields(sample, samples), batch_size)
 
 
 QUIET = {
@@ -78,7 +76,7 @@ QUIET = {
 def fit_alone(module: LightningModule, **options: Any) -> Trainer:
     """Lightning's own strategy for one process, in every rank."""
     runner = Trainer(devices=1, plugins=LightningEnvironment(), **(QUIET | options))
-    runner.fit(module, loader(BATCH, alone=True), loader(BATCH))
+    runner.fit(module, loader(BATCH), loader(BATCH))
     return runner
 
 

@@ -72,7 +72,7 @@ def test_validate_before_fit_and_fit_twice():
     plain = make("tfno", torch.float64)
     for _ in range(2):
         optimizer = plain.configure_optimizers()
-        for step, batch in enumerate(loader("tfno", torch.float64, 2, SAMPLES, alone=True)):
+        for step, batch in enumerate(loader("tfno", torch.float64, 2, SAMPLES)):
             optimizer.zero_grad()
             plain.training_step(batch, step).backward()
             optimizer.step()

@@ -1,19 +1,14 @@
 """What a strategy does around steps and loaders, without a Trainer."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 from lightning_shard import init_mesh, parallelize
 from lightning_shard.trainer.steps import Steps
-
-CPU = torch.device("cpu")
 
 
 class Net(LightningModule):
@@ -97,19 +92,3 @@ def test_evaluation_leaves_shards():
         module.training_step(torch.zeros(1, 3), 0)
     steps.reshard(module)
     assert all(are_shards(module))
-
-
-def test_workers_are_seeded_by_the_replica():
-    loader = DataLoader([1, 2])
-    Steps().prepare_loader(loader, replica=3, device=CPU, trainer=None)
-    assert isinstance(loader.worker_init_fn, functools.partial)
-    assert loader.worker_init_fn.keywords == {"rank": 3}
-
-
-def test_a_users_seeding_of_workers_stays():
-    def seed(worker):
-        return worker
-
-    loader = DataLoader([1, 2], worker_init_fn=seed)
-    Steps().prepare_loader(loader, replica=3, device=CPU, trainer=None)
-    assert loader.worker_init_fn is seed

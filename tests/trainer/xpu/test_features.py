@@ -77,8 +77,8 @@ def runner_alone(**options):
     return Trainer(devices=1, plugins=LightningEnvironment(), **(QUIET | options))
 
 
-def run(trainer, module, batch, path=None, *, alone):
-    trainer.fit(module, loader(batch, alone=alone), ckpt_path=path)
+def run(trainer, module, batch, path=None):
+    trainer.fit(module, loader(batch), ckpt_path=path)
     return module
 
 
@@ -88,20 +88,20 @@ def run(trainer, module, batch, path=None, *, alone):
 def test_checkpoints_pass_between_xpu_and_cpu(domain, to_xpu):
     path, shared = shared_path("epoch.ckpt"), 2 // domain[0]
     one = {"max_epochs": 2, "accelerator": "cpu"}
-    expected = run(runner_alone(**one), Featured(), BATCH, alone=True)
+    expected = run(runner_alone(**one), Featured(), BATCH)
     if to_xpu:
         if dist.get_rank() == 0:
             first = one | {"max_epochs": 1, "callbacks": [SaveAt(path, 6, "epoch")]}
-            run(runner_alone(**first), Featured(), BATCH, alone=True)
+            run(runner_alone(**first), Featured(), BATCH)
         dist.barrier()
         runner = training.trainer(domain, max_epochs=2)
-        found = run(runner, Featured(), BATCH // shared, path, alone=False)
+        found = run(runner, Featured(), BATCH // shared, path)
     else:
         runner = training.trainer(domain, max_epochs=1, callbacks=[SaveAt(path, 6, "epoch")])
-        run(runner, Featured(), BATCH // shared, alone=False)
+        run(runner, Featured(), BATCH // shared)
         saved = torch.load(path, weights_only=True)
         assert {v.device.type for v in saved["state_dict"].values()} == {"cpu"}
-        found = run(runner_alone(**one), Featured(), BATCH, path, alone=True)
+        found = run(runner_alone(**one), Featured(), BATCH, path)
     assert_same_state(found, expected)
 
 
@@ -188,7 +188,7 @@ def without_a_group():
 def test_offload(domain):
     """Shards and all that belongs to them are in the CPU's pinned memory; blocks compute on XPU."""
     expected, module, places = Featured(), Featured(), set()
-    run(runner_alone(accelerator="cpu"), expected, BATCH, alone=True)
+    run(runner_alone(accelerator="cpu"), expected, BATCH)
     forward = module.network.forward
 
     def look(x):
@@ -204,7 +204,7 @@ def test_offload(domain):
             strategy=strategy_of(domain, {"cpu_offload": True}),
             callbacks=[SaveAt(path, 6, "epoch")],
         )
-        run(runner, module, BATCH * domain[0] // 2, alone=False)
+        run(runner, module, BATCH * domain[0] // 2)
         assert dist.get_backend_config() == "cpu:gloo,xpu:xccl"
         assert dist.group.WORLD.bound_device_id == torch.device("xpu", dist.get_rank())
         local = module.network[0].weight.to_local()

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.trainer.precision import ShardedGradScaler
@@ -44,8 +44,12 @@ def fit(module=None, **options):
     runner = trainer(**options)
     batch = BATCH // runner.world_size
     module = Featured() if module is None else module
-    one = isinstance(runner.strategy, SingleDeviceStrategy)  # for which Lightning adds no sampler
-    runner.fit(module, loader(batch, alone=one), loader(batch))
+    batches = loader(batch)
+    if isinstance(runner.strategy, DDPStrategy):  # for which Lightning's own sampler shuffles
+        ranks, rank = runner.world_size, runner.global_rank
+        order = DistributedSampler(batches.dataset, ranks, rank, shuffle=False)
+        batches = DataLoader(batches.dataset, batch, sampler=order)
+    runner.fit(module, batches, loader(batch))
     return runner
 
 

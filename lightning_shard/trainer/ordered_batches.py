@@ -1,0 +1,197 @@
+"""Draws the order of a training loader from random numbers that are known, and so can be resumed.
+
+A loader draws its order from the default random numbers as an epoch begins, as in one process. The
+numbers from which it was drawn are in the checkpoints of the epoch. A resumed run draws the same
+order from them, skips what was read, and goes on with the numbers of the checkpoint. No sample is
+loaded in vain, and the mesh may be another one.
+"""
+
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lightning_shard.trainer.random_state import random_state, same_numbers, set_random_state
+
+CPU = torch.device("cpu")
+
+Numbers = dict[str, Any]
+
+
+class OrderedBatches:
+    """The batches of a training loader, in an order that is drawn from known random numbers.
+
+    Attributes:
+        agreed: The numbers from which the next pass draws its order, before the loader has drawn
+            the seed of its workers; None: those that this process has then.
+        drawn_from: The numbers from which the order of this pass was drawn.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        trainer: Trainer,
+        generator: torch.Generator | None,
+        resumed: Callable[[], Numbers | None],
+    ) -> None:
+        """Stand for the loader's batch sampler.
+
+        Args:
+            loader: Of the trainer.
+            trainer: Whose counters say what was read before a run was resumed.
+            generator: The sampler's own.
+            resumed: Gives the numbers from which the order of a resumed epoch was drawn.
+        """
+        self.inner: Any = loader.batch_sampler
+        self.loader, self.trainer, self.generator = loader, trainer, generator
+        self.resumed = resumed
+        self.agreed: Numbers | None = None
+        self.drawn_from: Numbers | None = None
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._one_pass(self.agreed)  # a loader with workers asks twice, and reads one
+
+    def read_before(self) -> int:
+        """Count the batches of the pass that begins which were read before the run was resumed."""
+        loop = self.trainer.fit_loop
+        if self._passes or not self.trainer.training or not loop.restarting:
+            return 0
+        current: Any = loop.epoch_loop.batch_progress.current  # Lightning: its base class
+        read = current.processed  # one more may have begun
+        return read if read < len(self) else 0  # the epoch may have been at its end
+
+    def numbers(self) -> Numbers:
+        """Read what the generators of this process, and the sampler's own, will draw next."""
+        own = self.generator.get_state() if self.generator is not None else None
+        return random_state(CPU) | {"sampler": own}
+
+    def _one_pass(self, agreed: Numbers | None) -> Iterator[Any]:
+        read, before = self.read_before(), self.numbers()
+        self._passes += 1
+        if read:
+            first, batches = self._drawn_again(read)
+            set_random_state(before, CPU)  # the sampler's own generator goes on
+        else:
+            if agreed is not None:
+                self._set(agreed)
+                # a loader draws this before it asks for the first batch
+                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            used = self.drawn_from = self.numbers()
+            first, batches = self._drawn()
+            if not same_numbers(before, used):
+                self._set(before)
+                next(iter(self.inner), None)  # as many numbers as it takes
+        yield from first
+        yield from batches
+
+    def _drawn_again(self, read: int) -> tuple[list[Any], Iterator[Any]]:
+        resumed = self.resumed()
+        if resumed is not None:
+            self._set(resumed)
+        used = self.drawn_from = self.numbers()
+        found = self._drawn(read)
+        if resumed is None and not same_numbers(used, self.numbers()):
+            rank_zero_warn(
+                "the checkpoint was saved inside an epoch and does not say in which order the "
+                "samples were read, so some are read again in this epoch and some are not."
+            )
+        return found
+
+    def _drawn(self, read: int = 0) -> tuple[list[Any], Iterator[Any]]:
+        """The first batch, with which an order is drawn, and those after it."""
+        batches = iter(self.inner)
+        return list(islice(batches, read, read + 1)), batches
+
+    def _set(self, numbers: Numbers) -> None:
+        set_random_state(numbers, CPU)
+        if self.generator is not None and numbers["sampler"] is not None:
+            self.generator.set_state(numbers["sampler"])
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+def generator_of(loader: DataLoader[Any]) -> torch.Generator | None:
+    """Find the generator that a loader's sampler was given."""
+    batches = loader.batch_sampler
+    samplers = (loader.sampler, batches, getattr(batches, "sampler", None))
+    found = (getattr(sampler, "generator", None) for sampler in samplers)
+    return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
+
+
+def put_into(
+    loader: DataLoader[Any], batches: OrderedBatches, until_end: ExitStack, *, late: bool
+) -> None:
+    """Let a loader read `batches`, in place, until the stage ends.
+
+    Args:
+        loader: Whose batches they are.
+        batches: In order.
+        until_end: Closed when the stage of the trainer ends.
+        late: Whether a pass begins with its first batch. Lightning begins one before it has
+            resumed, with other random numbers.
+    """
+    until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
+    _replace(loader, batches, _late(type(loader), batches.read_before) if late else type(loader))
+    if late:
+        until_end.enter_context(_without_advice())
+
+
+def draw_no_seed_again(
+    loader: DataLoader[Any], begun: Callable[[], bool], until_end: ExitStack
+) -> None:
+    """Let a pass over a loader take no random numbers if it began before a run was resumed.
+
+    Args:
+        loader: For validation.
+        begun: Says so of a pass that begins.
+        until_end: Closed when the stage of the trainer ends; the loader is then as it was.
+    """
+    until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
+    _replace(loader, loader.batch_sampler, _late(type(loader), begun))
+
+
+def _replace(loader: DataLoader[Any], batches: Any, cls: type) -> None:
+    object.__setattr__(loader, "batch_sampler", batches)  # DataLoader refuses a plain assignment
+    loader.__class__ = cls
+
+
+def _late(cls: type[DataLoader[Any]], begun: Callable[[], Any]) -> type[DataLoader[Any]]:
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        before = random_state(CPU) if begun() else None
+        found = cls.__iter__(self)
+        if before is not None:  # this pass began in the run that is resumed
+            set_random_state(before, CPU)
+        yield from found
+
+    return type(cls.__name__, (cls,), {"__iter__": iterate})
+
+
+def unfinished_step(trainer: Trainer) -> int | None:
+    """Number the training step that has begun and not ended, as on an exception."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current  # Lightning: its base class
+    return progress.total.ready if current.ready > current.processed else None
+
+
+@contextmanager
+def _without_advice() -> Generator[None, None, None]:
+    """Lightning, which sees no `state_dict` of the loader, warns that it cannot be resumed."""
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        filters: Any = warnings.filters
+        if added in filters:
+            filters.remove(added)

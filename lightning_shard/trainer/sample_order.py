@@ -1,0 +1,179 @@
+"""Decides which samples each rank reads: those of plain Lightning's steps, on every mesh.
+
+The ranks of a domain read alike. Data replicas draw one order, from the random numbers of the first
+rank, and each takes its stride: a step of several replicas reads the samples that one replica reads
+with as many times the batch size. Ranks agree as each epoch begins, so numbers that one rank alone
+has drawn meanwhile, say for a picture, change nothing.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from typing_extensions import override
+
+from lightning_shard.trainer.host import callbacks_of, inject_samplers, with_sampler
+from lightning_shard.trainer.ordered_batches import (
+    Numbers,
+    OrderedBatches,
+    draw_no_seed_again,
+    generator_of,
+    put_into,
+)
+from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
+
+
+class SampleOrder:
+    """Gives loaders the samples of a replica, in an order that can be resumed."""
+
+    def __init__(self) -> None:
+        """Begin without a trainer."""
+        self._asked: bool | None = None  # whether the user lets samplers be replaced
+        self._loaders = 0  # for training, of this stage
+        self._until_end = ExitStack()
+
+    def begin_stage(
+        self,
+        trainer: Trainer,
+        domain: DeviceMesh,
+        *,
+        replicas: int,
+        replica: int,
+        device: torch.device,
+    ) -> None:
+        """Take over from Lightning which rank reads what, but for predictions.
+
+        Args:
+            trainer: Of this rank.
+            domain: The ranks that read the same samples.
+            replicas: Number of data replicas.
+            replica: Of this rank.
+            device: Of this rank.
+        """
+        self._trainer, self._domain, self._device = trainer, domain, device
+        self._replicas, self._replica = replicas, replica
+        self._loaders = 0
+        asked = inject_samplers(trainer, False)
+        self._asked = asked if self._asked is None else self._asked
+        inject_samplers(trainer, self._asked and trainer.state.fn == TrainerFn.PREDICTING)
+        share_seeded_state(device)
+        callbacks = callbacks_of(trainer)
+        if not any(isinstance(callback, _EpochsBeginAlike) for callback in callbacks):
+            callbacks.insert(0, _EpochsBeginAlike(self._agree))
+
+    def prepare(
+        self,
+        loader: DataLoader[Any],
+        resumed: Callable[[int], Numbers | None],
+        *,
+        late: bool,
+    ) -> DataLoader[Any]:
+        """Give the loader of this rank's samples.
+
+        Args:
+            loader: Of all samples.
+            resumed: Gives the numbers from which a checkpoint's order was drawn, by the number of
+                the loader.
+            late: Whether the stage begins with a checkpoint.
+        """
+        generator = generator_of(loader)
+        if self._replicas > 1 and self._asked and self._trainer.state.fn != TrainerFn.PREDICTING:
+            loader = self._of_replica(loader)
+        self._seed_workers(loader)
+        plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
+        if self._trainer.training and plain:
+            resumed_here = partial(resumed, self._loaders)
+            self._loaders += 1
+            batches = OrderedBatches(loader, self._trainer, generator, resumed_here)
+            put_into(loader, batches, self._until_end, late=late)
+            self._agree([batches])
+        elif plain and late and self._trainer.state.fn == TrainerFn.FITTING:
+            validation = self._trainer.fit_loop.epoch_loop.val_loop
+            draw_no_seed_again(loader, lambda: validation.restarted_mid_evaluation, self._until_end)
+        return loader
+
+    def drawn_from(self) -> list[Numbers | None]:
+        """The numbers from which the loaders of the trainer drew the order of this epoch."""
+        return [batches.drawn_from for batches in _ordered(self._trainer)]
+
+    def end_stage(self) -> None:
+        """Give back loaders as they were."""
+        self._until_end.close()
+
+    def _of_replica(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        sampler: Any = loader.sampler
+        data: Any = loader.dataset
+        if isinstance(sampler, DistributedSampler) or isinstance(data, IterableDataset):
+            return loader
+        evaluates = self._trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING)
+        if evaluates and len(sampler) % self._replicas:
+            rank_zero_warn(
+                f"{len(sampler)} samples are evaluated on {self._replicas} data replicas, so some "
+                "are counted twice; with data_parallel_size=1 each is counted once."
+            )
+        place = (self._replicas, self._replica)
+        if isinstance(sampler, RandomSampler) and not self._trainer.training:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning: no one agrees
+            return with_sampler(loader, DistributedSampler(data, *place, seed=seed))
+        return with_sampler(loader, _Stride(sampler, *place))
+
+    def _seed_workers(self, loader: DataLoader[Any]) -> None:
+        """By the replica: ranks of a domain augment alike; one replica as plain Lightning does."""
+        asked = self._replicas > 1 or os.environ.get("PL_SEED_WORKERS", "0") == "1"
+        if loader.worker_init_fn is None and asked:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=self._replica)
+            self._until_end.callback(setattr, loader, "worker_init_fn", None)
+
+    def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
+        share_random_state(self._domain, self._device)
+        if self._replicas > 1:
+            for batches in _ordered(self._trainer) if found is None else found:
+                numbers = [batches.numbers()]
+                dist.broadcast_object_list(numbers, src=0, device=self._device)
+                batches.agreed = numbers[0]
+
+
+class _Stride(DistributedSampler[Any]):
+    """What one replica reads of the order that a sampler draws for all."""
+
+    def __init__(self, whole: Any, replicas: int, replica: int) -> None:
+        super().__init__(whole, replicas, replica, shuffle=False)
+        self._whole = whole
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        order = list(self._whole)
+        return (order[place] for place in super().__iter__())
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._whole, "set_epoch"):
+            self._whole.set_epoch(epoch)
+
+
+class _EpochsBeginAlike(Callback):
+    """Before the callbacks of the user draw; not in an epoch that is resumed inside."""
+
+    def __init__(self, agree: Callable[[], None]) -> None:
+        self._agree = agree
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._agree()
+
+
+def _ordered(trainer: Trainer) -> list[OrderedBatches]:
+    loaders = tree_leaves(trainer.train_dataloader)
+    found = (getattr(loader, "batch_sampler", None) for loader in loaders)
+    return [batches for batches in found if isinstance(batches, OrderedBatches)]

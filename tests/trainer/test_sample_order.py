@@ -1,0 +1,66 @@
+"""Which samples and which seeds the ranks get."""
+
+import functools
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+
+from lightning_shard.trainer.sample_order import SampleOrder
+
+
+def given(loader, *, replicas, replica, stage=TrainerFn.VALIDATING):
+    """What the ranks of a replica read, where no process group is needed."""
+    order, asked = SampleOrder(), SimpleNamespace(use_distributed_sampler=True)
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(fn=stage),
+        training=False,
+        callbacks=[],
+        _accelerator_connector=asked,
+    )
+    place = {"replicas": replicas, "replica": replica, "device": torch.device("cpu")}
+    with mock.patch("lightning_shard.trainer.sample_order.share_seeded_state"):
+        order.begin_stage(trainer, None, **place)
+    found = order.prepare(loader, lambda _: None, late=False)
+    return found, order, asked.use_distributed_sampler
+
+
+def test_workers_are_seeded_by_the_replica():
+    loader = DataLoader([1, 2, 3, 4])
+    found, order, _ = given(loader, replicas=2, replica=1)
+    assert isinstance(found.worker_init_fn, functools.partial)
+    assert found.worker_init_fn.keywords == {"rank": 1}
+    order.end_stage()
+    assert found.worker_init_fn is None
+
+
+@pytest.mark.parametrize("seeded", ["0", "1"])
+def test_workers_of_one_replica_are_seeded_as_lightning_seeds_them(seeded):
+    with mock.patch.dict(os.environ, {"PL_SEED_WORKERS": seeded}):
+        found, _, _ = given(DataLoader([1, 2]), replicas=1, replica=0)
+    rank_0 = {"rank": 0} if seeded == "1" else None
+    assert getattr(found.worker_init_fn, "keywords", None) == rank_0
+
+
+def test_a_users_seeding_of_workers_stays():
+    def seed(worker):
+        return worker
+
+    found, _, _ = given(DataLoader([1, 2], worker_init_fn=seed), replicas=2, replica=1)
+    assert found.worker_init_fn is seed
+
+
+def test_evaluation_says_what_is_counted_twice():
+    with pytest.warns(UserWarning, match="5 samples are evaluated on 2 data replicas, so some"):
+        found, _, _ = given(DataLoader([1, 2, 3, 4, 5]), replicas=2, replica=1)
+    assert [int(x) for x in found] == [2, 4, 1]
+
+
+@pytest.mark.parametrize("stage", [TrainerFn.FITTING, TrainerFn.PREDICTING])
+def test_lightning_gives_samplers_for_predictions_alone(stage):
+    *_, injects = given(DataLoader([1, 2]), replicas=2, replica=0, stage=stage)
+    assert injects is (stage == TrainerFn.PREDICTING)
