@@ -175,20 +175,28 @@ class FailureWatch:
     def _others_go_on(self, lost: bool) -> bool:
         """Whether some rank does not report a failure within `AGREE_S`, as it does after Ctrl-C.
 
-        Where a connection is lost that is known. Only rank 0, which may hold the store, then waits,
-        so that the ranks that are left read in it.
+        What the first rank finds holds for all, also for one that comes later. Where a connection
+        is lost that is known. Only rank 0, which may hold the store, then waits, so that the ranks
+        that are left read in it.
         """
         failed, left = f"{self._prefix}/failed", f"{self._prefix}/left"
         self._talk.ask(lambda: self._store.add(left if lost else failed, 1))
+        if lost:
+            self._found("some go on")
         deadline = time.monotonic() + (2 * LOOK_S if lost else AGREE_S)
         while not (lost and self.rank) and time.monotonic() < deadline:
             count = self._talk.ask(lambda: self._store.add(failed, 0))
             if lost:
                 count += self._talk.ask(lambda: self._store.add(left, 0))
             if count >= self._ranks - self._lost:
-                return False
+                return lost or self._found("all failed") != "all failed"
             time.sleep(0.05)
-        return True
+        return self._found("some go on") != "all failed"
+
+    def _found(self, what: str) -> str:
+        """What was found first, by this rank or another."""
+        key = f"{self._prefix}/found"
+        return self._talk.ask(lambda: self._store.compare_set(key, "", what)).decode()
 
     def _reason_of_lost_connection(self) -> Failure | None:
         """What another rank has said, or whose heart stands still; None where neither is known."""

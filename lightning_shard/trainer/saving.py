@@ -84,7 +84,9 @@ class Saver:
         self.format, self.in_background, self.timeout_s = file_format, in_background, timeout_s
         self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
         self._own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
+        self.last_written: str | Path | None = None  # a checkpoint that is whole
         self._pending: Future[Any] | None = None  # a directory that is being written
+        self._pending_path: str | Path | None = None
         self._group: dist.ProcessGroup | None = None  # of all ranks, for the thread that writes
 
     def options(self) -> dict[str, str]:
@@ -176,6 +178,10 @@ class Saver:
             first = dist.get_rank() == 0
             whole = full(checkpoint, keep=first)
             together(lambda: first and io.save_checkpoint(whole, path, storage_options))
+        if self._pending is None:
+            self.last_written = path
+        else:
+            self._pending_path = path
 
     def _is_directory(
         self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, options: Any
@@ -219,6 +225,7 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None and together_with_all:
             together(pending.result)
+            self.last_written = self._pending_path
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Delete a checkpoint, once what is being written is whole."""

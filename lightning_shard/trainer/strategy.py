@@ -44,6 +44,7 @@ from lightning_shard.trainer.host import (
     tell_device,
     tell_mesh,
 )
+from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
 from lightning_shard.trainer.ordered_batches import unfinished_step
 from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.peers import Peers
@@ -303,6 +304,9 @@ class HybridShardStrategy(NotCompiled):
             device=self.root_device,
         )
         if self.world_size > 1:
+            say_what_was_not_saved(
+                self._module.trainer, self.peers.cut_off, lambda: self.saver.last_written
+            )
             save_before_requeue(self._module.trainer, self.cluster_environment)
             leave_together_on_sigterm(
                 self._module.trainer, self.cluster_environment, self.peers, self.global_rank

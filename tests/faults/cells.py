@@ -17,9 +17,9 @@ class Cell:
 
     Attributes:
         fault: What happens: "exception", "kill", "segfault", "_exit", "exit", "sigterm", "sigint",
-            or "stopped worker".
+            "sigint of all" (as by Ctrl-C), or "stopped worker".
         phase: Where it happens.
-        rank: To which rank.
+        rank: To which rank; with "sigint of all", to which one in the first place.
         ranks: Of how many.
     """
 
@@ -57,6 +57,7 @@ SLOW = [
     Cell("kill", "backward", 3, 4),
     *(Cell(fault, "forward", 1) for fault in ("segfault", "_exit", "exit", "sigint")),
     *(Cell(fault, "forward", 0) for fault in ("segfault", "_exit", "exit", "sigint")),
+    *(Cell("sigint of all", "forward", rank) for rank in (0, 1)),
     *(Cell("sigterm", phase, 1) for phase in ("data", *STEP, "write directory")),
     *(Cell("sigterm", phase, 0) for phase in ("forward", "write file")),
     Cell("sigterm", "forward", 3, 4),

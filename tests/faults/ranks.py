@@ -68,6 +68,14 @@ class Fault:
     def _sigint(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
+    def _sigint_of_all(self) -> None:
+        """As Ctrl-C; this rank is not in a collective, and the others wait for it in one."""
+        others = [p for p in self.folder.glob("pid_*") if int(p.read_text()) != os.getpid()]
+        time.sleep(1.0)  # until they do
+        for process in others:
+            os.kill(int(process.read_text()), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
     def _stopped_worker(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)  # this is the worker
 
@@ -153,7 +161,13 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
         num_sanity_val_steps=0,
         callbacks=[
             Strike(fault),
-            ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
+            ModelCheckpoint(
+                folder,
+                "{step}",
+                every_n_train_steps=2,
+                save_top_k=-1,
+                save_on_exception=cell.fault == "sigint of all",
+            ),
         ],
         logger=False,
         enable_progress_bar=False,
@@ -171,6 +185,7 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
 
 def main(cell: Cell, rank: int, port: int, folder: Path) -> None:
     """Run a rank in this process and end it as an interpreter ends."""
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
     output = (folder / f"output_{rank}").open("w")
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)

@@ -6,8 +6,23 @@
 import pytest
 
 from lightning_shard.processes.failure import SIGTERM_CODE
-from tests.faults.cells import CELLS, FAST
+from tests.faults.cells import CELLS, FAST, Cell
 from tests.faults.run import LIMIT_S, run
+
+
+def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
+    """One rank waits in a collective for the other, so they cannot save what both have."""
+    seen = run(Cell("sigint of all", "forward", 1), tmp_path)
+    last = tmp_path / "step=2.ckpt"
+    for rank in range(2):
+        output = (tmp_path / f"output_{rank}").read_text()
+        assert "Traceback" not in output, output
+        assert "saved checkpoint to" not in output
+        (said,) = [line for line in output.splitlines() if "no checkpoint was saved" in line]
+        assert said.startswith(f"[rank {rank}]")
+        assert said.endswith(f"the last whole one is {last}")
+    assert seen.codes == [1, 1]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [last.name]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Says that an exception left no checkpoint, where `save_on_exception` asked for one.
+
+Ranks can save together only if all of them stop. After Ctrl-C one of them may wait in a collective
+for another, so that they are in different steps.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_shard.trainer.host import callbacks_of
+
+
+class InterruptedSave(Callback):
+    """Comes before all ModelCheckpoints, which otherwise say that they have saved."""
+
+    def __init__(self, cut_off: Callable[[], bool], last_whole: Callable[[], Any]) -> None:
+        """Note whom to ask.
+
+        Args:
+            cut_off: Whether the ranks cannot save together.
+            last_whole: Gives the path of the last checkpoint that they saved; None: there is none.
+        """
+        self._cut_off, self._last_whole = cut_off, last_whole
+        self._silenced: list[ModelCheckpoint] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let checkpoints be saved again: the Trainer goes on after an exception."""
+        for callback in self._silenced:
+            callback.save_on_exception = True
+        self._silenced = []
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Tell it in one line on each rank."""
+        saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        saving = [callback for callback in saving if callback.save_on_exception]
+        if not saving or not self._cut_off():
+            return
+        self._silenced = saving
+        for callback in saving:
+            callback.save_on_exception = False
+        last = self._last_whole() or trainer.ckpt_path
+        rest = "there is none from before" if last is None else f"the last whole one is {last}"
+        sys.stderr.write(
+            f"[rank {trainer.global_rank}] no checkpoint was saved on {type(exception).__name__}, "
+            f"since the ranks did not stop in the same step; {rest}\n"
+        )
+
+
+def say_what_was_not_saved(
+    trainer: Trainer, cut_off: Callable[[], bool], last_whole: Callable[[], Any]
+) -> None:
+    """Add the callback to a Trainer, once."""
+    callbacks = callbacks_of(trainer)
+    if not any(isinstance(callback, InterruptedSave) for callback in callbacks):
+        callbacks.insert(0, InterruptedSave(cut_off, last_whole))
