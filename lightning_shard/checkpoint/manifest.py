@@ -10,6 +10,7 @@ from lightning_shard.checkpoint.errors import DamagedError, damage_named, inside
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_shard 1"
+READ = (".metadata", ".distcp", "meta.pt")
 REMEDY = "take an earlier checkpoint"
 
 
@@ -43,6 +44,9 @@ def problem_of(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     manifest = read_manifest(folder)
     if manifest is None:
         return None
+    for path in sorted(folder.iterdir()):  # others may lie there: nobody reads them
+        if path.name.endswith(READ) and path.name not in manifest["files"]:
+            return f"the manifest does not name '{path.name}'"
     problems = (
         problem_with(folder / name, entry, number % ranks == rank)
         for number, (name, entry) in enumerate(sorted(manifest["files"].items()))

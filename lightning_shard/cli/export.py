@@ -5,6 +5,7 @@ The end of OUT chooses what is written: `.safetensors` and `.pt`, `.pth` or `.bi
 """
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +40,7 @@ def export(args: Sequence[str]) -> None:
         raise UsageError(
             f"'{options.out}' ends with none of {', '.join(WRITERS)}, which choose what is written"
         )
-    if options.out.resolve() == options.checkpoint.resolve():
+    if os.path.realpath(options.out) == os.path.realpath(options.checkpoint):
         raise UsageError(f"'{options.out}' is the checkpoint itself; give another name")
     with told_by_user(ValueError, FileNotFoundError):
         opened = open_checkpoint(options.checkpoint, trusted=options.trusted)

@@ -153,6 +153,22 @@ def outcome(read: Callable[[Path], Any], path: Path, file: Path, expected: Any, 
     return "unharmed" if same(found, expected) else "other numbers"
 
 
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "__1_0.distcp"])
+def test_a_manifest_that_leaves_out_a_file(name, saved, tmp_path, capsys):
+    """Nothing would be compared with what was written."""
+    path = tmp_path / "directory.ckpt"
+    shutil.copytree(saved / path.name, path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"][name]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "notes.txt").write_text("which nobody reads")
+    for entry in ("ckpt_path", "inspect", "export"):
+        found = outcome(ENTRIES[entry], path, path / "manifest.json", None, capsys)
+        assert found == "refused", entry
+    if name != "meta.pt":  # which has no weights in it
+        assert outcome(by_load_weights, path, path / name, None, capsys) == "refused"
+
+
 @pytest.mark.parametrize("flips", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("kind", FORMATS)

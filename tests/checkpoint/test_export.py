@@ -117,6 +117,8 @@ def test_what_is_refused(saved, tmp_path, capsys):
     refused(capsys, ["export", file, tmp_path / "a.zip"], "a.zip' ends with none of .safetensors")
     refused(capsys, ["export", file, file], "is the checkpoint itself")
     refused(capsys, ["export", tmp_path / "none.ckpt", tmp_path / "a.pt"], "there is no file")
+    (tmp_path / "loop.ckpt").symlink_to("loop.ckpt")
+    refused(capsys, ["export", tmp_path / "loop.ckpt", tmp_path / "a.pt"], "there is no file")
     refused(capsys, ["inspect", tmp_path], "is a directory without a checkpoint in it")
     refused(capsys, ["inspect", tmp_path / "none.ckpt"], "there is no file")
     cut = tmp_path / "cut.ckpt"
