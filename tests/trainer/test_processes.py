@@ -9,7 +9,13 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import DisagreementError, HybridShardStrategy
-from lightning_shard.trainer.processes import Processes, launcher_of, started_nodes, tell_ranks
+from lightning_shard.trainer.processes import (
+    Processes,
+    launcher_of,
+    print_on_first_only,
+    started_nodes,
+    tell_ranks,
+)
 
 CPU = torch.device("cpu")
 
@@ -108,5 +114,8 @@ def test_ranks_on_the_second_node(monkeypatch):
     monkeypatch.setenv("NODE_RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "3")
     environment = LightningEnvironment()
-    tell_ranks(environment, per_node=4, nodes=2)
-    assert (environment.global_rank(), environment.world_size()) == (7, 8)
+    try:
+        tell_ranks(environment, per_node=4, nodes=2)
+        assert (environment.global_rank(), environment.world_size()) == (7, 8)
+    finally:
+        print_on_first_only(0)  # Lightning's environment has told its decorators

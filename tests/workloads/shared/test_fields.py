@@ -152,7 +152,7 @@ def test_training_on_parts_is_training_on_whole_fields(domain, suffix):
     module, losses = training.make("tfno", torch.float64), training.Losses()
     replicas = 4 // math.prod(domain)
     data = FieldsOnDisk(path, batch_size=4 // replicas, dtype=torch.float64)
-    data.train_dataloader = lambda: DataLoader(data.dataset, data.batch_size, shuffle=True)
+    data.train_dataloader = lambda: DataLoader(data.dataset, data.batch_size)
     training.trainer(domain, callbacks=[losses]).fit(module, datamodule=data)
     mean = torch.tensor(losses.values, dtype=torch.float64)
     dist.all_reduce(mean)
