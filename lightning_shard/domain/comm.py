@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.processes.torch_internals import is_view
+from lightning_shard.domain.tracing import is_traced
+from lightning_shard.processes.torch_internals import functional_collectives, is_view
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
     """The elementwise extreme (`ReduceOp.MAX` or `MIN`) over the ranks; carries no gradient."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op, group=group)
+    _reduce_in_place(result, op, group)
     return result
 
 
@@ -161,7 +162,8 @@ class _AllReduce(Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         result = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(torch.view_as_real(result) if result.is_complex() else result, group=group)
+        real = torch.view_as_real(result) if result.is_complex() else result
+        _reduce_in_place(real, dist.ReduceOp.SUM, group)
         return result
 
     @staticmethod
@@ -193,15 +195,8 @@ def _swap(
         [_numel(like, dim, n) if peer != rank else 0 for n in lengths]
         for peer, lengths in enumerate(sizes)
     ]
-    incoming = like.new_empty(sum(map(sum, counts)))
-    unit = like.element_size()
-    dist.all_to_all_single(
-        _as_bytes(incoming),
-        _as_bytes(outgoing),
-        [unit * sum(peer) for peer in counts],
-        [unit * sum(p.numel() for p in parts) * (k != rank) for k, parts in enumerate(pieces)],
-        group=group,
-    )
+    given = [sum(p.numel() for p in parts) * (k != rank) for k, parts in enumerate(pieces)]
+    incoming = _all_to_all(outgoing, [sum(peer) for peer in counts], given, group)
     arrived = iter(incoming.split_with_sizes([n for peer in counts for n in peer]))
     received = [
         [next(arrived).view(_with_size(like, dim, n if peer != rank else 0)) for n in lengths]
@@ -209,6 +204,42 @@ def _swap(
     ]
     received[rank] = list(pieces[rank])
     return received
+
+
+def _all_to_all(
+    outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """The elements that come, `sizes[p]` from peer p, for those that go, `given[p]` to peer p."""
+    if is_traced():
+        real = torch.view_as_real(outgoing).reshape(-1) if outgoing.is_complex() else outgoing
+        unit = 2 if outgoing.is_complex() else 1
+        functional = functional_collectives()
+        flat = functional.all_to_all_single(
+            real, [unit * n for n in sizes], [unit * n for n in given], group
+        )
+        flat = functional.wait_tensor(flat)
+        return torch.view_as_complex(flat.view(-1, 2)) if outgoing.is_complex() else flat
+    incoming = outgoing.new_empty(sum(sizes))
+    unit = outgoing.element_size()
+    dist.all_to_all_single(
+        _as_bytes(incoming),
+        _as_bytes(outgoing),
+        [unit * n for n in sizes],
+        [unit * n for n in given],
+        group=group,
+    )
+    return incoming
+
+
+def _reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    if is_traced():
+        functional = functional_collectives()
+        x.copy_(functional.wait_tensor(functional.all_reduce(x, _NAMES[op], group)))
+    else:
+        dist.all_reduce(x, op, group=group)
+
+
+_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 
 
 def _join(x: Tensor, dim: int, pieces: list[Tensor]) -> Tensor:

@@ -25,6 +25,14 @@ INTERNALS = {
     "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
     "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
     "torch._C._len_torch_dispatch_stack": "trial calls do not run under modes that count",
+    # compiled regions (tensor/compiled.py)
+    "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
+    "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
+    "torch._dynamo.config.patch": "each layout of a block may be compiled",
+    "torch.distributed._functional_collectives.all_to_all_single": "compiled blocks exchange rows",
+    "torch.distributed._functional_collectives.all_reduce": "compiled blocks sum over ranks",
+    "torch.distributed._functional_collectives.wait_tensor": "compiled blocks use what has come",
+    "torch.utils._python_dispatch._disable_current_modes": "constants of compiled blocks are real",
     # the table of rules (ops)
     "torch._C._jit_get_all_schemas": "pointwise functions are found by their tag",
     "torch._ops.OpOverload": "operators of torch.ops are named in messages",
@@ -250,6 +258,13 @@ def replace_internal(path: str, make: Callable[[Callable[..., Any]], Callable[..
     module, function = _find(owner), internal(path)
     name = next(name for name in names.split("|") if hasattr(module, name))
     setattr(module, name, make(function))
+
+
+def functional_collectives() -> Any:
+    """Give the module of the collectives that a compiler knows; it is imported late."""
+    for name in ("all_to_all_single", "all_reduce", "wait_tensor"):
+        internal(f"torch.distributed._functional_collectives.{name}")
+    return importlib.import_module("torch.distributed._functional_collectives")
 
 
 def splits(group: dist.ProcessGroup, device: torch.device) -> bool:

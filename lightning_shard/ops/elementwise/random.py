@@ -21,6 +21,7 @@ from lightning_shard.domain.align import common_layout, gathered, local_part, ta
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.registry import implements
 
 Operand = Subdomain | Tensor
@@ -84,6 +85,7 @@ class use_exact_random:  # noqa: N801 - read as a function
 
 def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:
     """A generator for this rank's part of a tensor that is split as `x`."""
+    _refuse_in_a_graph()
     if _exact:
         raise UnsupportedOperationError(
             "it has no random numbers equal to those of one process, as use_exact_random asks for"
@@ -92,6 +94,12 @@ def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> tor
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
     place = x.layout.grid.index(x.layout.axes())
     return torch.Generator(x.local.device).manual_seed((seed + place * _SPREAD) % 2**63)
+
+
+def _refuse_in_a_graph() -> None:
+    """A graph would draw the numbers of its first run for ever, or other ones on each rank."""
+    if is_traced():
+        raise UnsupportedOperationError("it draws random numbers, which no compiled block can")
 
 
 @contextlib.contextmanager
@@ -117,6 +125,7 @@ def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) ->
         result = torch.empty_like(local)
         draw(result, own_generator(x, generator))
         return result
+    _refuse_in_a_graph()
     order = sorted(range(x.ndim), key=lambda d: -local.stride(d))
     whole = torch.empty_permuted(x.shape, order, dtype=local.dtype, device=local.device)
     draw(whole, generator)

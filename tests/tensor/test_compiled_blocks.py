@@ -1,0 +1,219 @@
+"""Blocks that are compiled with their collectives: the same numbers as without the compiler.
+
+The backend "aot_eager" traces as the compiler does and runs the same kernels; the slow tests have
+the compiler itself.
+"""
+
+import copy
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from neuralop.layers.fno_block import FNOBlocks
+from torch import nn
+
+import lightning_shard
+from lightning_shard import UnsupportedOperationError
+from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.tensor import compiled
+from lightning_shard.tensor.compiled import CompiledBlock
+from tests.double_fno import to_double
+from tests.parity import mesh_of
+
+
+class Residual(nn.Module):
+    def __init__(self, channels=4, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = norm(channels)
+        self.second = nn.Conv2d(channels, channels, 5, padding=2)
+
+    def forward(self, x):
+        return x + 0.5 * self.second(F.gelu(self.norm(self.first(x))))
+
+
+class Level(nn.Module):
+    """Down and up, with a skip, as in a U-Net; takes and gives several tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(4, 8, 3, 2, 1), nn.ConvTranspose2d(8, 4, 2, 2)
+
+    def forward(self, x, *, skip, scale=2):
+        low = F.max_pool2d(self.down(x).relu(), 3, 1, 1)
+        high = F.interpolate(self.up(low), size=x.shape[2:], mode="bilinear")
+        return {"low": low, "high": torch.cat([high, skip], 1) * scale}
+
+
+class Attention(nn.Module):
+    """Over rows and columns, as in a vision transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2)
+        y = self.norm(tokens)
+        return tokens + self.attention(y, y, y, need_weights=False)[0]
+
+
+def group_norm(channels):
+    return nn.GroupNorm(2, channels)
+
+
+BLOCKS = {
+    "conv and batch norm": Residual,
+    "conv and group norm": lambda: Residual(norm=group_norm),
+    "instance norm": lambda: Residual(norm=nn.InstanceNorm2d),
+    "level of a U-Net": Level,
+    "attention": Attention,
+    "FNO": lambda: FNOBlocks(4, 4, (6, 4), n_layers=1),
+}
+
+
+def run(block, fields):
+    """Results and gradients, all of this rank."""
+    x = fields.detach().clone().requires_grad_()
+    results = block(x, skip=x.sin()) if isinstance(block, Level) else block(x)
+    results = [*results.values()] if isinstance(results, dict) else [results]
+    loss = sum(r.square().mean() for r in results)
+    loss.backward()
+    found = [lightning_shard.gather(r).detach() for r in results]
+    return [*found, x.grad.to_local(), *(p.grad for p in block.parameters()), *block.buffers()]
+
+
+def check(name, sizes, backend="aot_eager"):
+    torch.manual_seed(3)
+    block = to_double(BLOCKS[name]())
+    avoid_whole_fields(block)  # as the strategy does
+    plain, again = copy.deepcopy(block), copy.deepcopy(block)
+    x = torch.randn(2, 4, 13, 10, dtype=torch.float64)
+    fields = lightning_shard.shard(x, mesh_of(*sizes), range(2, 2 + len(sizes)))
+    forget()
+    for each in (block, again):
+        each.forward = CompiledBlock(each, each.forward, backend)
+    for _ in range(2):
+        for each in (block, again):
+            each.zero_grad()
+            plain.zero_grad()
+        wanted = run(plain, fields)
+        for each in (block, again):
+            for found, value in zip(run(each, fields), wanted, strict=True):
+                torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
+    (region,) = compiled._REGIONS.values()  # of both blocks
+    assert region.call is not None
+    assert not region.refused
+
+
+def forget():
+    torch._dynamo.reset()
+    compiled._REGIONS.clear()
+    compiled._LAYOUTS.clear()
+
+
+blocks = pytest.mark.parametrize("name", BLOCKS)
+
+
+@pytest.mark.spmd(2)
+@blocks
+def test_two_ranks(name):
+    check(name, (2,))
+
+
+@pytest.mark.spmd(4)
+@blocks
+def test_two_by_two(name):
+    check(name, (2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(2)
+@blocks
+def test_the_compiler_itself(name):
+    check(name, (2,), "inductor")
+
+
+def twice(block, fields):
+    block(fields)
+    return block(fields)
+
+
+@pytest.mark.spmd(2)
+def test_what_draws_random_numbers_runs_uncompiled():
+    block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Dropout(0.5))
+    forget()
+    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
+    with pytest.warns(UserWarning, match="Sequential runs uncompiled on split tensors: .*random"):
+        twice(compiled_block, fields)
+    torch.manual_seed(5)
+    found = compiled_block(fields)
+    torch.manual_seed(5)
+    assert lightning_shard.gather(found).equal(lightning_shard.gather(block(fields)))
+
+
+@pytest.mark.spmd(2)
+def test_too_many_layouts_run_uncompiled():
+    block = nn.Conv2d(1, 1, 3, padding=1)
+    forget()
+    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    told = []
+    for rows in (7, 8, 9, 10):
+        fields = lightning_shard.shard(torch.randn(1, 1, rows, 5), mesh_of(2), 2)
+        with (
+            mock.patch.object(compiled, "LAYOUTS_PER_BLOCK", 2),
+            warnings.catch_warnings(record=True, action="always") as noted,
+        ):
+            found = twice(compiled_block, fields)
+        told += [str(w.message) for w in noted]
+        torch.testing.assert_close(whole(found), whole(block(fields)))
+    reason = "it was compiled for 2 kinds of arguments"
+    assert told == [f"Conv2d runs uncompiled on split tensors: {reason}"]
+    assert len(compiled._REGIONS) == 2
+
+
+@pytest.mark.spmd(2)
+def test_a_second_derivative_is_refused():
+    block = Residual()
+    forget()
+    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    fields = lightning_shard.shard(torch.randn(1, 4, 9, 8), mesh_of(2), 2).requires_grad_()
+    loss = twice(compiled_block, fields).square().sum()
+    with pytest.raises(UnsupportedOperationError, match="compiled block has no second derivative"):
+        torch.autograd.grad(loss, fields, create_graph=True)
+
+
+@pytest.mark.spmd(2)
+def test_what_a_block_reads_is_guarded():
+    """A change of an attribute, of the mode, of precision or of gradients is seen."""
+    block = Residual().double()
+    forget()
+    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8).double(), mesh_of(2), 2)
+    for change in (
+        lambda: None,
+        block.eval,
+        lambda: setattr(block.norm, "eps", 0.5),
+        lambda: setattr(block.first, "padding_mode", "circular"),
+        block.train,
+    ):
+        change()
+        plain = copy.deepcopy(block)
+        found = [twice(compiled_block, fields), *block.buffers()]
+        wanted = [twice(plain, fields), *plain.buffers()]
+        with torch.no_grad():
+            found.append(twice(compiled_block, fields))
+            wanted.append(twice(plain, fields))
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(twice(compiled_block, fields))
+            wanted.append(twice(plain, fields))
+        assert [f.dtype for f in found] == [w.dtype for w in wanted]
+        for f, w in zip(map(whole, found), map(whole, wanted), strict=True):
+            torch.testing.assert_close(f, w)
+
+
+def whole(x):
+    return lightning_shard.gather(x) if isinstance(x, lightning_shard.DomainTensor) else x
