@@ -4,12 +4,15 @@
 
 Forward, mean square and backward of one sample, on one thread for each rank. The limit is what two
 plain processes take that each compute half of the rows at the same time and tell each other
-nothing. "Whole" is the whole field on one plain thread, while the other rank does the same. The
-three take turns in one run. Each figure is the median of its rounds, on the rank that needs most.
-Gradients are not averaged: that is FSDP2's work, the same for all.
+nothing. "Whole" is the whole field on one plain thread, while the other rank does the same.
+"Compiled" is the split field through compiled blocks, with --compile; its collectives are in the
+graph, where they are not counted. All take turns in one run. Each figure is the median of its
+rounds, on the rank that needs most. Gradients are not averaged: that is FSDP2's work, the same for
+all.
 """
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lightning_shard
 from benchmarks.common import describe, start, table
+from lightning_shard.fsdp.recompute import compile_forward
 from lightning_shard.processes.byte_counter import counted
 
 
@@ -54,7 +58,9 @@ def _double(given: int, made: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def costs(resolution: int, channels: int, rounds: int) -> dict[str, tuple[float, ...]]:
+def costs(
+    resolution: int, channels: int, rounds: int, compiled: bool
+) -> dict[str, tuple[float, ...]]:
     """Processor seconds, wall-clock seconds, collectives and bytes of a step, on the worst rank."""
     torch.manual_seed(0)
     net = UNet(channels)
@@ -63,16 +69,22 @@ def costs(resolution: int, channels: int, rounds: int) -> dict[str, tuple[float,
     split = lightning_shard.shard(whole, mesh, 2)
     split = lightning_shard.from_local(split.to_local().clone(), mesh, 2, whole.shape)
     fields = {"whole": whole, "limit": split.to_local(), "split": split}
+    nets = dict.fromkeys(fields, net)
+    if compiled:
+        fields["compiled"], nets["compiled"] = split, copy.deepcopy(net)
+        compile_forward([*nets["compiled"].down, *nets["compiled"].up])
+        for _ in range(2):  # the first call of a block is not compiled
+            _step(nets["compiled"], split)
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in fields}
     traffic = {}
     for name, field in fields.items():
         with counted() as traffic[name]:
-            _step(net, field)
+            _step(nets[name], field)
     for _ in range(rounds):
         for name, field in fields.items():
             dist.barrier()
             begin = time.process_time(), time.perf_counter()
-            _step(net, field)
+            _step(nets[name], field)
             spent[name].append((time.process_time() - begin[0], time.perf_counter() - begin[1]))
     found = {}
     for name, times in spent.items():
@@ -93,8 +105,11 @@ def main() -> None:
     parser.add_argument("--resolution", type=int, default=256)
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--compile", action="store_true", help="takes minutes before the first round"
+    )
     options = parser.parse_args()
-    found = start(2, costs, options.resolution, options.channels, options.rounds)
+    found = start(2, costs, options.resolution, options.channels, options.rounds, options.compile)
     describe()
     print(f"U-Net, {options.resolution}², {options.channels} channels, on 2 ranks")
     limit = found["limit"][0]

@@ -28,11 +28,11 @@ INTERNALS = {
     # compiled regions (tensor/compiled.py)
     "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
     "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
-    "torch._dynamo.config.patch": "each layout of a block may be compiled",
     "torch.distributed._functional_collectives.all_to_all_single": "compiled blocks exchange rows",
     "torch.distributed._functional_collectives.all_reduce": "compiled blocks sum over ranks",
     "torch.distributed._functional_collectives.wait_tensor": "compiled blocks use what has come",
     "torch.utils._python_dispatch._disable_current_modes": "constants of compiled blocks are real",
+    "torch.utils._python_dispatch.TorchDispatchMode": "compiled blocks call no others",
     # the table of rules (ops)
     "torch._C._jit_get_all_schemas": "pointwise functions are found by their tag",
     "torch._ops.OpOverload": "operators of torch.ops are named in messages",
@@ -144,6 +144,7 @@ left_aligned: Callable[..., Any] = internal("torch._nested_tensor_from_mask_left
 in_transform: Callable[[], bool] = internal("torch._C._are_functorch_transforms_active")
 backward_pass: Callable[[], int] = internal("torch._C._current_graph_task_id")
 default_store: Callable[[], Any] = internal("torch.distributed.distributed_c10d._get_default_store")
+DispatchMode: Any = internal("torch.utils._python_dispatch.TorchDispatchMode")
 BackwardNode: Any = internal("torch.autograd.function.BackwardCFunction")
 Operator: Any = internal("torch._ops.OpOverload")
 OperatorPacket: Any = internal("torch._ops.OpOverloadPacket")

@@ -26,7 +26,12 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.domain.tracing import traced
-from lightning_shard.processes.torch_internals import internal, tree_flatten, tree_unflatten
+from lightning_shard.processes.torch_internals import (
+    DispatchMode,
+    internal,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.kind import kind_of
 from lightning_shard.tensor.tensor import DomainTensor
@@ -66,7 +71,8 @@ class _Region:
         leaves = [_filled(place, given) for place in self.places]
         args, kwargs = tree_unflatten(leaves, self.tree)
         own = {f"block.{name}": next(given) for name in self.names}
-        found = torch.func.functional_call(_Caller(self.block), own, args, kwargs)
+        with _NoCollectives():
+            found = torch.func.functional_call(_Caller(self.block), own, args, kwargs)
         leaves, tree = tree_flatten(found)
         self.results = [_place(leaf) for leaf in leaves], tree
         return tuple(_local(leaf) for leaf in leaves if isinstance(leaf, Tensor))
@@ -81,6 +87,18 @@ class _Caller(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
+
+
+class _NoCollectives(DispatchMode):
+    """Refuses collectives that a block calls itself: they would run while it is traced.
+
+    Rules call functional ones, which are in the graph.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise UnsupportedOperationError(f"it calls torch.distributed itself ({func})")
+        return func(*args, **(kwargs or {}))
 
 
 _REGIONS: dict[Hashable, _Region] = {}

@@ -4,19 +4,23 @@ The backend "aot_eager" traces as the compiler does and runs the same kernels; t
 the compiler itself.
 """
 
+import contextlib
 import copy
 import warnings
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from neuralop.layers.fno_block import FNOBlocks
 from torch import nn
 
 import lightning_shard
-from lightning_shard import UnsupportedOperationError
+from lightning_shard import ShardingOptions, UnsupportedOperationError
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.fsdp.shard_block import shard_block
 from lightning_shard.tensor import compiled
 from lightning_shard.tensor.compiled import CompiledBlock
 from tests.double_fno import to_double
@@ -24,7 +28,7 @@ from tests.parity import mesh_of
 
 
 class Residual(nn.Module):
-    def __init__(self, channels=4, norm=nn.BatchNorm2d):
+    def __init__(self, channels=4, norm: Any = nn.BatchNorm2d):
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1)
         self.norm = norm(channels)
@@ -79,8 +83,7 @@ def run(block, fields):
     x = fields.detach().clone().requires_grad_()
     results = block(x, skip=x.sin()) if isinstance(block, Level) else block(x)
     results = [*results.values()] if isinstance(results, dict) else [results]
-    loss = sum(r.square().mean() for r in results)
-    loss.backward()
+    torch.stack([r.square().mean() for r in results]).sum().backward()
     found = [lightning_shard.gather(r).detach() for r in results]
     return [*found, x.grad.to_local(), *(p.grad for p in block.parameters()), *block.buffers()]
 
@@ -123,8 +126,14 @@ def test_two_ranks(name):
     check(name, (2,))
 
 
+IN_TWO_DIMS = ["level of a U-Net", "FNO"]
+
+
 @pytest.mark.spmd(4)
-@blocks
+@pytest.mark.parametrize(
+    "name",
+    [n if n in IN_TWO_DIMS else pytest.param(n, marks=pytest.mark.slow) for n in BLOCKS],
+)
 def test_two_by_two(name):
     check(name, (2, 2))
 
@@ -186,34 +195,88 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(loss, fields, create_graph=True)
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.factor, self.power = nn.BatchNorm2d(4), 2.0, {"of": [1.0]}
+
+    def forward(self, x):
+        return torch.conv2d(
+            self.factor * self.norm(x) ** self.power["of"][0], torch.ones(1, 4, 3, 1)
+        )
+
+
 @pytest.mark.spmd(2)
 def test_what_a_block_reads_is_guarded():
     """A change of an attribute, of the mode, of precision or of gradients is seen."""
-    block = Residual().double()
+    block = Scaled()
     forget()
     compiled_block = CompiledBlock(block, block.forward, "aot_eager")
-    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8).double(), mesh_of(2), 2)
-    for change in (
-        lambda: None,
-        block.eval,
-        lambda: setattr(block.norm, "eps", 0.5),
-        lambda: setattr(block.first, "padding_mode", "circular"),
-        block.train,
-    ):
+    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
+    changes = {
+        "none": lambda: None,
+        "evaluation": block.eval,
+        "of a part": lambda: setattr(block.norm, "eps", 0.5),
+        "of a number": lambda: setattr(block, "factor", 3.0),
+        "in a container": lambda: block.power["of"].insert(0, 2.0),
+        "training": block.train,
+    }
+    for name, change in changes.items():
         change()
         plain = copy.deepcopy(block)
-        found = [twice(compiled_block, fields), *block.buffers()]
-        wanted = [twice(plain, fields), *plain.buffers()]
-        with torch.no_grad():
-            found.append(twice(compiled_block, fields))
-            wanted.append(twice(plain, fields))
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(twice(compiled_block, fields))
-            wanted.append(twice(plain, fields))
-        assert [f.dtype for f in found] == [w.dtype for w in wanted]
-        for f, w in zip(map(whole, found), map(whole, wanted), strict=True):
-            torch.testing.assert_close(f, w)
+        contexts = [torch.no_grad, bfloat16] if name == "training" else []
+        for context in (contextlib.nullcontext, *contexts):
+            with context():
+                found, wanted = twice(compiled_block, fields), twice(plain, fields)
+            assert found.dtype == wanted.dtype, name
+            assert found.requires_grad == wanted.requires_grad
+            torch.testing.assert_close(whole(found), whole(wanted))
+            for a, b in zip(block.buffers(), plain.buffers(), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def whole(x):
     return lightning_shard.gather(x) if isinstance(x, lightning_shard.DomainTensor) else x
+
+
+class Codebook(nn.Module):
+    """Counts over all processes, as layers do that keep statistics of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        seen = x.detach().mean((0, 2, 3)).sum()
+        dist.all_reduce(seen)
+        self.get_buffer("count").add_(seen)
+        return x * seen
+
+
+@pytest.mark.spmd(2)
+def test_own_collectives_of_a_block():
+    block = Codebook()
+    forget()
+    plain, compiled_block = copy.deepcopy(block), CompiledBlock(block, block.forward, "aot_eager")
+    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
+    for _ in range(3):
+        found, wanted = whole(compiled_block(fields)), whole(plain(fields))
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(block.count, plain.count)
+
+
+@pytest.mark.spmd(2)
+def test_a_block_that_holds_others_runs_uncompiled_around_them():
+    block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU())
+    plain = copy.deepcopy(block)
+    forget()
+    shard_block(block[0], mesh_of(2), ShardingOptions())
+    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
+    assert compiled_block.holds_others
+    torch.testing.assert_close(whole(twice(compiled_block, fields)), whole(plain(fields)))
+    assert not compiled._REGIONS
