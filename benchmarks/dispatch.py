@@ -154,14 +154,14 @@ def _is_right(name: str, mesh: DeviceMesh) -> bool:
 
 @contextlib.contextmanager
 def _no_wire() -> Any:
-    """Collectives send nothing, and what they should fill keeps what it holds."""
+    """Collectives send nothing, and what they should fill is zero."""
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
+    def zeros(filled: Tensor, *args: Any, **kwargs: Any) -> None:
+        filled.zero_()  # what memory held before may be numbers that are slow to compute with
 
     with (
-        mock.patch.object(dist, "all_to_all_single", nothing),
-        mock.patch.object(dist, "all_reduce", nothing),
+        mock.patch.object(dist, "all_to_all_single", zeros),
+        mock.patch.object(dist, "all_reduce", zeros),
     ):
         yield
 

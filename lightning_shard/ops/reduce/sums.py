@@ -72,6 +72,17 @@ def var(
     *,
     correction: float | None = None,
 ) -> Subdomain | Tensor:
+    return _var_and_mean(x, dim, unbiased, keepdim, correction=correction)[0]
+
+
+def _var_and_mean(
+    x: Subdomain,
+    dim: Dims = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> tuple[Any, Any]:
     """Take two passes: the global mean, then the squared distances from it."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
@@ -80,7 +91,9 @@ def var(
     count = volume(x.layout, dims)
     center = sum_over(x, x.local.sum(dims, keepdim=True), dims) / count
     squares = sum_over(x, (x.local - center).abs().square().sum(dims, keepdim=keepdim), dims)
-    return result(x, squares / max(count - correction, 0), dims, keepdim)
+    mean = center if keepdim else squeezed(center, dims)
+    variance = squares / max(count - correction, 0)
+    return result(x, variance, dims, keepdim), result(x, mean, dims, keepdim)
 
 
 @implements(torch.std, Tensor.std)
@@ -99,19 +112,13 @@ def std(
 
 @implements(torch.var_mean)
 def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    return var(torch.var, x, *args, **kwargs), _mean_beside(x, *args, **kwargs)
+    return _var_and_mean(x, *args, **kwargs)
 
 
 @implements(torch.std_mean)
 def std_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    return std(torch.std, x, *args, **kwargs), _mean_beside(x, *args, **kwargs)
-
-
-def _mean_beside(x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain | Tensor:
-    """The mean for the arguments of `var`, in any of its forms."""
-    dim = args[0] if args and not isinstance(args[0], bool) else kwargs.get("dim")
-    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-    return mean(torch.mean, x, dim, keepdim)
+    found, mean = _var_and_mean(x, *args, **kwargs)
+    return found.like(found.local.sqrt()) if isinstance(found, Subdomain) else found.sqrt(), mean
 
 
 @implements(torch.nanmean, Tensor.nanmean)

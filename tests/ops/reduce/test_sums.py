@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
+from lightning_shard.processes.byte_counter import counted
 from tests.parity import assert_parity, mesh_of
 
 SHAPE = (2, 3, 7, 3)
@@ -101,6 +102,15 @@ def test_equal_is_one_answer_for_all_ranks():
     assert not torch.equal(split, other)
     assert split.allclose(other, atol=1e-2)
     assert not torch.allclose(split, other)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("keepdim", [True, False])
+def test_the_mean_beside_a_variance_needs_no_collective(keepdim):
+    split = lightning_shard.shard(torch.randn(SHAPE), mesh_of(2), 2)
+    with counted() as traffic:
+        torch.var_mean(split, (2, 3), keepdim=keepdim)
+    assert traffic.calls == 2
 
 
 @pytest.mark.spmd(3)
