@@ -136,10 +136,13 @@ class TestRuns:
         Path("ckpt.yaml").write_text(
             "trainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n"
             "    init_args: {dirpath: kept, filename: best, monitor: x, save_last: true}\n"
+            "  - class_path: lightning_shard.EpochReport\n"
         )
         words = ("--config", "ckpt.yaml", "--trainer.logger", "false", "--model", f"{HERE}.Logged")
         test_main.fit(*words)
-        out = capsys.readouterr().err
+        printed, out = capsys.readouterr()
+        assert "Epoch 0: " in printed
+        assert "Training ended" not in printed  # which is said here in words of a terminal
         assert re.search(r"Done in .*: 2 steps of training\.", out)
         assert re.search(r"best checkpoint  \S*kept/best\.ckpt \(x [-\d.e]+\)", out)
         (page,) = re.findall(r"report           (\S*report\.html)", out)

@@ -198,7 +198,9 @@ def test_charts():
 
 def test_curves_of_a_quantity_share_a_chart():
     points = [(1, 1.0), (2, 2.0)]
-    names = "train/loss train/loss_step val/loss val/l2_32 val/l2_64 val/l2_64_baseline".split()
+    names = (
+        "train/loss train/loss_step val/loss val/l2_32 val/l2_64 val/l2_64_baseline lr-Adam".split()
+    )
     (row,) = facts.metric_charts(points, dict.fromkeys(names, points), {"rate": points[:1]}, 7)
     assert [each["aria-label"] for each in Parsed(row).named("svg")] == ["loss", "l2"]
     assert "loss_step" not in row

@@ -140,9 +140,11 @@ class RunReport(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write: here all other callbacks have drawn their pictures."""
         if stage == "fit":
-            self._outcome = [f"Training ended at step {trainer.global_step}, after "
-                             f"{trainer.current_epoch} epochs and "
-                             f"{duration(time.time() - self._began)}."]  # fmt: skip
+            epochs = "1 epoch" if trainer.current_epoch == 1 else f"{trainer.current_epoch} epochs"
+            lasted = duration(time.time() - self._began)
+            self._outcome = [
+                f"Training ended at step {trainer.global_step}, after {epochs} and {lasted}."
+            ]
         self._write(trainer, pl_module)
 
     @override

@@ -57,6 +57,8 @@ def metric_charts(
     if losses:
         groups["loss"][f"loss of the steps, means over {window}"] = losses
     for name in without_forks(by_epoch):
+        if name.startswith("lr-"):  # LearningRateMonitor's, which are in `rates`
+            continue
         points = by_epoch[name]
         quantity = re.sub(rf"^{STAGES}|_\d+|_baseline$", "", name)
         groups.setdefault(quantity, {})[name] = points
