@@ -288,4 +288,7 @@ def print_on_first_only(rank: int) -> None:
 
 def trainer_options(trainer: Trainer) -> dict[str, str]:
     """Read the options of the Trainer that all ranks must have alike, by name."""
-    return {f"the Trainer's {name}": str(getattr(trainer, name, None)) for name in TRAINER_OPTIONS}
+    options = {name: getattr(trainer, name, None) for name in TRAINER_OPTIONS}
+    together = (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)
+    options["callbacks that save or stop"] = [callback.state_key for callback in together]
+    return {f"the Trainer's {name}": str(value) for name, value in options.items()}

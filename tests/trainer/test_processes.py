@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
@@ -16,6 +17,7 @@ from lightning_shard.trainer.processes import (
     started_nodes,
     tell_ranks,
 )
+from tests.checkpoint import tiny
 
 CPU = torch.device("cpu")
 
@@ -101,6 +103,18 @@ def test_who_starts_the_other_processes(monkeypatch):
     assert launcher_of(strategy, started, per_node=2, nodes=1) is None
     with pytest.raises(ValueError, match="the launcher started 2 processes"):
         launcher_of(strategy, started, per_node=4, nodes=1)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("callback", [ModelCheckpoint("none"), EarlyStopping("val_loss")])
+def test_what_saves_or_stops_on_one_rank_alone(callback):
+    """The other rank would wait in another collective."""
+    mine = [callback] if dist.get_rank() else []
+    saves = bool(mine) and isinstance(callback, ModelCheckpoint)
+    with pytest.raises(
+        DisagreementError, match=r"callbacks that save or stop is \[\] on rank 0 and"
+    ):
+        tiny.fit((2,), *mine, enable_checkpointing=saves)
 
 
 def test_nodes_that_an_elastic_launcher_has_started(monkeypatch):
