@@ -89,7 +89,10 @@ class Images(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         in_worker = get_worker_info() is not None
-        if in_worker == (self.fault.cell.fault == "stopped worker") and index > 20:
+        # a worker is stopped before it has sent a batch: torch waits without a limit for one that
+        # it has sent and that is not yet taken
+        late = in_worker or index > 20
+        if in_worker == (self.fault.cell.fault == "stopped worker") and late:
             self.fault("data")
         noise = torch.Generator().manual_seed(index)
         return torch.randn(3, 12, 10, generator=noise), index % 10
