@@ -19,6 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import device_mesh, distributed_c10d
+
+from lightning_shard.processes.torch_internals import open_groups
 
 SILENCE_S = 120  # of all ranks, before the pool is given up
 GRACE_S = 5  # for the other ranks once one has failed
@@ -147,6 +150,7 @@ def begin(rank: int, ranks: int, port: int) -> None:
     # of a child of the fork server it is "forkserver", and each of its DataLoaders would begin a
     # fork server of its own, which imports torch
     mp.set_start_method("fork", force=True)
+    reuse_groups()
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             # torch 2.15 queues each seed, with a formatted stack trace, until the device is there:
@@ -156,6 +160,27 @@ def begin(rank: int, ranks: int, port: int) -> None:
 
 def _ignore(seed: int) -> None:
     pass
+
+
+def reuse_groups() -> None:
+    """Give a mesh the groups of an earlier one of its name and ranks: each Trainer makes a mesh.
+
+    A group of gloo has a thread that wakes a hundred times a second. Those of all tests together
+    took half of the CPU.
+    """
+    make, made = distributed_c10d.new_group, dict[Any, Any]()
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        if not str(kwargs.get("group_desc")).startswith("mesh_"):
+            return make(*args, **kwargs)
+        key = repr((args, sorted(kwargs.items())))
+        found = made.get(key)
+        if found is None or (isinstance(found, dist.ProcessGroup) and found not in open_groups()):
+            found = made[key] = make(*args, **kwargs)
+        return found
+
+    for module in (distributed_c10d, dist, device_mesh):
+        vars(module)["new_group"] = new_group
 
 
 def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) -> None:

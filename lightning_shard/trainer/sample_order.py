@@ -19,10 +19,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from typing_extensions import override
 
+from lightning_shard.processes.torch_internals import tree_leaves
 from lightning_shard.trainer.host import callbacks_of, inject_samplers, with_sampler
 from lightning_shard.trainer.ordered_batches import (
     Numbers,
