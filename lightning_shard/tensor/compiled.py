@@ -6,6 +6,9 @@ it on fake tensors and records what the rules do. All facts that the rules read,
 are the same for all calls of one such function; torch.compile guards the rest: shapes of the parts,
 dtypes, gradients. Blocks that differ in their parameters alone share a function.
 
+The strategy does not use it yet: with inductor a level of a U-Net hangs on two ranks, since one of
+them leaves out a collective (test_the_compiler_itself).
+
 A block that does not compile runs as it is, after one warning that says why. Ranks need not agree
 on that, since the collectives are the same and come in the same order.
 """
