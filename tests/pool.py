@@ -71,13 +71,16 @@ class Pool:
 
     def wait(self) -> None:
         """Until all ranks have ended the first of the bodies that were sent."""
-        errors: dict[int, str] = {}
-        while silent := {rank for rank in range(self.ranks) if not self.answers[rank]}:
+        while True:
+            # a rank's answer to this body may have come while another's to the last was waited for
+            errors = {rank: a[0] for rank, a in enumerate(self.answers) if a and a[0]}
+            silent = {rank for rank in range(self.ranks) if not self.answers[rank]}
+            if not silent:
+                break
             answer = self.receive(GRACE_S if errors else SILENCE_S)
             if answer is None:
                 break
             self.answers[answer[0]].append(answer[1])
-            errors = {rank: a[0] for rank, a in enumerate(self.answers) if a and a[0]}
         if errors or silent:
             self.close()  # a rank may be stuck in a collective: start afresh
             report = [f"[rank {rank}] {errors[rank]}" for rank in sorted(errors)]

@@ -37,6 +37,7 @@ def refuse_on_the_first(number):
     if dist.get_rank() == 0 and number == 1:
         raise ValueError("only here")
     dist.barrier()
+    time.sleep(dist.get_rank())  # so that the failure of rank 0 comes before this answer of rank 1
 
 
 def test_a_failure_of_one_rank_ends_the_wait_for_the_others():
