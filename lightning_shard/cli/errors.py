@@ -24,7 +24,14 @@ from lightning_shard.cli.names import (
 from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Source, Sources, short
 from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
 
-SWITCHES = ("test_after_fit", "report")  # options of ours that are true or false
+# options of ours that are true or false: the default, and what help says
+SWITCHES = {
+    "test_after_fit": (
+        False,
+        "Run the test loaders on the final weights when fit ends (only fit uses it).",
+    ),
+    "report": (True, "Write report.html about the run into its log directory (only fit uses it)."),
+}
 PARSER_ONLY = ("config", "print_config", "help", "print_shtab")
 GROUPS: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 

@@ -2,8 +2,7 @@
 
 The optimizer is made after sharding. A mistake in what was typed exits with 2. A refusal by a
 module, a data module or the strategy while they are built, and any error of the first batch, exit
-with 1.
-All other errors keep their traceback.
+with 1. All other errors keep their traceback.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_shard.cli.checked import recall, remember
 from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
-from lightning_shard.cli.errors import diagnose
+from lightning_shard.cli.errors import SWITCHES, diagnose
 from lightning_shard.cli.exits import exit_with, is_first_rank, origin
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
@@ -45,7 +44,7 @@ from lightning_shard.cli.sources import (
 from lightning_shard.cli.usage import UsageError
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
-from lightning_shard.trainer.host import callbacks_of
+from lightning_shard.trainer.host import add_once
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 
@@ -113,18 +112,8 @@ class ShardCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that are ours."""
-        parser.add_argument(
-            "--test_after_fit",
-            type=bool,
-            default=False,
-            help="Run the test loaders on the final weights when fit ends (only fit uses it).",
-        )
-        parser.add_argument(
-            "--report",
-            type=bool,
-            default=True,
-            help="Write report.html about the run into its log directory (only fit uses it).",
-        )
+        for name, (default, text) in SWITCHES.items():
+            parser.add_argument(f"--{name}", type=bool, default=default, help=text)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Read the sources, parse, and check the result; every mistake becomes a UsageError."""
@@ -209,15 +198,12 @@ class ShardCLI(LightningCLI):
             self._add_report()
 
     def _add_report(self) -> None:
-        callbacks = callbacks_of(self.trainer)
-        if any(isinstance(callback, RunReport) for callback in callbacks):
-            return
         strategy = self.config["fit"]["trainer"]["strategy"]
         options: Any = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
         text = self._dumped()
         folder = self.trainer.default_root_dir
         checked = recall(folder, yaml.safe_load(text), options.get("shard_dims"))
-        callbacks.append(RunReport(text, checked))
+        add_once(self.trainer, RunReport(text, checked))
 
     def _dumped(self) -> str:
         command = str(self.config["subcommand"])

@@ -58,6 +58,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "WorkerOutput",
     "WrappingCheckpointIO",
+    "add_once",
     "begin_requeue",
     "callbacks_of",
     "chosen_devices",
@@ -118,6 +119,13 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The Trainer's own list, which can be added to; Lightning does not declare it."""
     found: list[Callback] = vars(trainer)["callbacks"]
     return found
+
+
+def add_once(trainer: Trainer, callback: Callback, *, first: bool = False) -> None:
+    """Add a callback, last or `first`, to a Trainer that has none of its class."""
+    callbacks = callbacks_of(trainer)
+    if not any(isinstance(c, type(callback)) for c in callbacks):
+        callbacks.insert(0 if first else len(callbacks), callback)
 
 
 def inject_samplers(trainer: Trainer, inject: bool) -> bool:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_shard.trainer.host import callbacks_of
+from lightning_shard.trainer.host import add_once
 
 
 class InterruptedSave(Callback):
@@ -59,6 +59,4 @@ def say_what_was_not_saved(
     trainer: Trainer, cut_off: Callable[[], bool], last_whole: Callable[[], Any]
 ) -> None:
     """Add the callback to a Trainer, once."""
-    callbacks = callbacks_of(trainer)
-    if not any(isinstance(callback, InterruptedSave) for callback in callbacks):
-        callbacks.insert(0, InterruptedSave(cut_off, last_whole))
+    add_once(trainer, InterruptedSave(cut_off, last_whole), first=True)

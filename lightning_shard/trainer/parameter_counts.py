@@ -6,18 +6,17 @@ Sharded, it is a real tensor of pairs (fsdp/complex_pairs.py) with twice as many
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_shard.fsdp.complex_pairs import pair_names
+from lightning_shard.trainer.host import callbacks_of
 
 
 def count_pairs_once(trainer: Trainer) -> None:
     """Let the summaries of a trainer, written as its fit starts, count complex numbers."""
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ModelSummary) and "on_fit_start" not in vars(callback):
             callback.on_fit_start = _counting_pairs_once(callback.on_fit_start)
 

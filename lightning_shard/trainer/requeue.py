@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_shard.trainer.host import begin_requeue, callbacks_of
+from lightning_shard.trainer.host import add_once, begin_requeue
 
 
 class SaveBeforeRequeue(Callback):
@@ -46,8 +46,7 @@ class SaveBeforeRequeue(Callback):
 
 def save_before_requeue(trainer: Trainer, environment: Any) -> None:
     """In a job of SLURM that Lightning may queue again, let all ranks save together."""
-    callbacks = callbacks_of(trainer)
     if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
         return
-    if environment.auto_requeue and not any(isinstance(c, SaveBeforeRequeue) for c in callbacks):
-        callbacks.append(SaveBeforeRequeue(environment.requeue_signal))
+    if environment.auto_requeue:
+        add_once(trainer, SaveBeforeRequeue(environment.requeue_signal))

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from typing_extensions import override
 
 from lightning_shard.processes.torch_internals import tree_leaves
-from lightning_shard.trainer.host import callbacks_of, inject_samplers, with_sampler
+from lightning_shard.trainer.host import add_once, inject_samplers, with_sampler
 from lightning_shard.trainer.ordered_batches import (
     Numbers,
     OrderedBatches,
@@ -68,9 +68,7 @@ class SampleOrder:
         self._asked = asked if self._asked is None else self._asked
         inject_samplers(trainer, self._asked and trainer.state.fn == TrainerFn.PREDICTING)
         share_seeded_state(device)
-        callbacks = callbacks_of(trainer)
-        if not any(isinstance(callback, _EpochsBeginAlike) for callback in callbacks):
-            callbacks.insert(0, _EpochsBeginAlike(self._agree))
+        add_once(trainer, _EpochsBeginAlike(self._agree), first=True)
 
     def prepare(
         self,

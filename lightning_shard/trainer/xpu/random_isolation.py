@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from typing_extensions import override
 
-from lightning_shard.trainer.host import callbacks_of
+from lightning_shard.trainer.host import add_once, callbacks_of
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
 
@@ -38,10 +38,8 @@ def isolate_random_numbers(trainer: Trainer, device: torch.device) -> None:
         trainer: Whose callbacks change: one more, and the finders among them.
         device: Whose numbers are kept, beside those of the CPU.
     """
-    callbacks = callbacks_of(trainer)
-    if not any(isinstance(callback, IsolatedSanityCheck) for callback in callbacks):
-        callbacks.insert(0, IsolatedSanityCheck())
-    for callback in callbacks:
+    add_once(trainer, IsolatedSanityCheck(), first=True)
+    for callback in callbacks_of(trainer):
         if isinstance(callback, LearningRateFinder) and "lr_find" not in vars(callback):
             vars(callback)["lr_find"] = functools.partial(_isolated, callback.lr_find, device)
 
