@@ -2,10 +2,14 @@
 
 The function runs on meta tensors of the global shapes, which costs neither memory nor arithmetic.
 What passes is remembered by function, shapes, dtypes and the other arguments, so a training loop
-asks once. What fails there is tried on real tensors of random numbers, because not every function
-of torch knows meta tensors; what fails there too is raised, on every rank alike and with torch's
-own error. Of two errors of one class the meta tensors' is raised: real tensors' may come from a
-library of the device, with other words on another machine.
+asks once. Two kinds of calls are tried on real tensors of random numbers, too:
+
+- What meta tensors refuse, because not every function of torch knows them. What fails there too is
+  raised, on every rank alike and with torch's own error. Of two errors of one class the meta
+  tensors' is raised: real tensors' may come from a library of the device, with other words on
+  another machine.
+- Calls of integers, truth values or complex numbers: where a kernel computes nothing of them, meta
+  tensors may pass.
 """
 
 import functools
@@ -71,12 +75,16 @@ def _key(value: Any, kind: type[Tensor]) -> Any:
 _OF_A_LIBRARY = "memory descriptor"  # oneDNN's words, which say nothing of the arguments
 
 
+_OF_THE_DTYPE = "not implemented for"  # a RuntimeError in some releases
+
+
 def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    tensors = list(split_in([args, kwargs], Tensor))
+    small = sum(t.numel() for t in tensors) <= LARGEST
     try:
         _run(func, args, kwargs, _on_meta)
     except Exception as error:  # of any kind: the real function decides below
-        tensors = list(split_in([args, kwargs], Tensor))
-        if sum(t.numel() for t in tensors) <= LARGEST:
+        if small:
             try:
                 with _random_numbers_kept(t.device for t in tensors):
                     _run_on_numbers(func, args, kwargs)
@@ -85,6 +93,23 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
                     raise error from None
                 raise
         elif isinstance(error, IndexError | ValueError | TypeError):
+            raise
+    else:
+        if small and not all(t.is_floating_point() for t in tensors):
+            _refuse_dtype(func, args, kwargs, tensors)
+
+
+def _refuse_dtype(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> None:
+    """Raise what torch raises where it computes nothing of such numbers."""
+    try:
+        with _random_numbers_kept(t.device for t in tensors):
+            _run_on_numbers(func, args, kwargs)
+    except (TypeError, NotImplementedError):
+        raise
+    except Exception as error:  # which other numbers may not have
+        if _OF_THE_DTYPE in str(error):
             raise
 
 

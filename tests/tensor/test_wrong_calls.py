@@ -1,5 +1,6 @@
 """Wrong calls, drawn at random: torch's error on every rank, or a refusal by name; never a hang."""
 
+import itertools
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -17,6 +18,13 @@ from tests.parity import mesh_of
 
 SHAPES = ((5,), (4, 6), (1, 7), (2, 3, 5), (3, 4, 6, 5), (2, 4, 1, 3), (2, 2, 3, 4, 5))
 NUMBERS = (-3, -1, 0, 1, 2, 3, 4, 7, 100)
+DTYPES = (*[torch.float64] * 3, torch.int64, torch.bool, torch.complex128)
+BARE = """
+    T mT H mH real imag argmax argmin std var mean median mode sum prod cov corrcoef aminmax histc
+    trace tril triu det inverse sqrt floor sgn conj_physical logical_not bitwise_not neg sigmoid
+    angle signbit frac lgamma logdet t adjoint nonzero tolist item diag ravel sort unique isfinite
+    nan_to_num int half square reciprocal exp2 relu logit digamma erf round abs sign tanh all any
+""".split()  # attributes, and methods that need no argument
 ODD = (None, "a", 0.5, -1, 0, 2, (), (1,), (0, 0), (2, 2), (1, 2, 3), [], [-9], True)
 
 
@@ -217,20 +225,28 @@ def same(found: Any, expected: Any) -> bool:
 def fault_of(seed: int, mesh: DeviceMesh) -> tuple[str, str]:
     """("asymmetric", "accepted", "class", "value" or ""; the call in words)."""
     draw = Random(seed)
-    number = draw.randrange(len(CALLS))
+    call = draw.choice(CALLS)
     shape = draw.choice([s for s in SHAPES if len(s) >= mesh.ndim])
-    dims = draw.sample(range(len(shape)), mesh.ndim)
+    dims, dtype = draw.sample(range(len(shape)), mesh.ndim), draw.choice(DTYPES)
     x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = x if dtype == torch.float64 else (4 * x - 1).to(dtype)
+    told = f"line {call.__code__.co_firstlineno}, {seed=}, {shape=}, {dims=}, {dtype}"
+    return compared(call, seed, x, lightning_shard.shard(x.clone(), mesh, dims), told)
+
+
+def compared(
+    call: Callable[[Any, Draw], Any], seed: int, x: Tensor, split: Tensor, told: str
+) -> tuple[str, str]:
     torch.manual_seed(seed)
-    error, expected = outcome(CALLS[number], x.clone(), seed)
+    error, expected = outcome(call, x.clone(), seed)
     torch.manual_seed(seed)
     with use_exact_random():
-        refused, found = outcome(CALLS[number], lightning_shard.shard(x.clone(), mesh, dims), seed)
+        refused, found = outcome(call, split, seed)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, refused)
-    told = (
-        f"line {CALLS[number].__code__.co_firstlineno}, {seed=}, {shape=}, {dims=}: torch "
-        f"{error} ({expected if error else 'ok'}), ranks {ranks} ({found if refused else 'ok'})"
+    told += (
+        f": torch {error} ({expected if error else 'ok'}), "
+        f"ranks {ranks} ({found if refused else 'ok'})"
     )
     if len(set(ranks)) > 1:
         return "asymmetric", told
@@ -246,14 +262,34 @@ def fault_of(seed: int, mesh: DeviceMesh) -> tuple[str, str]:
 
 
 def check(seeds: range, mesh: DeviceMesh) -> None:
-    faults = [fault_of(seed, mesh) for seed in seeds]
+    expect_none([fault_of(seed, mesh) for seed in seeds])
+
+
+def expect_none(faults: list[tuple[str, str]]) -> None:
     wrong = [f"{kind}: {told}" for kind, told in faults if kind]
-    assert not wrong, f"{len(wrong)} of {len(seeds)} calls:\n" + "\n".join(wrong)
+    assert not wrong, f"{len(wrong)} of {len(faults)} calls:\n" + "\n".join(wrong)
 
 
 @pytest.mark.spmd(2)
 def test_two_ranks():
     check(range(60), mesh_of(2))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex128])
+def test_without_arguments(dtype):
+    """Of numbers of which not every kernel computes something, though meta tensors pass."""
+    faults = []
+    for shape, name in itertools.product([(5,), (4, 6), (2, 3, 4)], BARE):
+        x = (4 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1).to(dtype)
+
+        def call(x: Any, draw: Draw, name: str = name) -> Any:
+            attribute = getattr(x, name)
+            return attribute() if callable(attribute) else attribute
+
+        split = lightning_shard.shard(x.clone(), mesh_of(2), len(shape) - 1)
+        faults.append(compared(call, 0, x, split, f"{name} of {shape}"))
+    expect_none(faults)
 
 
 @pytest.mark.spmd(4)

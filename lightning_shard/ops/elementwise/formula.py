@@ -155,7 +155,8 @@ def cov(func: Callable[..., Tensor], x: Any, *, correction: int = 1, **weights: 
     """Rows are variables, columns observations."""
     if any(w is not None for w in weights.values()):
         raise UnsupportedOperationError(f"cov with {sorted(weights)}")
-    rows = typed_torch.atleast_2d(x)
+    numbers = x.is_floating_point() or x.is_complex()
+    rows = typed_torch.atleast_2d(x if numbers else x.to(torch.get_default_dtype()))
     centred = rows - rows.mean(1, keepdim=True)
     found = centred @ centred.mH / max(rows.shape[1] - correction, 0)
     return found.squeeze((0, 1)) if found.numel() == 1 else found

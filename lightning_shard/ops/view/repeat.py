@@ -108,12 +108,12 @@ def _along(x: Operand, dim: int, ndim: int) -> Operand:
 
 @implements(torch.tril, Tensor.tril)
 def tril(func: Callable[..., Any], x: Subdomain, diagonal: int = 0) -> Subdomain:
-    return x.like(torch.where(_diagonals(x) <= diagonal, x.local, 0))
+    return x.like(x.local.masked_fill(_diagonals(x) > diagonal, 0))
 
 
 @implements(torch.triu, Tensor.triu)
 def triu(func: Callable[..., Any], x: Subdomain, diagonal: int = 0) -> Subdomain:
-    return x.like(torch.where(_diagonals(x) >= diagonal, x.local, 0))
+    return x.like(x.local.masked_fill(_diagonals(x) < diagonal, 0))
 
 
 def _diagonals(x: Subdomain) -> Tensor:

@@ -158,9 +158,15 @@ def transpose(func: Callable[..., Any], x: Subdomain, dim0: int, dim1: int) -> S
     return permuted(x, order)
 
 
-@implements(torch.t, Tensor.t, accessors("T").__get__, accessors("mT").__get__)
+@implements(torch.t, Tensor.t, accessors("mT").__get__)
 def matrix_transpose(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     return transpose(func, x, -2, -1) if x.ndim > 1 else x
+
+
+@implements(accessors("T").__get__)
+def reverse_dims(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """Turn the order of all dims around, which of a matrix is its transpose."""
+    return permuted(x, list(reversed(range(x.ndim))))
 
 
 @implements(torch.adjoint, Tensor.adjoint, accessors("mH").__get__, accessors("H").__get__)
