@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_shard.checkpoint.known_layout import refuse_other_layout, refuse_other_weights
 from lightning_shard.checkpoint.stored import StoredState
 from lightning_shard.processes.typed import is_mapping
 
@@ -97,19 +98,27 @@ def weights_of(loaded: Any, path: object) -> Mapping[str, Any]:
     """Find the state dict in what a file of `torch.save` holds.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or it is of another kind.
     """
-    if is_mapping(loaded):
-        for key in WEIGHTS_KEYS:
-            inner = loaded.get(key)
-            if is_mapping(inner):
-                return inner
-        if any(isinstance(value, Tensor) for value in loaded.values()):
-            return loaded
+    weights = _found(loaded)
+    if weights is not None:
+        held = weights.stored if isinstance(weights, StoredState) else weights
+        refuse_other_weights(held, path)
+        return weights
     raise ValueError(
         f"'{path}' holds no weights: expected a dict of tensors by name, or one under a key of "
         f"{', '.join(WEIGHTS_KEYS)}; got {_described(loaded)}."
     )
+
+
+def _found(loaded: Any) -> Mapping[str, Any] | None:
+    if not is_mapping(loaded):
+        return None
+    for key in WEIGHTS_KEYS:
+        inner = loaded.get(key)
+        if is_mapping(inner):
+            return inner
+    return loaded if any(isinstance(value, Tensor) for value in loaded.values()) else None
 
 
 def _described(loaded: Any) -> str:
@@ -128,10 +137,11 @@ def as_lightning(loaded: Any, path: object, wanted: Collection[str]) -> dict[str
         wanted: The names in the state dict of the module.
 
     Raises:
-        ValueError: It holds no weights.
+        ValueError: It holds no weights, or something of another kind.
     """
     weights = weights_of(loaded, path)
     rest = {} if weights is loaded else dict(loaded)
+    refuse_other_layout(rest, path)
     if isinstance(weights, StoredState):
         state: Any = StoredState(dict(plain_names(weights.stored, wanted)))
     else:

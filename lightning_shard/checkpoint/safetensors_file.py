@@ -140,7 +140,9 @@ class _OneFile:
 
     def tensors(self) -> dict[str, StoredTensor]:
         names: list[str] = list(self.file.keys())
-        if not {*names} >= {*self.pairs} or (self.sums is not None and {*names} != {*self.sums}):
+        pairs = [self.header[name]["shape"][-1:] == [2] for name in self.pairs if name in names]
+        named = self.sums is None or {*names} == {*self.sums}
+        if len(pairs) != len(self.pairs) or not all(pairs) or not named:
             raise DamagedError(f"'{self.path}' is not whole: its header was changed; {REMEDY}.")
         return {name: self._tensor(name) for name in names}
 

@@ -20,6 +20,7 @@ import torch
 from zlib_ng import zlib_ng
 
 from lightning_shard.checkpoint.errors import DamagedError, UnsafeFileError, damage_named
+from lightning_shard.checkpoint.repetition import refuse_repetition
 
 KIND, REMEDY = "no file of torch.save", "copy it again, or take an earlier checkpoint"
 THREADS = 8  # zlib-ng leaves the interpreter free while it sums, at about 9 GB/s each
@@ -132,7 +133,9 @@ def _changed(origin: str, what: str) -> DamagedError:
 def _load(source: Path | IO[bytes], origin: str, weights_only: bool, **options: Any) -> Any:
     try:
         with damage_named(f"'{origin}'", kind=KIND, remedy=REMEDY):
-            return torch.load(source, map_location="cpu", weights_only=weights_only, **options)
+            loaded = torch.load(source, map_location="cpu", weights_only=weights_only, **options)
+            refuse_repetition(loaded, origin)
+            return loaded
     except DamagedError as err:
         if found := re.search(r"(?:GLOBAL|class) ([\w.]+) ", str(err.__cause__)):
             raise UnsafeFileError(origin, found[1]) from err.__cause__

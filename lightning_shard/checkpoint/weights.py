@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.checkpoint.atomic import written_file
 from lightning_shard.checkpoint.directory import is_sharded, read_weights
 from lightning_shard.checkpoint.foreign import plain_names, weights_of
+from lightning_shard.checkpoint.known_layout import refuse_other_weights
 from lightning_shard.checkpoint.safetensors_file import (
     SAFETENSORS,
     in_order,
@@ -109,7 +110,7 @@ def check_names(
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(f"'{name}'" for name in names[:5]) + more
+    return ", ".join(f"{name!r}" for name in names[:5]) + more
 
 
 def _copy_part(name: str, target: Tensor, source: Any, *, paired: bool, origin: str) -> None:
@@ -151,7 +152,9 @@ def stored_weights(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if is_sharded(path):
-        return read_weights(path)
+        stored = read_weights(path)
+        refuse_other_weights(stored, path)
+        return stored
     if path.name.endswith(SAFETENSORS):
         return dict(read_safetensors(path))
     weights = weights_of(read_torch_file(path), path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_shard.cli.sources import ENV_PREFIX
-from lightning_shard.cli.usage import UsageError
+from lightning_shard.cli.usage import UsageError, printable
 from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.process_info import rank_variables
 
@@ -48,7 +48,8 @@ def exit_with(err: Exception, code: int) -> NoReturn:
         lines.append(f"       {_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback")
         lines += [f"       called at {place}"] if (place := _in_code_of_the_user(err)) else []
     prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
-    print("\n".join(prefix + line for line in lines), file=sys.stderr)
+    shown = [printable(line) for line in "\n".join(lines).splitlines()]
+    print("\n".join(prefix + line for line in shown), file=sys.stderr)
     sys.exit(code)
 
 

@@ -51,6 +51,9 @@ def export(args: Sequence[str]) -> None:
             write(opened, file)  # which reads all parts of the checkpoint
     except OSError as err:
         raise UsageError(err.strerror or str(err)) from err
+    except (RuntimeError, TypeError) as err:  # torch's, of tensors that the format cannot hold
+        why = str(err).partition("\n")[0]
+        raise UsageError(f"'{options.out}' cannot be written: {why}") from err
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
 
 

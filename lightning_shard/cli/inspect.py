@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.checkpoint.errors import DamagedError
+from lightning_shard.checkpoint.known_layout import OWN
 from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights
 from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.usage import told_by_user
-
-OWN = "lightning_shard"
+from lightning_shard.cli.usage import printable, told_by_user
 
 
 def inspect(args: Sequence[str]) -> None:
@@ -31,9 +30,9 @@ def inspect(args: Sequence[str]) -> None:
         try:
             opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
         except DamagedError as err:
-            print(_line("complete", f"no: {err}".rstrip(".")))
+            print(printable(_line("complete", f"no: {err}".rstrip("."))))
             sys.exit(1)
-    print("\n".join(described(opened)))
+    print("\n".join(map(printable, described(opened))))
     if opened.problem:
         sys.exit(1)
 

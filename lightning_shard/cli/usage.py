@@ -60,6 +60,11 @@ def nearest_file(path: Path, pattern: str = "*") -> str:
     return nearest(path.name, found, f"{path.parent} has", lambda n: str(path.parent / n))
 
 
+def printable(text: str) -> str:
+    """Write out characters that command a terminal; a file of a stranger may hold them."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
+
+
 def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
     """Whether a value of YAML or JSON is a mapping; its keys are strings."""
     return isinstance(value, dict)

@@ -75,7 +75,7 @@ def _key(value: Any, kind: type[Tensor]) -> Any:
 _OF_A_LIBRARY = "memory descriptor"  # oneDNN's words, which say nothing of the arguments
 
 
-_OF_THE_DTYPE = "not implemented for"  # a RuntimeError in some releases
+_OF_THE_DTYPE = ("not implemented for", "same dtype")  # a RuntimeError, some in some releases
 
 
 def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def _refuse_dtype(
     except (TypeError, NotImplementedError):
         raise
     except Exception as error:  # which other numbers may not have
-        if _OF_THE_DTYPE in str(error):
+        if any(words in str(error) for words in _OF_THE_DTYPE):
             raise
 
 

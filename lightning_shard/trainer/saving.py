@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_shard.checkpoint import directory as sharded_directory
 from lightning_shard.checkpoint.errors import UnsafeFileError
 from lightning_shard.checkpoint.foreign import as_lightning
+from lightning_shard.checkpoint.known_layout import OWN
 from lightning_shard.checkpoint.state import (
     full,
     load_optimizer_state,
@@ -38,7 +39,6 @@ from lightning_shard.trainer.random_state import random_state, set_random_state,
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-OWN_KEY = "lightning_shard"  # in a checkpoint: the mesh, versions, random states
 FORGOTTEN = (
     "Lightning 2.6 forgets weights_only=False for a module on the meta device, so build it on a "
     "real device"
@@ -144,7 +144,7 @@ class Saver:
             state = self._begun[1] if begun and self._begun else random_state(device)
             entry["random"] = gather_to_first(storable(state))
             entry["orders"] = [o if o is None else storable(o) for o in orders]
-        return checkpoint | {OWN_KEY: entry}
+        return checkpoint | {OWN: entry}
 
     def write(
         self,
@@ -202,7 +202,7 @@ class Saver:
     ) -> None:
         tensors, rest = split_off(checkpoint, names)
         rest = full(rest, keep=dist.get_rank() == 0)
-        own = checkpoint[OWN_KEY]
+        own = checkpoint[OWN]
         about = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
         about |= {key: own[key] for key in ("mesh", "versions")}
         about["world_size"] = dist.get_world_size()
@@ -268,7 +268,7 @@ class Saver:
                 raise UnsafeFileError(err.path, err.found, FORGOTTEN) from err
             raise
         checkpoint = as_lightning(loaded, path, module.state_dict())
-        self._own = checkpoint.get(OWN_KEY)
+        self._own = checkpoint.get(OWN)
         return checkpoint
 
     def load_module(

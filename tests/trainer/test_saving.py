@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
+from lightning_shard.checkpoint.known_layout import OWN
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, complete_io
-from lightning_shard.trainer.saving import OWN_KEY, Saver
+from lightning_shard.trainer.saving import Saver
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def test_what_is_written_is_read(file_format, in_background):
     other, other_optimizer, _ = trained(seed=2)
     found = saver.read(path, io, other)
     assert (found["epoch"], found["global_step"]) == (3, 7)
-    assert found[OWN_KEY]["mesh"] == {"data": 2, "domain": 1}
+    assert found[OWN]["mesh"] == {"data": 2, "domain": 1}
     saver.load_module(other, found, CPU, strict=True)
     saver.load_optimizers([other_optimizer], found, other)
     for name, value in full_module_state(other).items():

@@ -83,7 +83,8 @@ def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: ran
         else:
             t.bernoulli_(1 - p, generator=own)
 
-    factor = _kept(x, p, dims, draw) / (1 - p if p < 1 else 1)
+    kept = _kept(x, p, dims, draw)
+    factor = kept / (1 - p) if p < 1 else kept
     return x.like(x.local.mul_(factor) if inplace else x.local * factor)
 
 

@@ -65,6 +65,8 @@ def logsumexp(
     dims = reduced_dims(x, dim)
     if not x.layout.axes(*dims) or not volume(x.layout, dims):
         return result(x, torch.logsumexp(x.local, dims, keepdim), dims, keepdim)
+    if not (x.local.is_floating_point() or x.local.is_complex()):
+        x = x.like(x.local.to(torch.get_default_dtype()))
     top = _maximum(x, dims)
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     total = sum_over(x, (x.local - top).exp().sum(dims, keepdim=True), dims).log() + top
