@@ -5,7 +5,7 @@ A cell is run by `tests.faults.run.run`. The columns of docs/reliability.md are 
 
 from dataclasses import dataclass
 
-BEFORE = ("setup", "data")
+BEFORE = ("setup", "sanity", "data")
 STEP = ("forward", "backward", "step", "validation")
 WRITE = ("gather", "write file", "write directory", "write async")
 AFTER = ("end of fit", "predict")
@@ -53,12 +53,17 @@ SLOW = [
     Cell("exception", "forward", 0),
     Cell("exception", "forward", 3, 4),
     *(Cell("kill", phase, 1) for phase in (*BEFORE, *STEP, *AFTER)),
-    *(Cell("kill", phase, 0) for phase in ("forward", "validation", "end of fit")),
+    *(Cell("kill", phase, 0) for phase in ("setup", "forward", "validation", "end of fit")),
     Cell("kill", "backward", 3, 4),
     *(Cell(fault, "forward", 1) for fault in ("segfault", "_exit", "exit", "sigint")),
     *(Cell(fault, "forward", 0) for fault in ("segfault", "_exit", "exit", "sigint")),
+    Cell("exit", "setup", 0),
+    Cell("sigint", "setup", 0),
+    *(Cell("sigint", phase, 1) for phase in ("write directory", "write async")),
     *(Cell("sigint of all", "forward", rank) for rank in (0, 1)),
-    *(Cell("sigterm", phase, 1) for phase in ("data", *STEP, "write directory")),
+    *(Cell("sigint of all", phase, 1) for phase in ("sanity", "write async")),
+    *(Cell("sigterm", phase, 1) for phase in (*BEFORE, *STEP, *AFTER)),
+    *(Cell("sigterm", phase, 1) for phase in ("gather", "write directory", "write async")),
     *(Cell("sigterm", phase, 0) for phase in ("forward", "write file")),
     Cell("sigterm", "forward", 3, 4),
     *(Cell(fault, "gather", 1) for fault in ("exception", "kill")),

@@ -114,6 +114,8 @@ class Module(SimpleCNNModule):
         return loss
 
     def validation_step(self, batch, index):
+        if self.trainer.sanity_checking:
+            self.fault("sanity")
         if self.global_step >= AT_STEP:
             self.fault("validation")
         return super().validation_step(batch, index)
@@ -161,7 +163,7 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
         max_steps=8,
         val_check_interval=2,
         limit_val_batches=1,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=int(cell.phase == "sanity"),
         callbacks=[
             Strike(fault),
             ModelCheckpoint(
