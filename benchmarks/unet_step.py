@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lightning_shard
 from benchmarks.common import describe, start, table
+from lightning_shard.fsdp.recompute import compile_forward
 from lightning_shard.processes.byte_counter import counted
-from lightning_shard.tensor.compiled import CompiledBlock
 
 
 class UNet(nn.Module):
@@ -72,10 +72,8 @@ def costs(
     nets = dict.fromkeys(fields, net)
     if compiled:
         fields["compiled"], nets["compiled"] = split, copy.deepcopy(net)
-        for block in [*nets["compiled"].down, *nets["compiled"].up]:
-            block.forward = CompiledBlock(block, block.forward)
-        for _ in range(2):  # the first call of a block is not compiled
-            _step(nets["compiled"], split)
+        compile_forward([*nets["compiled"].down, *nets["compiled"].up])
+        _step(nets["compiled"], split)  # compiles
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in fields}
     traffic = {}
     for name, field in fields.items():

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.tracing import is_traced
-from lightning_shard.processes.torch_internals import functional_collectives, is_view
+from lightning_shard.domain.wire import all_to_all, reduce_in_place
+from lightning_shard.processes.torch_internals import is_view
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
     """The elementwise extreme (`ReduceOp.MAX` or `MIN`) over the ranks; carries no gradient."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
-    _reduce_in_place(result, op, group)
+    reduce_in_place(result, op, group)
     return result
 
 
@@ -163,7 +163,7 @@ class _AllReduce(Function):
         ctx.group = group
         result = x.clone(memory_format=torch.contiguous_format)
         real = torch.view_as_real(result) if result.is_complex() else result
-        _reduce_in_place(real, dist.ReduceOp.SUM, group)
+        reduce_in_place(real, dist.ReduceOp.SUM, group)
         return result
 
     @staticmethod
@@ -180,8 +180,7 @@ def _swap(
 ) -> list[list[Tensor]]:
     """All-to-all: `pieces[p]` go to peer p; from peer p come pieces like `like`, `sizes[p]` long.
 
-    The wire carries bytes, so every dtype works on every backend. My own pieces stay where they
-    are.
+    My own pieces stay where they are.
     """
     rank = dist.get_rank(group)
     flat = [
@@ -196,7 +195,7 @@ def _swap(
         for peer, lengths in enumerate(sizes)
     ]
     given = [sum(p.numel() for p in parts) * (k != rank) for k, parts in enumerate(pieces)]
-    incoming = _all_to_all(outgoing, [sum(peer) for peer in counts], given, group)
+    incoming = all_to_all(outgoing, [sum(peer) for peer in counts], given, group)
     arrived = iter(incoming.split_with_sizes([n for peer in counts for n in peer]))
     received = [
         [next(arrived).view(_with_size(like, dim, n if peer != rank else 0)) for n in lengths]
@@ -206,51 +205,10 @@ def _swap(
     return received
 
 
-def _all_to_all(
-    outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """The elements that come, `sizes[p]` from peer p, for those that go, `given[p]` to peer p."""
-    if is_traced():
-        real = torch.view_as_real(outgoing).reshape(-1) if outgoing.is_complex() else outgoing
-        unit = 2 if outgoing.is_complex() else 1
-        functional = functional_collectives()
-        flat = functional.all_to_all_single(
-            real, [unit * n for n in sizes], [unit * n for n in given], group
-        )
-        flat = functional.wait_tensor(flat)
-        return torch.view_as_complex(flat.view(-1, 2)) if outgoing.is_complex() else flat
-    incoming = outgoing.new_empty(sum(sizes))
-    unit = outgoing.element_size()
-    dist.all_to_all_single(
-        _as_bytes(incoming),
-        _as_bytes(outgoing),
-        [unit * n for n in sizes],
-        [unit * n for n in given],
-        group=group,
-    )
-    return incoming
-
-
-def _reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    if is_traced():
-        functional = functional_collectives()
-        x.copy_(functional.wait_tensor(functional.all_reduce(x, _NAMES[op], group)))
-    else:
-        dist.all_reduce(x, op, group=group)
-
-
-_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
-
-
 def _join(x: Tensor, dim: int, pieces: list[Tensor]) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
-
-
-def _as_bytes(flat: Tensor) -> Tensor:
-    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return real.view(torch.uint8)
 
 
 def _with_size(x: Tensor, dim: int, size: int) -> list[int]:

@@ -38,7 +38,8 @@ class ShardingOptions:
         prefetch: How many blocks are gathered ahead of the one that computes.
         activation_checkpointing: Classes whose activations are computed again in backward instead
             of kept; True: those of the blocks.
-        compile_blocks: Whether torch.compile compiles each block.
+        compile_blocks: Whether torch.compile compiles each block, as one graph with its
+            collectives. What does not compile runs as it is, after a warning.
 
     Raises:
         ValueError: A value is not one of these.

@@ -156,6 +156,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 def _change_forward(
     module: nn.Module, chosen: Sequence[nn.Module], options: ShardingOptions
 ) -> None:
+    if options.compile_blocks:  # first, so that what is recomputed is compiled
+        compile_forward(chosen)
     names = options.activation_checkpointing
     if names is True:
         recompute(chosen)
@@ -163,8 +165,6 @@ def _change_forward(
         recompute(named(module, names, "activation_checkpointing"))
     if names:
         keep_no_cache(module)
-    if options.compile_blocks:
-        compile_forward(chosen)
 
 
 def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:

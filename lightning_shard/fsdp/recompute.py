@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.fsdp.mixins import mix_in
-
-_COMPILED = "_compiled_by_lightning_shard"
+from lightning_shard.tensor.compiled import CompiledBlock
+from lightning_shard.tensor.kind import COMPILED
 
 
 class _Recomputed:
@@ -56,9 +56,22 @@ def keep_no_cache(root: nn.Module) -> None:
         )
 
 
+class _Compiled:
+    """Mixin of a module whose forward is compiled; the same for split tensors, as one graph."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Nothing to register: the class stands for its base."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        state = self.__dict__
+        if state.get(COMPILED) is None:  # also of a copy of the module
+            module: Any = self
+            state[COMPILED] = CompiledBlock(module, super().forward)  # pyright: ignore[reportAttributeAccessIssue]
+        return state[COMPILED](*args, **kwargs)
+
+
 def compile_forward(modules: Iterable[nn.Module]) -> None:
-    """Let `torch.compile` compile the forward of these modules when it first runs."""
+    """Compile the forward of these modules, inner ones apart, when it first runs."""
     for module in modules:
-        if _COMPILED not in module.__dict__:
-            module.__dict__[_COMPILED] = True
-            module.forward = torch.compile(module.forward)
+        mix_in(module, _Compiled)

@@ -28,9 +28,9 @@ INTERNALS = {
     # compiled regions (tensor/compiled.py)
     "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
     "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
-    "torch.distributed._functional_collectives.all_to_all_single": "compiled blocks exchange rows",
-    "torch.distributed._functional_collectives.all_reduce": "compiled blocks sum over ranks",
-    "torch.distributed._functional_collectives.wait_tensor": "compiled blocks use what has come",
+    "torch._library.custom_ops.CustomOpDef.register_effect": "no rank's graph drops a collective",
+    "torch._library.effects.EffectType": "collectives of a graph stay in order",
+    "torch.distributed.distributed_c10d._resolve_process_group": "graphs name groups",
     "torch.utils._python_dispatch._disable_current_modes": "constants of compiled blocks are real",
     "torch.utils._python_dispatch.TorchDispatchMode": "compiled blocks call no others",
     # the table of rules (ops)
@@ -261,11 +261,16 @@ def replace_internal(path: str, make: Callable[[Callable[..., Any]], Callable[..
     setattr(module, name, make(function))
 
 
-def functional_collectives() -> Any:
-    """Give the module of the collectives that a compiler knows; it is imported late."""
-    for name in ("all_to_all_single", "all_reduce", "wait_tensor"):
-        internal(f"torch.distributed._functional_collectives.{name}")
-    return importlib.import_module("torch.distributed._functional_collectives")
+def keep_in_order(operator: Any) -> None:
+    """Let compilers keep all calls of this operator and its like, each once, in their order."""
+    internal("torch._library.custom_ops.CustomOpDef.register_effect")(
+        operator, internal("torch._library.effects.EffectType").ORDERED
+    )
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Find the process group of that `group_name`."""
+    return internal("torch.distributed.distributed_c10d._resolve_process_group")(name)
 
 
 def splits(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -6,9 +6,6 @@ it on fake tensors and records what the rules do. All facts that the rules read,
 are the same for all calls of one such function; torch.compile guards the rest: shapes of the parts,
 dtypes, gradients. Blocks that differ in their parameters alone share a function.
 
-The strategy does not use it yet: with inductor a level of a U-Net hangs on two ranks, since one of
-them leaves out a collective (test_the_compiler_itself).
-
 A block that does not compile runs as it is, after one warning that says why. Ranks need not agree
 on that, since the collectives are the same and come in the same order.
 """
@@ -61,7 +58,7 @@ class _Region:
 
     places: tuple[Any, ...]
     tree: Any
-    call: Callable[..., Any] | None = None  # None before the first call, which is not compiled
+    call: Callable[..., Any] | None = None  # what is compiled
     block: "CompiledBlock | None" = None  # the one that runs now
     names: list[str] = field(default_factory=list[str])  # of its parameters and buffers
     results: tuple[list[Any], Any] | None = None  # the places of the results, and their tree
@@ -113,7 +110,8 @@ class CompiledBlock:
 
     Args:
         module: The block.
-        forward: What is compiled; it runs once uncompiled for each kind of arguments.
+        forward: What is compiled, for each kind of arguments. Its first call compiles, since a
+            block that is recomputed in backward must compute as it did in forward.
         backend: Of torch.compile.
     """
 
@@ -144,7 +142,6 @@ class CompiledBlock:
             return self.uncompiled(*args, **kwargs)
         if region.call is None:
             region.call = _compiled(region, self.backend)
-            return self.uncompiled(*args, **kwargs)
         own = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         region.block, region.names = self, [*own]
         try:

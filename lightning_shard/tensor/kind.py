@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-# what torch.nn.Module keeps for itself; hooks of inner modules are counted apart
+# what torch.nn.Module keeps for itself; hooks of inner modules are counted apart, but for those of
+# their state dicts, which FSDP2 adds to each
 _OWN = vars(nn.Module()).keys() - {"training"}
-_HOOKS = [name for name in _OWN if name.endswith("hooks")]
+_HOOKS = sorted(n for n in _OWN if n.endswith("hooks") and ("forward" in n or "backward" in n))
 # all that a class holds which was made to put a mixin before the class of one module
 _EMPTY = {"__module__", "__doc__", "__deepcopy__", "__firstlineno__", "__static_attributes__"}
 COMPILED = "_compiled_by_lightning_shard"  # what is compiled of a module, in its __dict__

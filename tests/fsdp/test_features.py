@@ -1,5 +1,8 @@
 """One row per option of FSDP: on every mesh, training equals that of one process."""
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,12 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy, ShardingOptions
+from lightning_shard.fsdp import recompute
+from lightning_shard.tensor import compiled
+from lightning_shard.tensor.compiled import CompiledBlock
 from tests import training
 from tests.fsdp.network import (
-    BATCH,
     assert_equal_runs,
     is_block,
-    loader,
     net,
     sample,
     train_alone,
@@ -183,25 +187,31 @@ def test_checkpointing_computes_again():
         train_sharded((2,), {"activation_checkpointing": ["Blocks"]})
 
 
+def train_compiled(domain, **more):
+    """Training is that of one process, and all blocks share what was compiled."""
+    torch._dynamo.reset()
+    compiled._REGIONS.clear()
+    options = {"wrap": ["Block"], "compile_blocks": True, **more}
+    assert_equal_runs(train_sharded(domain, options), train_alone())
+    regions = compiled._REGIONS.values()
+    assert len(regions) == (domain > (1,))
+    assert all(r.results is not None and not r.refused for r in regions)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}], ids=str)
+def test_compiled_blocks_of_split_tensors(more):
+    """Traced and divided as the compiler does, and run on torch's kernels."""
+    like_compiler = functools.partial(CompiledBlock, backend="aot_eager_decomp_partition")
+    with mock.patch.object(recompute, "CompiledBlock", like_compiler):
+        train_compiled((2,), **more)
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
 def test_compiled_blocks(domain):
-    torch._dynamo.reset()
-    options = {"wrap": ["Block"], "compile_blocks": True}
-    assert_equal_runs(train_sharded(domain, options, limit_train_batches=2), short())
-
-
-def short():
-    """Two steps of one process."""
-    losses, _ = train_alone()
-    module = net()
-    optimizer = module.configure_optimizers()
-    for step, batch in zip(range(2), loader(BATCH), strict=False):
-        optimizer.zero_grad()
-        module.training_step(batch, step).backward()
-        optimizer.step()
-    return losses[:2], module.state_dict()
+    train_compiled(domain)
 
 
 @pytest.mark.spmd(2)

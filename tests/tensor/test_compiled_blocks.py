@@ -1,7 +1,7 @@
 """Blocks that are compiled with their collectives: the same numbers as without the compiler.
 
-The backend "aot_eager" traces as the compiler does and runs the same kernels; the slow tests have
-the compiler itself.
+The backend of most tests traces, decomposes and divides graphs as the compiler does, and runs
+torch's kernels; the slow tests have the compiler itself.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import lightning_shard
 from lightning_shard import ShardingOptions, UnsupportedOperationError
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.shard_block import shard_block
+from lightning_shard.processes.byte_counter import counted
 from lightning_shard.tensor import compiled
 from lightning_shard.tensor.compiled import CompiledBlock
 from tests.double_fno import to_double
@@ -88,12 +89,15 @@ def run(block, fields):
     return [*found, x.grad.to_local(), *(p.grad for p in block.parameters()), *block.buffers()]
 
 
-def check(name, sizes, backend="aot_eager"):
+AS_COMPILER = "aot_eager_decomp_partition"
+
+
+def check(name, sizes, backend=AS_COMPILER, rows=13):
     torch.manual_seed(3)
     block = to_double(BLOCKS[name]())
     avoid_whole_fields(block)  # as the strategy does
     plain, again = copy.deepcopy(block), copy.deepcopy(block)
-    x = torch.randn(2, 4, 13, 10, dtype=torch.float64)
+    x = torch.randn(2, 4, rows, 10, dtype=torch.float64)
     fields = lightning_shard.shard(x, mesh_of(*sizes), range(2, 2 + len(sizes)))
     forget()
     for each in (block, again):
@@ -102,9 +106,13 @@ def check(name, sizes, backend="aot_eager"):
         for each in (block, again):
             each.zero_grad()
             plain.zero_grad()
-        wanted = run(plain, fields)
+        with counted() as traffic:
+            wanted = run(plain, fields)
         for each in (block, again):
-            for found, value in zip(run(each, fields), wanted, strict=True):
+            with counted() as compiled_traffic:
+                results = run(each, fields)
+            assert compiled_traffic == traffic
+            for found, value in zip(results, wanted, strict=True):
                 torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
     (region,) = compiled._REGIONS.values()  # of both blocks
     assert region.call is not None
@@ -138,11 +146,30 @@ def test_two_by_two(name):
     check(name, (2, 2))
 
 
+@pytest.mark.spmd(3)
+def test_more_ranks_than_rows():
+    """A rank without rows takes part in every exchange of the others."""
+    check("level of a U-Net", (3,), rows=2)
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(2)
 @blocks
 def test_the_compiler_itself(name):
     check(name, (2,), "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(3)
+def test_the_compiler_itself_with_more_ranks_than_rows():
+    check("level of a U-Net", (3,), "inductor", rows=2)
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", IN_TWO_DIMS)
+def test_the_compiler_itself_on_two_by_two(name):
+    check(name, (2, 2), "inductor")
 
 
 def twice(block, fields):
@@ -154,7 +181,7 @@ def twice(block, fields):
 def test_what_draws_random_numbers_runs_uncompiled():
     block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Dropout(0.5))
     forget()
-    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    compiled_block = CompiledBlock(block, block.forward, AS_COMPILER)
     fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
     with pytest.warns(UserWarning, match="Sequential runs uncompiled on split tensors: .*random"):
         twice(compiled_block, fields)
@@ -168,7 +195,7 @@ def test_what_draws_random_numbers_runs_uncompiled():
 def test_too_many_layouts_run_uncompiled():
     block = nn.Conv2d(1, 1, 3, padding=1)
     forget()
-    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    compiled_block = CompiledBlock(block, block.forward, AS_COMPILER)
     told = []
     for rows in (7, 8, 9, 10):
         fields = lightning_shard.shard(torch.randn(1, 1, rows, 5), mesh_of(2), 2)
@@ -188,7 +215,7 @@ def test_too_many_layouts_run_uncompiled():
 def test_a_second_derivative_is_refused():
     block = Residual()
     forget()
-    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    compiled_block = CompiledBlock(block, block.forward, AS_COMPILER)
     fields = lightning_shard.shard(torch.randn(1, 4, 9, 8), mesh_of(2), 2).requires_grad_()
     loss = twice(compiled_block, fields).square().sum()
     with pytest.raises(UnsupportedOperationError, match="compiled block has no second derivative"):
@@ -211,7 +238,7 @@ def test_what_a_block_reads_is_guarded():
     """A change of an attribute, of the mode, of precision or of gradients is seen."""
     block = Scaled()
     forget()
-    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    compiled_block = CompiledBlock(block, block.forward, AS_COMPILER)
     fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
     changes = {
         "none": lambda: None,
@@ -261,7 +288,7 @@ class Codebook(nn.Module):
 def test_own_collectives_of_a_block():
     block = Codebook()
     forget()
-    plain, compiled_block = copy.deepcopy(block), CompiledBlock(block, block.forward, "aot_eager")
+    plain, compiled_block = copy.deepcopy(block), CompiledBlock(block, block.forward, AS_COMPILER)
     fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
     for _ in range(3):
         found, wanted = whole(compiled_block(fields)), whole(plain(fields))
@@ -275,7 +302,7 @@ def test_a_block_that_holds_others_runs_uncompiled_around_them():
     plain = copy.deepcopy(block)
     forget()
     shard_block(block[0], mesh_of(2), ShardingOptions())
-    compiled_block = CompiledBlock(block, block.forward, "aot_eager")
+    compiled_block = CompiledBlock(block, block.forward, AS_COMPILER)
     fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
     assert compiled_block.holds_others
     torch.testing.assert_close(whole(twice(compiled_block, fields)), whole(plain(fields)))

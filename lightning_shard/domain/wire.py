@@ -1,0 +1,83 @@
+"""Sends tensors between ranks, at once or as a step of a graph that is being traced.
+
+A rank without a neighbour sends nothing, or uses nothing of what comes. A compiler may drop such a
+collective, or move one of backward into forward, on that rank alone; then the ranks wait for each
+other forever. So in a graph each collective is an operator of our own, which torch is told to have
+an effect: such operators stay, stay in order, and run once, forward or backward as traced.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.domain.tracing import is_traced
+from lightning_shard.processes.torch_internals import group_named, keep_in_order
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_to_all(
+    outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """The elements that come, `sizes[p]` from peer p, for those that go, `given[p]` to peer p.
+
+    The wire carries bytes, so every dtype works on every backend.
+    """
+    if is_traced():
+        return _traced_all_to_all(outgoing, sizes, given, group.group_name)
+    return _all_to_all(outgoing, sizes, given, group)
+
+
+def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """Replace `x` by the sum, maximum or minimum over the ranks."""
+    if is_traced():
+        name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
+        x.copy_(_traced_reduce(x, name, group.group_name))
+    else:
+        dist.all_reduce(x, op, group=group)
+
+
+def _all_to_all(
+    outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    incoming = outgoing.new_empty(sum(sizes))
+    unit = outgoing.element_size()
+    dist.all_to_all_single(
+        _as_bytes(incoming),
+        _as_bytes(outgoing),
+        [unit * n for n in sizes],
+        [unit * n for n in given],
+        group=group,
+    )
+    return incoming
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return real.view(torch.uint8)
+
+
+@torch.library.custom_op("lightning_shard::all_to_all", mutates_args=())
+def _traced_all_to_all(outgoing: Tensor, sizes: list[int], given: list[int], group: str) -> Tensor:
+    return _all_to_all(outgoing, sizes, given, group_named(group))
+
+
+@torch.library.custom_op("lightning_shard::reduce", mutates_args=())
+def _traced_reduce(x: Tensor, reduction: str, group: str) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, _REDUCTIONS[reduction], group=group_named(group))
+    return result
+
+
+@_traced_all_to_all.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(outgoing: Tensor, sizes: list[int], given: list[int], group: str) -> Tensor:
+    return outgoing.new_empty(sum(sizes))
+
+
+@_traced_reduce.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(x: Tensor, reduction: str, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+keep_in_order(_traced_all_to_all)
+keep_in_order(_traced_reduce)
