@@ -26,6 +26,17 @@ def each_once(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
     ]
 
 
+def by_turns(first: Iterable[Any], second: Iterable[Any], third: Iterable[Any]) -> list[Any]:
+    """The product of three; slow are all but as many as it takes that every value occurs."""
+    firsts, seconds, thirds = [*first], [*second], [*third]
+    turns = max(map(len, (firsts, seconds, thirds)))
+    seen = {(t % len(firsts), t % len(seconds), t % len(thirds)) for t in range(turns)}
+    return [
+        _row([a, b, c], slow=(i, j, k) not in seen)
+        for (i, a), (j, b), (k, c) in product(*map(enumerate, (firsts, seconds, thirds)))
+    ]
+
+
 def _row(values: list[Any], *, slow: bool) -> Any:
     """Of values and of parameters that have marks of their own."""
     given = [v if hasattr(v, "marks") else pytest.param(v) for v in values]

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.fabric.utilities import registry as callbacks_of_packages
 from torch.distributed import device_mesh, distributed_c10d
 
 from lightning_shard.processes.torch_internals import open_groups
@@ -156,6 +157,8 @@ def begin(rank: int, ranks: int, port: int) -> None:
     mp.set_start_method("fork", force=True)
     distributed_c10d.ProcessGroupGloo = _GlooOnOneDevice
     reuse_groups()
+    # each Trainer would read the metadata of every package that is installed: 50 ms
+    callbacks_of_packages.entry_points = functools.cache(callbacks_of_packages.entry_points)
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             # torch 2.15 queues each seed, with a formatted stack trace, until the device is there:

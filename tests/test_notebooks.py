@@ -60,7 +60,12 @@ def shorten(notebook: nbformat.NotebookNode, changes: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "shorter", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shorter", "as it is"]
 )
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    # slow: those that train a workload, which tests/workloads and tests/cli train too
+    [p if p.name[0] in "13" else pytest.param(p, marks=pytest.mark.slow) for p in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs(monkeypatch, tmp_path, path, shorter):
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent), prepend=os.pathsep)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the ranks that it starts share the cores

@@ -2,7 +2,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import each_once, pairwise
+from tests.pairs import by_turns, each_once, pairwise
 
 
 def rows(params):
@@ -25,6 +25,15 @@ def test_every_first_value_is_in_one_row_and_every_second_in_some():
     assert sorted(every) == sorted(product("abcde", (1, 2, 3)))
     assert [first for first, _ in kept] == [*"abcde"]
     assert {second for _, second in kept} == {1, 2, 3}
+
+
+def test_every_value_is_in_a_row_that_is_not_slow():
+    factors = ["abcde", (1, 2, 3), (True, False)]
+    kept, every = rows(by_turns(*factors))
+    assert sorted(every) == sorted(product(*factors))
+    assert len(kept) == 5
+    for i in range(3):
+        assert {r[i] for r in kept} == {*factors[i]}
 
 
 def test_marks_of_a_value_stay():

@@ -14,6 +14,10 @@ from tests.training import Losses, loader, make, shared_path, trainer, weights_c
 SAVE_AT = 4
 
 
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 class SaveOnce(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,7 +39,7 @@ def run(domain, name, *callbacks, path=None, epochs=2):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "domain"),
-    each_once(["tfno", "simple_cnn", "dense_fno", "large_tfno"], [(2,), (2, 2)]),
+    each_once(["dense_fno", "simple_cnn", *map(slow, ["tfno", "large_tfno"])], [(2,), (2, 2)]),
     ids=str,
 )
 def test_resume_inside_an_epoch(name, domain):
@@ -70,7 +74,7 @@ def test_checkpoint_is_a_plain_one(name):
 @pytest.mark.parametrize(
     ("name", "meshes"),
     each_once(
-        ["simple_cnn", "dense_fno", "large_tfno"],
+        ["simple_cnn", slow("dense_fno"), "large_tfno"],
         [((2,), (4,)), ((4,), (1,)), ((2, 2), (2,))],
     ),
     ids=str,

@@ -299,9 +299,18 @@ SPECTRAL = {
 @pytest.mark.parametrize(
     ("row", "domain"),
     [
-        *((row, (2,)) for row in SPECTRAL),
-        pytest.param("hybrid", (2, 2), marks=pytest.mark.slow),
-        pytest.param("none", (2, 2), marks=pytest.mark.slow),
+        ("none", (2,)),
+        ("recomputed", (2,)),
+        *(
+            pytest.param(row, domain, marks=pytest.mark.slow)
+            for row, domain in [
+                ("gradients", (2,)),
+                ("hybrid", (2,)),
+                ("ignored", (2,)),
+                ("hybrid", (2, 2)),
+                ("none", (2, 2)),
+            ]
+        ),
     ],
 )
 def test_spectral_weights_that_are_split_by_mode(row, domain):

@@ -162,6 +162,7 @@ def test_exception_on_one_rank_ends_all(tmp_path):
     assert seconds < 60 + 60, "two starts of the interpreter on a loaded machine, and no time-out"
 
 
+@pytest.mark.slow  # as an exception of one rank does
 def test_missing_data_file_ends_all(tmp_path):
     config = CONFIG[: CONFIG.index("data:")].replace("SimpleCNNModule", "TFNODarcy") + (
         "data:\n  class_path: lightning_modules.DarcyDataModule\n"
