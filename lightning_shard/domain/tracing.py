@@ -1,16 +1,18 @@
 """Says whether a block is being traced for the compiler, which wants two things to be different.
 
-Collectives are called in their functional form, of which the compiler knows shapes and order.
-Constants of earlier runs become constants of the graph.
+Collectives are operators with a place, so that what was compiled can be compared with what was
+traced. Constants of earlier runs become constants of the graph.
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from lightning_shard.processes.torch_internals import internal
+from lightning_shard.processes.torch_internals import backward_pass, internal
 
 # of the process, not of a thread: backward is traced in threads of the autograd engine
 _traced = 0
+_forward = _backward = 0  # collectives since the region was last traced from its beginning
+_outer = -1  # the backward pass that was under way then
 
 
 def is_traced() -> bool:
@@ -39,3 +41,24 @@ def real_values() -> Generator[None]:
             yield
     finally:
         _traced = before
+
+
+def trace_begins() -> None:
+    """Count collectives anew: the compiler traces a region several times."""
+    global _forward, _backward, _outer
+    _forward, _backward, _outer = 0, 0, backward_pass()
+
+
+def next_place() -> int:
+    """Give the next collective its place: 1, 2, ... in forward, and -1, -2, ... in backward."""
+    global _forward, _backward
+    if backward_pass() == _outer:
+        _forward += 1
+        return _forward
+    _backward += 1
+    return -_backward
+
+
+def places_traced() -> tuple[list[int], list[int]]:
+    """List the places of forward, and those of backward, as they were traced."""
+    return [i + 1 for i in range(_forward)], [-i - 1 for i in range(_backward)]

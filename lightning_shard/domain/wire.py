@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.domain.tracing import is_traced
+from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_internals import group_named, keep_in_order
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -24,7 +24,7 @@ def all_to_all(
     The wire carries bytes, so every dtype works on every backend.
     """
     if is_traced():
-        return _traced_all_to_all(outgoing, sizes, given, group.group_name)
+        return _traced_all_to_all(outgoing, sizes, given, group.group_name, next_place())
     return _all_to_all(outgoing, sizes, given, group)
 
 
@@ -32,7 +32,7 @@ def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
     """Replace `x` by the sum, maximum or minimum over the ranks."""
     if is_traced():
         name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
-        x.copy_(_traced_reduce(x, name, group.group_name))
+        x.copy_(_traced_reduce(x, name, group.group_name, next_place()))
     else:
         dist.all_reduce(x, op, group=group)
 
@@ -58,26 +58,36 @@ def _as_bytes(flat: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("lightning_shard::all_to_all", mutates_args=())
-def _traced_all_to_all(outgoing: Tensor, sizes: list[int], given: list[int], group: str) -> Tensor:
+def _traced_all_to_all(
+    outgoing: Tensor, sizes: list[int], given: list[int], group: str, place: int
+) -> Tensor:
     return _all_to_all(outgoing, sizes, given, group_named(group))
 
 
 @torch.library.custom_op("lightning_shard::reduce", mutates_args=())
-def _traced_reduce(x: Tensor, reduction: str, group: str) -> Tensor:
+def _traced_reduce(x: Tensor, reduction: str, group: str, place: int) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, _REDUCTIONS[reduction], group=group_named(group))
     return result
 
 
 @_traced_all_to_all.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(outgoing: Tensor, sizes: list[int], given: list[int], group: str) -> Tensor:
+def _(outgoing: Tensor, sizes: list[int], given: list[int], group: str, place: int) -> Tensor:
     return outgoing.new_empty(sum(sizes))
 
 
 @_traced_reduce.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(x: Tensor, reduction: str, group: str) -> Tensor:
+def _(x: Tensor, reduction: str, group: str, place: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 keep_in_order(_traced_all_to_all)
 keep_in_order(_traced_reduce)
+
+
+def places_in(graph: torch.fx.Graph) -> list[int]:
+    """List the places of the collectives in a graph of the compiler, in their order."""
+    ours = torch.ops.lightning_shard
+    operators = [ours.all_to_all.default, ours.reduce.default]
+    calls = [n for n in graph.nodes if any(o is n.target or o in n.args for o in operators)]
+    return [node.args[-1] for node in calls]  # an operator with an effect is an argument itself

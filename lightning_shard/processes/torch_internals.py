@@ -28,6 +28,10 @@ INTERNALS = {
     # compiled regions (tensor/compiled.py)
     "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
     "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
+    "torch._inductor.compile_fx.compile_fx": "collectives of compiled blocks are counted",
+    "torch._inductor.compile_fx.compile_fx_inner": "collectives of compiled blocks are counted",
+    "torch._functorch.config.patch": "backward of a block compiles before its forward runs",
+    "torch._functorch.config.force_non_lazy_backward_lowering": "the same",
     "torch._library.custom_ops.CustomOpDef.register_effect": "no rank's graph drops a collective",
     "torch._library.effects.EffectType": "collectives of a graph stay in order",
     "torch.distributed.distributed_c10d._resolve_process_group": "graphs name groups",

@@ -7,7 +7,7 @@ are the same for all calls of one such function; torch.compile guards the rest: 
 dtypes, gradients. Blocks that differ in their parameters alone share a function.
 
 A block that does not compile runs as it is, after one warning that says why. Ranks need not agree
-on that, since the collectives are the same and come in the same order.
+on that, since the collectives are the same and come in the same order (see compiler.py, wire.py).
 """
 
 import functools
@@ -25,13 +25,14 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
-from lightning_shard.domain.tracing import traced
+from lightning_shard.domain.tracing import is_traced, trace_begins, traced
 from lightning_shard.processes.torch_internals import (
     DispatchMode,
     internal,
     tree_flatten,
     tree_unflatten,
 )
+from lightning_shard.tensor.compiler import inductor
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.kind import kind_of
 from lightning_shard.tensor.tensor import DomainTensor
@@ -67,6 +68,7 @@ class _Region:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What is traced: split tensors are made of parts, and parts of split tensors."""
         assert self.block is not None
+        trace_begins()
         given = iter(tensors)
         leaves = [_filled(place, given) for place in self.places]
         args, kwargs = tree_unflatten(leaves, self.tree)
@@ -135,7 +137,7 @@ class CompiledBlock:
         leaves, tree = tree_flatten((args, kwargs))
         if not any(isinstance(leaf, DomainTensor) for leaf in leaves):
             return self.of_plain_tensors(*args, **kwargs)
-        if self.holds_others:
+        if self.holds_others or is_traced():  # traced: as a part of another block
             return self.uncompiled(*args, **kwargs)
         region = self._region(leaves, tree)
         if region is None or region.refused:
@@ -183,7 +185,8 @@ def _compiled(region: _Region, backend: str) -> Callable[..., Any]:
 
     # Dynamo counts compilations by code object
     own = types.FunctionType(call.__code__.replace(), globals(), closure=call.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    checked = inductor if backend == "inductor" else backend
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=checked)
 
 
 def _place(leaf: Any) -> Any:

@@ -19,9 +19,11 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard import ShardingOptions, UnsupportedOperationError
+from lightning_shard.domain import wire
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.shard_block import shard_block
 from lightning_shard.processes.byte_counter import counted
+from lightning_shard.processes.torch_internals import keep_in_order
 from lightning_shard.tensor import compiled
 from lightning_shard.tensor.compiled import CompiledBlock
 from tests.double_fno import to_double
@@ -170,6 +172,43 @@ def test_the_compiler_itself_with_more_ranks_than_rows():
 @pytest.mark.parametrize("name", IN_TWO_DIMS)
 def test_the_compiler_itself_on_two_by_two(name):
     check(name, (2, 2), "inductor")
+
+
+@pytest.mark.spmd(2)
+def test_a_graph_that_lost_a_collective_is_refused():
+    """Without effects, backward's exchanges of nothing move into forward, and all ranks see it."""
+    block = to_double(Level())
+    forget()
+    x = torch.randn(2, 4, 13, 10, dtype=torch.float64)
+    fields = lightning_shard.shard(x, mesh_of(2), 2)
+    wanted = run(block, fields)
+    block.zero_grad()
+    block.forward = CompiledBlock(block, block.forward)
+    wire._traced_all_to_all.register_effect(None)
+    try:
+        with pytest.warns(
+            UserWarning, match="Level runs uncompiled .*: the compiler moved or left"
+        ):
+            found = run(block, fields)
+    finally:
+        keep_in_order(wire._traced_all_to_all)
+    for result, value in zip(found, wanted, strict=True):
+        torch.testing.assert_close(result, value)
+
+
+@pytest.mark.spmd(2)
+def test_a_compiled_block_in_another_is_part_of_its_graph():
+    block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU())
+    plain = copy.deepcopy(block)
+    forget()
+    block[0].forward = CompiledBlock(block[0], block[0].forward, AS_COMPILER)
+    compiled_block = CompiledBlock(block, block.forward, AS_COMPILER)
+    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
+    with warnings.catch_warnings(action="error"):
+        found = twice(compiled_block, fields)
+    torch.testing.assert_close(whole(found), whole(plain(fields)))
+    (region,) = compiled._REGIONS.values()
+    assert not region.refused
 
 
 def twice(block, fields):
