@@ -1,7 +1,8 @@
 """How many steps of a run are useful when ranks are killed: measured beside the bound of Daly.
 
 torchrun restarts all ranks when one dies, and each attempt goes on from the last checkpoint. Time
-is lost to checkpoints, to steps after the last checkpoint, and to starting again. With failures
+is lost to checkpoints, to steps after the last checkpoint, and to starting again; the rest is what
+steps took longer than the median one, which the bound does not know. With failures
 that are exponentially distributed with mean M, checkpoints of cost C every T seconds of training,
 and a restart of cost R, the share of useful time is at most T / (M e^(R/M) (e^((T + C)/M) - 1)),
 and the best T is about sqrt(2 C M).
@@ -77,6 +78,10 @@ class Journal(Callback):
 
 def train(folder: Path, steps: int, save_every: int) -> None:
     """What each rank runs."""
+    if os.environ["RANK"] == "0":
+        row = {"created_s": Path("/proc/self").stat().st_ctime, "imported_s": time.time()}
+        with (folder / "starts.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the ranks share each sample
     last = folder / "last.ckpt"
@@ -102,10 +107,14 @@ class Run:
     Attributes:
         wall_s: Seconds from the first step to the last, since the bound knows no first start.
         kills: How many ranks were killed.
-        step_s: The median duration of a step.
-        save_s: The median pause between two steps at a save, less that at other steps.
+        step_s: The median time from one step to the next where no checkpoint is between them.
+        save_s: How much longer that is where one is.
         restart_s: The mean time from a kill to the first step after it.
+        parts_s: Of that: until all processes have ended and new ones begin; their imports; the
+            rest, until the first step.
         done: The last step.
+        saves: How many checkpoints were written.
+        twice: How many steps were done once more after a restart.
     """
 
     wall_s: float
@@ -113,7 +122,24 @@ class Run:
     step_s: float
     save_s: float
     restart_s: float
+    parts_s: tuple[float, ...]
     done: int
+    saves: int
+    twice: int
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the time: useful steps, checkpoints, steps done twice, restarts, and the rest.
+
+        The rest is what steps took longer than the median one.
+        """
+        spent = (
+            self.done * self.step_s,
+            self.saves * self.save_s,
+            self.twice * self.step_s,
+            self.kills * self.restart_s,
+        )
+        return *(s / self.wall_s for s in spent), 1 - sum(spent) / self.wall_s
 
 
 def run(steps: int, save_every: int, kill_every_s: float, seed: int) -> Run:
@@ -141,8 +167,13 @@ def run(steps: int, save_every: int, kill_every_s: float, seed: int) -> Run:
                 job.wait()
         if not (folder / "steps.jsonl").exists():
             raise RuntimeError(f"no step ended:\n{(folder / 'log').read_text()[-3000:]}")
-        rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    return _measured(rows, kills, save_every)
+        return _measured(
+            _read(folder / "steps.jsonl"), _read(folder / "starts.jsonl"), kills, save_every
+        )
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def _kill(file: Path) -> bool:
@@ -155,21 +186,41 @@ def _kill(file: Path) -> bool:
     return True
 
 
-def _measured(rows: list[dict[str, Any]], kills: list[float], every: int) -> Run:
-    pauses: dict[bool, list[float]] = {True: [], False: [0.0]}
+def _measured(
+    rows: list[dict[str, Any]], begun: list[dict[str, Any]], kills: list[float], every: int
+) -> Run:
+    between: dict[bool, list[float]] = {True: [], False: []}
     for before, after in itertools.pairwise(rows):
-        if after["step"] == before["step"] + 1:
-            pauses[before["step"] % every == 0].append(after["began_s"] - before["ended_s"])
+        if after["step"] == before["step"] + 1 and not any(
+            before["began_s"] < kill < after["began_s"] for kill in kills
+        ):
+            saved = before["step"] % every == 0
+            between[saved].append(after["began_s"] - before["began_s"])
+    step_s = statistics.median(between[False])
     starts = [row["began_s"] for row in rows]
-    restarts = [next((s for s in starts if s > kill), kill) - kill for kill in kills]
-    save_s = statistics.median(pauses[True] or [0.0]) - statistics.median(pauses[False])
+    restarts = [_restart(kill, begun, starts) for kill in kills if kill < starts[-1]]
+    parts = [statistics.mean(times) for times in zip(*restarts, strict=True)] or [0.0] * 3
     return Run(
-        rows[-1]["ended_s"] - starts[0],
-        len(kills),
-        statistics.median(row["ended_s"] - row["began_s"] for row in rows),
-        max(save_s, 1e-4),
-        statistics.mean(restarts) if restarts else 0.0,
-        rows[-1]["step"],
+        wall_s=rows[-1]["ended_s"] - starts[0],
+        kills=len(restarts),
+        step_s=step_s,
+        save_s=max(statistics.median(between[True] or [step_s]) - step_s, 1e-4),
+        restart_s=sum(parts),
+        parts_s=tuple(parts),
+        done=rows[-1]["step"],
+        saves=sum(row["step"] % every == 0 for row in rows),
+        twice=len(rows) - len({row["step"] for row in rows}),
+    )
+
+
+def _restart(kill: float, begun: list[dict[str, Any]], starts: list[float]) -> tuple[float, ...]:
+    """The parts of the time from a kill to the first step after it."""
+    first = next(s for s in starts if s > kill)
+    start = [row for row in begun if kill < row["created_s"] < first][-1]
+    return (
+        start["created_s"] - kill,
+        start["imported_s"] - start["created_s"],
+        first - start["imported_s"],
     )
 
 
@@ -190,18 +241,25 @@ def main() -> None:
         train(Path(options.train), options.steps, options.save_every[0])
         return
     print(f"{options.steps} steps on 2 ranks; mean time between kills {options.kill_every:g} s")
-    print("| save every | kills | step | save | restart | useful | bound | best interval |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    costs, shares = "kills | step | save | restart", "useful | saves | twice | restarts | rest"
+    print(f"| save every | {costs} | bound | {shares} |\n|{' --- |' * 11}")
     for save_every in options.save_every:
         found = run(options.steps, save_every, options.kill_every, seed=save_every)
-        useful = found.done * found.step_s / found.wall_s
         between_s = found.wall_s / max(1, found.kills)  # of the few that there were
         limit = bound(save_every * found.step_s, found.save_s, found.restart_s, between_s)
-        best = math.sqrt(2 * found.save_s * between_s) / found.step_s
+        shares = " | ".join(f"{share:.1%}" for share in found.shares)
         print(
             f"| {save_every} steps | {found.kills} in {found.wall_s:.0f} s "
             f"| {1000 * found.step_s:.0f} ms | {1000 * found.save_s:.0f} ms "
-            f"| {found.restart_s:.1f} s | {useful:.1%} | {limit:.1%} | {best:.0f} steps |",
+            f"| {found.restart_s:.1f} s | {limit:.1%} | {shares} |",
+            flush=True,
+        )
+        best = math.sqrt(2 * found.save_s * between_s) / found.step_s
+        old, imports, begin = found.parts_s
+        print(
+            f"A restart: {old:.1f} s until new processes begin, {imports:.1f} s for their imports, "
+            f"{begin:.1f} s until their first step. Young's best interval: {best:.0f} steps.",
+            file=sys.stderr,
             flush=True,
         )
 

@@ -1,11 +1,12 @@
 """When one rank fails, all end, and each says which rank it was: "rank N: reason".
 
-Three things happen in one process group, each told through the store in which the ranks met:
+Four things happen in one process group, each told through the store in which the ranks met:
 
 - A rank that fails says so. The others have `GRACE_S` to end by themselves, then they are ended.
 - A rank that is killed says nothing. A rank that has lost a connection, or waits for another one,
   sees whose process has ended or whose heartbeats stand still.
 - A rank that is cut off from the store hears nothing. It ends once it has waited for `timeout_s`.
+- A rank whose data worker is stopped may wait for it without a limit, so it fails, too.
 
 The watch of a process group begins with the first stage of a Trainer. It rests between stages,
 when a rank may end or be late, but hears of failures. A thread ends the process where all else
@@ -36,6 +37,7 @@ from lightning_shard.processes.failure import (
     is_lost_connection,
 )
 from lightning_shard.processes.heartbeats import Heartbeats
+from lightning_shard.processes.stopped_workers import STOPPED_S, StoppedWorkers
 from lightning_shard.processes.store_thread import ANSWER_S, StoreThread
 from lightning_shard.processes.torch_internals import default_store
 from lightning_shard.processes.variables import launcher_holds_store
@@ -244,8 +246,14 @@ class FailureWatch:
 
     def _guard(self) -> None:
         """End this process where nothing else does."""
+        workers = StoppedWorkers(POLL_S)
         while not self._closed.wait(POLL_S):
             now = time.monotonic()
+            if self._last_moment is None and (worker := workers.found()) is not None:
+                self.leave(
+                    f"its data worker, process {worker}, has been stopped for {STOPPED_S:.0f} s", 1
+                )
+                self._last_moment = time.monotonic() + AGREE_S
             if not self.rests and now > self._talk.answered + self._timeout_s + ANSWER_S:
                 self._end(f"the store, at rank 0, has not answered for {self._timeout_s:.0f} s")
             if self._last_moment is not None and now > self._last_moment:

@@ -1,4 +1,7 @@
-"""Which process a rank is, so that another one on its machine sees whether it has ended."""
+"""Which process a rank is, so that another one on its machine sees whether it has ended.
+
+Linux tells of each process whether it has ended or is stopped.
+"""
 
 import os
 from pathlib import Path
@@ -15,6 +18,11 @@ def has_ended(place: str) -> bool:
     return machine == _machine() and _started(int(pid)) != started
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped, and neither continued nor ended."""
+    return _fields(pid)[:1] == ["T"]
+
+
 def _machine() -> str:
     """The kernel, and its space of process numbers, of which each container may have its own."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -23,8 +31,13 @@ def _machine() -> str:
 
 def _started(pid: int) -> str:
     """When the process began, in ticks of the kernel; "" if it has ended."""
+    fields = _fields(pid)
+    return "" if not fields or fields[0] in ("Z", "X") else fields[19]
+
+
+def _fields(pid: int) -> list[str]:
+    """What the kernel says of a process after its name: first its state; nothing if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+        return []

@@ -70,6 +70,6 @@ SLOW = [
     *(Cell(fault, "write file", 0) for fault in ("exception", "kill")),
     *(Cell(f, "write directory", rank) for f in ("exception", "kill") for rank in (0, 1)),
     *(Cell(f, "write async", rank) for f in ("exception", "kill") for rank in (0, 1)),
-    Cell("stopped worker", "data", 1),
+    *(Cell("stopped worker", phase, 1) for phase in ("data", "forward")),
 ]
 CELLS = list(dict.fromkeys([*FAST, *SLOW]))

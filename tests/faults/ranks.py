@@ -3,6 +3,7 @@
 import atexit
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -77,7 +78,10 @@ class Fault:
         os.kill(os.getpid(), signal.SIGINT)
 
     def _stopped_worker(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)  # this is the worker
+        """Stop this process, or those that have sent what it has not taken yet."""
+        others = multiprocessing.active_children()
+        for pid in [child.pid for child in others] or [os.getpid()]:
+            os.kill(pid, signal.SIGSTOP)  # pyright: ignore[reportArgumentType]
 
 
 class Images(Dataset):

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.manifest import problem_of, read_manifest
+from lightning_shard.processes.stopped_workers import STOPPED_S
 from tests import pool
 from tests.faults import ranks
 from tests.faults.cells import Cell
 
 START_S = 120.0  # until the fault, on a loaded machine
-END_S = 60.0  # until a rank that hangs is killed
+END_S = 90.0  # until a rank that hangs is killed
 LIMIT_S = 15.0  # what docs/reliability.md promises
 LINES = 5
 
@@ -24,8 +25,8 @@ class Seen:
     """What a cell showed.
 
     Attributes:
-        seconds: From the fault, or the time-out of a DataLoader whose worker is stopped, to the end
-            of the last rank; infinite where a rank had to be killed.
+        seconds: From the fault, or from when it is noticed that a data worker is stopped, to the
+            end of the last rank; infinite where a rank had to be killed.
         codes: The exit status of each rank.
         last_lines: What each rank printed last.
         damaged: Checkpoints that changed or are not whole.
@@ -68,7 +69,8 @@ def run(cell: Cell, folder: Path) -> Seen:
     struck = json.loads((folder / "struck.json").read_text())
     damaged = [p for p, was in struck["kept"].items() if ranks.digest(Path(p)) != was]
     damaged += [str(p) for p in folder.glob("*.ckpt") if not _whole(p)]
-    unnoticed_s = ranks.WORKER_TIMEOUT_S if cell.fault == "stopped worker" else 0.0
+    stopped = {"data": ranks.WORKER_TIMEOUT_S, "forward": STOPPED_S}
+    unnoticed_s = stopped[cell.phase] if cell.fault == "stopped worker" else 0.0
     return Seen(
         seconds=ended - struck["at"] - unnoticed_s,
         codes=[process.exitcode for process in processes],
