@@ -1,17 +1,17 @@
-"""How many steps of a run are useful when ranks are killed: measured beside the bound of Daly.
+"""How many steps of a run are useful when ranks are killed, measured beside the bound of Daly.
 
 torchrun restarts all ranks when one dies, and each attempt goes on from the last checkpoint. Time
-is lost to checkpoints, to steps after the last checkpoint, and to starting again; the rest is what
-steps took longer than the median one, which the bound does not know. With failures
-that are exponentially distributed with mean M, checkpoints of cost C every T seconds of training,
-and a restart of cost R, the share of useful time is at most T / (M e^(R/M) (e^((T + C)/M) - 1)),
-and the best T is about sqrt(2 C M).
+is lost to checkpoints, to steps after the last checkpoint, and to starting again. Ranks are killed
+while they train, after times that are exponentially distributed with mean M. Checkpoints of cost C
+are written every T seconds of training, and a restart, during which nobody is killed, costs R. Then
+the share of useful time is on average T / ((M + R) (e^((T + C)/M) - 1)), and the best T is about
+sqrt(2 C M).
 
-    python -m benchmarks.goodput --kill-every 60 --steps 400 --save-every 10 40
+    python -m benchmarks.goodput --kill-every 40 --steps 6000 --save-every 40
 
 Sources: Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974);
 Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22
-(2006), equation 20.
+(2006), whose equation 20 has M e^(R/M) in the place of M + R, for failures during restarts, too.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Journal(Callback):
 def train(folder: Path, steps: int, save_every: int) -> None:
     """What each rank runs."""
     if os.environ["RANK"] == "0":
-        row = {"created_s": Path("/proc/self").stat().st_ctime, "imported_s": time.time()}
+        row = {"created_s": _created_s(), "imported_s": time.time()}
         with (folder / "starts.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
     torch.set_num_threads(1)
@@ -100,6 +100,13 @@ def train(folder: Path, steps: int, save_every: int) -> None:
     trainer.fit(Net(), data, ckpt_path=last if last.exists() else None)
 
 
+def _created_s() -> float:
+    """When this process began."""
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass(frozen=True)
 class Run:
     """What one run under the killer took.
@@ -107,8 +114,8 @@ class Run:
     Attributes:
         wall_s: Seconds from the first step to the last, since the bound knows no first start.
         kills: How many ranks were killed.
-        step_s: The median time from one step to the next where no checkpoint is between them.
-        save_s: How much longer that is where one is.
+        step_s: The mean time from one step to the next where no checkpoint is between them.
+        save_s: How much longer it is on average where one is.
         restart_s: The mean time from a kill to the first step after it.
         parts_s: Of that: until all processes have ended and new ones begin; their imports; the
             rest, until the first step.
@@ -131,7 +138,7 @@ class Run:
     def shares(self) -> tuple[float, ...]:
         """Of the time: useful steps, checkpoints, steps done twice, restarts, and the rest.
 
-        The rest is what steps took longer than the median one.
+        The rest are mainly steps that a kill has cut off.
         """
         spent = (
             self.done * self.step_s,
@@ -156,12 +163,15 @@ def run(steps: int, save_every: int, kill_every_s: float, seed: int) -> Run:
                 [*torchrun, "-m", "benchmarks.goodput", *words], stdout=log, stderr=log
             )
             try:
-                next_s = began_s + chance.expovariate(1 / kill_every_s)
+                next_s = math.inf
                 while job.poll() is None and time.time() - began_s < LIMIT_S:
-                    time.sleep(0.1)
-                    if time.time() > next_s and _kill(folder / f"pid_{chance.randrange(2)}"):
-                        kills.append(time.time())
+                    time.sleep(0.02)
+                    training = len(list(folder.glob("pid_*"))) == 2
+                    if next_s == math.inf and training:
                         next_s = time.time() + chance.expovariate(1 / kill_every_s)
+                    if time.time() > next_s and _kill(folder, chance.randrange(2)):
+                        kills.append(time.time())
+                        next_s = math.inf
             finally:
                 job.terminate()
                 job.wait()
@@ -176,13 +186,14 @@ def _read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _kill(file: Path) -> bool:
-    """Kill the process that `file` names, if there is one now."""
+def _kill(folder: Path, rank: int) -> bool:
+    """Kill a rank, if it runs; all will write anew which processes they are."""
     try:
-        os.kill(int(file.read_text()), signal.SIGKILL)
-    except (FileNotFoundError, ProcessLookupError, ValueError):  # it may be empty: being written
+        os.kill(int((folder / f"pid_{rank}").read_text()), signal.SIGKILL)
+    except (ProcessLookupError, ValueError):  # the file may be empty: being written
         return False
-    file.unlink()
+    for file in folder.glob("pid_*"):
+        file.unlink()
     return True
 
 
@@ -196,7 +207,7 @@ def _measured(
         ):
             saved = before["step"] % every == 0
             between[saved].append(after["began_s"] - before["began_s"])
-    step_s = statistics.median(between[False])
+    step_s = statistics.mean(between[False])
     starts = [row["began_s"] for row in rows]
     restarts = [_restart(kill, begun, starts) for kill in kills if kill < starts[-1]]
     parts = [statistics.mean(times) for times in zip(*restarts, strict=True)] or [0.0] * 3
@@ -204,7 +215,7 @@ def _measured(
         wall_s=rows[-1]["ended_s"] - starts[0],
         kills=len(restarts),
         step_s=step_s,
-        save_s=max(statistics.median(between[True] or [step_s]) - step_s, 1e-4),
+        save_s=max(statistics.mean(between[True] or [step_s]) - step_s, 1e-4),
         restart_s=sum(parts),
         parts_s=tuple(parts),
         done=rows[-1]["step"],
@@ -225,27 +236,28 @@ def _restart(kill: float, begun: list[dict[str, Any]], starts: list[float]) -> t
 
 
 def bound(interval_s: float, save_s: float, restart_s: float, kill_every_s: float) -> float:
-    """Daly's share of useful time."""
-    lost = math.exp(restart_s / kill_every_s) * math.expm1((interval_s + save_s) / kill_every_s)
-    return interval_s / (kill_every_s * lost)
+    """Daly's share of useful time, where no restart fails."""
+    lost = math.expm1((interval_s + save_s) / kill_every_s)
+    return interval_s / ((kill_every_s + restart_s) * lost)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kill-every", type=float, default=60.0, help="seconds, on average")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--save-every", type=int, nargs="+", default=[10, 40], help="steps")
+    parser.add_argument("--kill-every", type=float, default=40.0, help="seconds of training")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--save-every", type=int, nargs="+", default=[40], help="steps")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         train(Path(options.train), options.steps, options.save_every[0])
         return
-    print(f"{options.steps} steps on 2 ranks; mean time between kills {options.kill_every:g} s")
+    print(f"{options.steps} steps on 2 ranks; killed after {options.kill_every:g} s of training")
     costs, shares = "kills | step | save | restart", "useful | saves | twice | restarts | rest"
     print(f"| save every | {costs} | bound | {shares} |\n|{' --- |' * 11}")
     for save_every in options.save_every:
         found = run(options.steps, save_every, options.kill_every, seed=save_every)
-        between_s = found.wall_s / max(1, found.kills)  # of the few that there were
+        trained_s = found.wall_s - found.kills * found.restart_s
+        between_s = trained_s / max(1, found.kills)  # of the few that there were
         limit = bound(save_every * found.step_s, found.save_s, found.restart_s, between_s)
         shares = " | ".join(f"{share:.1%}" for share in found.shares)
         print(

@@ -1,7 +1,13 @@
-"""Makes process groups one by one where torch could not split the first."""
+"""Makes process groups: those of a mesh where torch could not split the first, and one for writing.
+
+Each is made once for the processes that there are, also where a script has several Trainers. They
+stay when a Trainer ends: sharded parameters need them, to be tested, saved, or trained further.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
 
 import torch.distributed as dist
 
@@ -26,3 +32,16 @@ def making_groups() -> Generator[None, None, None]:
         yield
     finally:
         group.bound_device_id = bound
+
+
+def writing_group(timeout_s: float) -> dist.ProcessGroup:
+    """Give the group of all ranks in which a thread writes while training goes on."""
+    return _writing_group(timeout_s, dist.group.WORLD)
+
+
+@lru_cache(maxsize=8)
+def _writing_group(timeout_s: float, _: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Of these processes, as the meshes of mesh.py."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group

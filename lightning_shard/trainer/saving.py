@@ -1,7 +1,6 @@
 """Gathers, writes and reads back the checkpoints of a strategy."""
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +30,7 @@ from lightning_shard.checkpoint.state import (
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.processes.exchange import gather_to_first, together
+from lightning_shard.processes.groups import writing_group
 from lightning_shard.processes.mesh import sizes_of
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, is_local, local_path
 from lightning_shard.trainer.host import plain_optimizer
@@ -87,7 +87,6 @@ class Saver:
         self.last_written: str | Path | None = None  # a checkpoint that is whole
         self._pending: Future[Any] | None = None  # a directory that is being written
         self._pending_path: str | Path | None = None
-        self._group: dist.ProcessGroup | None = None  # of all ranks, for the thread that writes
 
     def options(self) -> dict[str, str]:
         """Name what all ranks must have alike, with its value."""
@@ -210,11 +209,8 @@ class Saver:
         if not self.in_background:
             sharded_directory.write(path, tensors, rest, about)
             return
-        if self._group is None:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
-        self._pending = sharded_directory.write_later(path, tensors, rest, about, self._group)
+        group = writing_group(self.timeout_s)
+        self._pending = sharded_directory.write_later(path, tensors, rest, about, group)
 
     def finish(self, *, together_with_all: bool = True) -> None:
         """Wait for a directory that is being written; all ranks raise if it failed.

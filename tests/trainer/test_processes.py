@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import DisagreementError, HybridShardStrategy
+from lightning_shard.processes.torch_internals import open_groups
 from lightning_shard.trainer.processes import (
     Processes,
     launcher_of,
@@ -18,6 +19,7 @@ from lightning_shard.trainer.processes import (
     tell_ranks,
 )
 from tests.checkpoint import tiny
+from tests.training import shared_path
 
 CPU = torch.device("cpu")
 
@@ -133,3 +135,17 @@ def test_ranks_on_the_second_node(monkeypatch):
         assert (environment.global_rank(), environment.world_size()) == (7, 8)
     finally:
         print_on_first_only(0)  # Lightning's environment has told its decorators
+
+
+@pytest.mark.spmd(2)
+def test_later_trainers_use_the_groups_of_the_first():
+    """A group of gloo has a thread that wakes a hundred times a second."""
+    folder, groups = shared_path("runs"), []
+    for run in range(2):
+        save = tiny.SaveAt(folder / f"{run}.ckpt", 2)
+        _, _, module = tiny.fit((2,), save, max_steps=2, max_epochs=-1, checkpoint_format="async")
+        with tiny.quiet():
+            trainer = tiny.trainer((2,), checkpoint_format="async")
+            trainer.test(module, tiny.loader(), verbose=False)
+        groups.append(len(open_groups()))
+    assert groups[0] == groups[1]
