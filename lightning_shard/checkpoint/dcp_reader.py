@@ -112,10 +112,13 @@ def read_dcp(files: Files | Path) -> dict[str, Any]:
     files = files if isinstance(files, Files) else Files(files)
     what = f"'{files.folder / METADATA}'"
     with damage_named(what, kind=KIND, remedy=REMEDY):
-        return _tree(files, _read_metadata(files))
+        tree = _tree(files, _read_metadata(files))
+        if not is_dict(tree):
+            raise DamagedError(f"{what} holds a {type(tree).__name__}, and no weights by name.")
+        return tree
 
 
-def _tree(files: Files, metadata: Metadata) -> dict[str, Any]:
+def _tree(files: Files, metadata: Metadata) -> Any:
     stored: Mapping[Any, Any] = metadata.storage_data or {}
     paths: Mapping[str, Any] = metadata.planner_data or {}
     places = {(index.fqn, index.offset): place for index, place in stored.items()}
@@ -149,6 +152,7 @@ def _stored(
     files: Files, name: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]
 ) -> StoredTensor:
     dtype, origin = entry.properties.dtype, f"'{files.folder}'"
+    _refuse_other_chunks(entry, name, origin)
 
     def read(region: Region) -> Tensor:
         with damage_named(origin, kind="not of one run", remedy=REMEDY):
@@ -162,6 +166,14 @@ def _stored(
             return out
 
     return StoredTensor(torch.Size(entry.size), dtype, read)
+
+
+def _refuse_other_chunks(entry: TensorStorageMetadata, name: str, origin: str) -> None:
+    """Refuse chunks of which one is there twice, or that are not all of the tensor."""
+    once = len({chunk.offsets for chunk in entry.chunks}) == len(entry.chunks)
+    held = sum(chunk.sizes.numel() for chunk in entry.chunks)
+    if not once or held != entry.size.numel() or min(entry.size, default=0) < 0:
+        raise DamagedError(f"{origin} lacks a part of '{name}', or has one twice; {REMEDY}.")
 
 
 def _copy_overlap(

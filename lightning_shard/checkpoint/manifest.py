@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.errors import DamagedError, damage_named, inside
+from lightning_shard.processes.typed import is_dict
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_shard 1"
@@ -36,6 +37,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         for name, entry in manifest["files"].items():
             inside(folder, name)
             int(entry["bytes"])
+        for key in ("mesh", "versions", "hyper_parameters"):
+            if not is_dict(manifest.get(key, {})):
+                raise ValueError(f"{key} of another kind")
         return manifest
 
 

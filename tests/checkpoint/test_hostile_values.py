@@ -1,18 +1,23 @@
 """Values in a checkpoint that no run writes are one sentence, at once."""
 
 import json
+import pickle
 import sys
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shard import load_weights
 from lightning_shard.checkpoint.foreign import as_lightning
+from lightning_shard.checkpoint.manifest import FORMAT
 from lightning_shard.cli.main import main
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 
@@ -154,3 +159,49 @@ def test_names_do_not_command_the_terminal(capsys):
     with pytest.raises(RuntimeError, match="does not fit") as caught:
         load_weights(nn.Linear(2, 2), "odd.ckpt")
     assert str(caught.value).isprintable()
+
+
+def half(row: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((1, 2)))
+
+
+METADATA: dict[str, Callable[[Metadata, Any], None]] = {
+    "a chunk a million times": lambda _, weight: weight.chunks.extend(weight.chunks * 10**6),
+    "a chunk twice and another missing": lambda _, w: setattr(w, "chunks", [half(0), half(0)]),
+    "chunks of more than there is": lambda _, weight: weight.chunks.append(half(1)),
+    "no chunk": lambda _, weight: weight.chunks.clear(),
+    "sizes below zero": lambda _, weight: setattr(weight, "size", torch.Size((-2, 2))),
+    "larger than any memory": lambda _, w: setattr(w, "size", torch.Size((2**40, 2**20))),
+    "weights that are a list": lambda m, _: setattr(
+        m, "planner_data", {name: (number,) for number, name in enumerate(m.state_dict_metadata)}
+    ),
+    "a name of a million parts": lambda m, _: setattr(
+        m, "planner_data", {"state_dict.weight": ("state_dict",) * 10**5}
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_of_directories(name, capsys):
+    dcp.save({"state_dict": GOOD}, checkpoint_id="evil.ckpt", no_dist=True)
+    path = Path("evil.ckpt/.metadata")
+    metadata = pickle.loads(path.read_bytes())
+    METADATA[name](metadata, metadata.state_dict_metadata["state_dict.weight"])
+    path.write_bytes(pickle.dumps(metadata))
+    for entry in ("load_weights", "inspect", "export"):
+        refusal(entry, "evil.ckpt", capsys)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("key", ["mesh", "versions", "hyper_parameters"])
+def test_a_manifest_of_another_kind(key, capsys):
+    dcp.save({"state_dict": GOOD}, checkpoint_id="evil.ckpt", no_dist=True)
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path.read_bytes()).hexdigest()}
+        for path in Path("evil.ckpt").iterdir()
+    }
+    manifest = {"format": FORMAT, "files": files, key: [1]}
+    Path("evil.ckpt/manifest.json").write_text(json.dumps(manifest))
+    for entry in ("load_weights", "inspect", "export"):
+        refusal(entry, "evil.ckpt", capsys)
