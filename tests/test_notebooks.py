@@ -62,8 +62,8 @@ def shorten(notebook: nbformat.NotebookNode, changes: dict[str, str]) -> None:
 )
 @pytest.mark.parametrize(
     "path",
-    # slow: those that train a workload, which tests/workloads and tests/cli train too
-    [p if p.name[0] in "13" else pytest.param(p, marks=pytest.mark.slow) for p in NOTEBOOKS],
+    # slow: those that train, as tests/workloads, tests/cli and tests/test_snippets.py do too
+    [p if p.name[0] == "1" else pytest.param(p, marks=pytest.mark.slow) for p in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_notebook_runs(monkeypatch, tmp_path, path, shorter):

@@ -74,7 +74,7 @@ def test_checkpoint_is_a_plain_one(name):
 @pytest.mark.parametrize(
     ("name", "meshes"),
     each_once(
-        ["simple_cnn", slow("dense_fno"), "large_tfno"],
+        ["simple_cnn", "dense_fno", slow("large_tfno")],
         [((2,), (4,)), ((4,), (1,)), ((2, 2), (2,))],
     ),
     ids=str,

@@ -130,8 +130,13 @@ def forget():
 blocks = pytest.mark.parametrize("name", BLOCKS)
 
 
+FEW = ["conv and batch norm", "level of a U-Net", "FNO"]  # others are slow: each rank compiles
+
+
 @pytest.mark.spmd(2)
-@blocks
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in BLOCKS]
+)
 def test_two_ranks(name):
     check(name, (2,))
 
@@ -139,15 +144,14 @@ def test_two_ranks(name):
 IN_TWO_DIMS = ["level of a U-Net", "FNO"]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(
-    "name",
-    [n if n == IN_TWO_DIMS[0] else pytest.param(n, marks=pytest.mark.slow) for n in BLOCKS],
-)
+@blocks
 def test_two_by_two(name):
     check(name, (2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_more_ranks_than_rows():
     """A rank without rows takes part in every exchange of the others."""

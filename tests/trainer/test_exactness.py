@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.pairs import each_once, pairwise
+from tests.pairs import by_turns, each_once
 from tests.training import MODELS, STEPS, train_alone, train_sharded
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -78,7 +78,7 @@ def test_four_ranks(name, dtype, domain):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "domain", "options"),
-    pairwise(
+    by_turns(
         ["tfno", "dense_fno", "large_tfno"],
         [(1,), (2,), (2, 2)],
         [{"accumulate": 2}, {"clip": 0.05}],

@@ -153,7 +153,9 @@ def kept_alone():
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
+@pytest.mark.parametrize(
+    "domain", [pytest.param((1,), marks=pytest.mark.slow), (2,)], ids=["4x1", "2x2"]
+)
 def test_checkpoints_of_the_best_epochs(domain):
     """Decisions that depend on a metric are the same on all ranks, and those of one process."""
     expected, mine = kept_alone(), shared_path("files")
