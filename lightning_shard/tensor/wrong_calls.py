@@ -73,9 +73,8 @@ def _key(value: Any, kind: type[Tensor]) -> Any:
 
 
 _OF_A_LIBRARY = "memory descriptor"  # oneDNN's words, which say nothing of the arguments
-
-
-_OF_THE_DTYPE = ("not implemented for", "same dtype")  # a RuntimeError, some in some releases
+# a RuntimeError, some in some releases
+_OF_THE_DTYPE = ("not implemented for", "same dtype", "does not support", "only support")
 
 
 def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -220,7 +219,9 @@ def _scaled(
     """The formula of `normalized`, for each channel, by the kernel of batch norm."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, 0.0)
+    cudnn = torch.backends.cudnn.enabled
+    # before torch 2.12 F.batch_norm refuses an eps of 0, which the kernel takes
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, 0.0, cudnn)
 
 
 def _fused_gradients(

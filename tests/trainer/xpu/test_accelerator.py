@@ -36,7 +36,7 @@ def two_gpus(monkeypatch):
     fake.is_available.side_effect = lambda: True
     fake.memory_stats.side_effect = lambda device: {"allocated_bytes.all.current": 512}
     fake.mem_get_info.side_effect = lambda device: (1000, 4000)
-    fake.utilization.side_effect = lambda device: 75
+    fake.utilization = mock.Mock(side_effect=lambda device: 75)  # not in torch 2.11
     fake.set_device.side_effect = fake.empty_cache.side_effect = lambda *_: None
     monkeypatch.setattr(torch, "xpu", fake)
     uncached = torch.get_device_module.__wrapped__  # which would remember the first torch.xpu
