@@ -62,8 +62,12 @@ def to_canonical(
         ValueError: The parts do not make up a whole; raised on all ranks.
     """
     grid = domain.grid
-    shapes = told_to_all(tuple(local.shape), domain.group(tuple(range(len(grid.sizes)))))
+    own = tuple(local.shape), str(local.dtype)
+    told = told_to_all(own, domain.group(tuple(range(len(grid.sizes)))))
+    shapes = [shape for shape, _ in told]
     check_parts(shapes, dims)
+    if len({dtype for _, dtype in told}) > 1:
+        raise ValueError(f"the ranks' parts have the dtypes {[dtype for _, dtype in told]}.")
     shape = list(local.shape)
     for axis, dim in enumerate(dims):
         sizes = _sizes_along(axis, dim, shapes, grid.sizes)

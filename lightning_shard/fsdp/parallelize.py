@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_shard.fsdp.alike import refuse_other_modules
 from lightning_shard.fsdp.blocks import blocks, named, tied_outside
 from lightning_shard.fsdp.complex_pairs import pair_names, store_as_pairs
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
@@ -99,6 +100,7 @@ def parallelize(
     if mesh.size() == 1 and not options.changes_one_process:
         return materialize(module, _device_of(mesh), loaded=loaded)
     group = flat_mesh(mesh).get_group()
+    refuse_other_modules(module, options, group)
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             copy_from_first(tensor, group)

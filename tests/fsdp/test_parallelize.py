@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lightning_shard
+from lightning_shard import ShardingOptions
 from lightning_shard.fsdp.blocks import blocks
 from lightning_shard.processes.mesh import make_mesh
 from tests.double_fno import to_double
@@ -155,3 +156,23 @@ def test_fields_split_along_three_dims():
         found = p.grad.full_tensor()
         found = found if found.shape == grads[name].shape else torch.view_as_complex(found)
         torch.testing.assert_close(found, grads[name], rtol=1e-10, atol=1e-10 * largest, msg=name)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("differs", ["width", "name", "order", "dtype", "options"])
+def test_modules_that_differ(differs):
+    """Without a Trainer, which compares them itself, nobody else would notice."""
+    other = dist.get_rank() == 1
+    net = nn.Module()
+    width = 3 if differs == "width" and other else 2
+    names = ["b", "a"] if differs == "order" and other else ["a", "b"]
+    for name in names:
+        net.add_module(name, nn.Linear(width, 2))
+    if differs == "name" and other:
+        net.c = net.a
+        del net.a
+    if differs == "dtype" and other:
+        net.double()
+    options = {"mode": "none"} if differs == "options" and other else {}
+    with pytest.raises(lightning_shard.DisagreementError, match="the ranks' modules differ in"):
+        lightning_shard.parallelize(net, mesh_of(2), options=ShardingOptions(**options))

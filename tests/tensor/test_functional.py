@@ -179,6 +179,9 @@ def test_from_local_refuses_what_is_no_whole():
         lightning_shard.from_local(torch.randn(2, 3 + rank, 5), mesh_of(2, 2), [1, 2])
     with pytest.raises(ValueError, match="leave the shape out"):
         lightning_shard.from_local(torch.randn(2, 3), mesh_of(4), 1, (2, 99))
+    part = torch.randn(2, 3, dtype=torch.float64 if rank == 3 else torch.float32)
+    with pytest.raises(ValueError, match="have the dtypes"):
+        lightning_shard.from_local(part, mesh_of(4), 1)
 
 
 @pytest.mark.spmd(4)

@@ -1,0 +1,45 @@
+"""Compares the modules of all ranks before they are sharded together.
+
+A rank whose module differs would send other numbers of bytes, or call other collectives.
+"""
+
+import hashlib
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shard.domain.uneven import told_to_all
+from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.processes.agreement import DisagreementError
+
+
+def refuse_other_modules(
+    module: nn.Module, options: ShardingOptions, group: dist.ProcessGroup
+) -> None:
+    """Compare names, shapes and dtypes of the module, and how it is to be sharded.
+
+    Args:
+        module: Of this rank.
+        options: Of this rank.
+        group: All ranks that shard the module.
+
+    Raises:
+        DisagreementError: Two ranks differ; raised on all of them.
+    """
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    own = {f"'{name}'": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
+    own |= {f"the option {name}": value for name, value in options.described().items()}
+    sums = told_to_all(hashlib.sha256(repr(own).encode()).hexdigest(), group)
+    if len(set(sums)) == 1:
+        return
+    first, *others = told_to_all(own, group)
+    other = next((o for o in others if o != first), first)
+    ranks = dist.get_process_group_ranks(group)
+    number = ranks[1 + others.index(other)] if other in others else ranks[0]
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    what = names[0] if names else "the order of its parameters"
+    raise DisagreementError(
+        f"the ranks' modules differ in {what}: {first.get(what, 'missing')} on rank {ranks[0]}, "
+        f"{other.get(what, 'missing')} on rank {number}; build and shard the same module on all "
+        "ranks."
+    )
