@@ -5,10 +5,9 @@
 Forward, mean square and backward of one sample, on one thread for each rank. The limit is what two
 plain processes take that each compute half of the rows at the same time and tell each other
 nothing. "Whole" is the whole field on one plain thread, while the other rank does the same.
-"Compiled" is the split field through compiled blocks, with --compile; its collectives are in the
-graph, where they are not counted. All take turns in one run. Each figure is the median of its
-rounds, on the rank that needs most. Gradients are not averaged: that is FSDP2's work, the same for
-all.
+"Compiled" is the split field through compiled blocks, with --compile. All take turns in one run.
+Each figure is the median of its rounds, on the rank that needs most. Gradients are not averaged:
+that is FSDP2's work, the same for all.
 """
 
 import argparse
