@@ -9,23 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once share the cores
 
 from lightning_shard.processes import variables
 from tests import pool, reference
 
-# what is costly to begin with, and is kept by a worker, is there once
-TOGETHER = {
-    "fake xpu": ("tests/trainer/xpu", "tests/fake_xpu"),
-    "what DTensor remembers of models on meshes": (
-        "tests/trainer/test_exactness.py",
-        "tests/checkpoint/test_resume",
-        "tests/checkpoint/test_averages.py",
-        "tests/fsdp",
-    ),
-}
 LONG = (
     "tests/ops/test_operators.py",
     "tests/test_notebooks.py",
@@ -39,16 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
-class _Together(LoadFileScheduling):
-    """Gives a worker whole files, and some files together."""
+@pytest.hookimpl(optionalhook=True)  # in a session without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.together import Together
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return next((name for name, paths in TOGETHER.items() if file.startswith(paths)), file)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
-    return _Together(config, log)
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:
