@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights, wi
 from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.usage import UsageError, is_mapping, told_by_user
+from lightning_shard.cli.usage import UsageError, is_mapping, nearest, told_by_user
 
 Read = Callable[[Any], Any]
 
@@ -33,6 +33,7 @@ def export(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(f"{PROGRAM} export")  # its help is a page of help.py
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--strip", metavar="PREFIX", default="")
     parser.add_argument("--trusted", action="store_true")
     options = parser.parse_args(args)
     write = WRITERS.get(options.out.suffix)
@@ -40,12 +41,16 @@ def export(args: Sequence[str]) -> None:
         raise UsageError(
             f"'{options.out}' ends with none of {', '.join(WRITERS)}, which choose what is written"
         )
+    if options.strip and options.out.suffix == ".ckpt":
+        raise UsageError("--strip renames weights for other programs; a .ckpt keeps their names")
     if os.path.realpath(options.out) == os.path.realpath(options.checkpoint):
         raise UsageError(f"'{options.out}' is the checkpoint itself; give another name")
     with told_by_user(ValueError, FileNotFoundError):
         opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
     if opened.problem:
         raise UsageError(f"'{options.checkpoint}' is incomplete: {opened.problem}")
+    if options.strip:
+        opened.content["state_dict"] = _without_prefix(weights(opened), options.strip)
     try:
         with told_by_user(ValueError), written_file(options.out) as file:
             write(opened, file)  # which reads all parts of the checkpoint
@@ -55,6 +60,17 @@ def export(args: Sequence[str]) -> None:
         why = str(err).partition("\n")[0]
         raise UsageError(f"'{options.out}' cannot be written: {why}") from err
     print(f"{options.out}: {options.out.stat().st_size:,} bytes")
+
+
+def _without_prefix(named: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Rename weights whose names begin with `prefix`, as those of the only network of a module."""
+    if not any(name.startswith(prefix) for name in named):
+        firsts = (name.partition(".")[0] + "." for name in named if "." in name)
+        raise UsageError(f"no weight's name begins with '{prefix}'{nearest(prefix, firsts)}")
+    found = {name.removeprefix(prefix): value for name, value in named.items()}
+    if len(found) < len(named):
+        raise UsageError(f"without '{prefix}' two weights would have one name")
+    return found
 
 
 def _reader(total: int) -> "tuple[tqdm[Any], Read]":

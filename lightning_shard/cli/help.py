@@ -113,7 +113,7 @@ examples
   {program} ops --markdown > operations.md
 """
 EXPORT = """\
-usage: {program} export CHECKPOINT OUT [--trusted]
+usage: {program} export CHECKPOINT OUT [--strip PREFIX] [--trusted]
 
 Writes a checkpoint as one file for other programs. The end of OUT chooses what is written.
 
@@ -121,10 +121,11 @@ arguments
   CHECKPOINT   a file, or a sharded directory
   OUT          *.safetensors, *.pt, *.pth, *.bin: the weights; *.ckpt: all of it, as a Lightning
                checkpoint that loads without this package
+  --strip PREFIX   leave out this beginning of the weights' names, such as network.
   --trusted    build objects that the checkpoint holds, which can run code
 
 examples
-  {program} export outputs/run/last.ckpt weights.safetensors
+  {program} export outputs/run/last.ckpt weights.safetensors --strip network.
   {program} export outputs/run/sharded.ckpt whole.ckpt
 """
 INSPECT = """\

@@ -36,6 +36,36 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", ["directory.ckpt", "file.ckpt"])
+def test_names_without_their_beginning(saved, source, tmp_path):
+    """The network alone, as its own class names its weights."""
+    expected = torch.load(saved / "file.ckpt", weights_only=True)["state_dict"]
+    prefix = next(name for name in expected if "." in name).partition(".")[0] + "."
+    for name in ("a.pt", "a.safetensors"):
+        main(["export", str(saved / source), str(tmp_path / name), "--strip", prefix])
+    plain = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert {*plain} == {name.removeprefix(prefix) for name in expected} != {*expected}
+    assert {*load_file(tmp_path / "a.safetensors")} == {*plain}
+    for name, value in expected.items():
+        assert torch.equal(plain[name.removeprefix(prefix)], value)
+
+
+def test_beginnings_that_cannot_be_left_out(saved, tmp_path, capsys):
+    source, out = str(saved / "file.ckpt"), str(tmp_path / "a.pt")
+    weights = {"net.a": torch.ones(1), "a": torch.zeros(1)}
+    torch.save({"state_dict": weights}, tmp_path / "two.ckpt")
+    for words, said in [
+        ([source, out, "--strip", "netwrok."], "no weight's name begins with 'netwrok.'"),
+        ([source, str(tmp_path / "a.ckpt"), "--strip", "net."], "a .ckpt keeps their names"),
+        ([str(tmp_path / "two.ckpt"), out, "--strip", "net."], "two weights would have one name"),
+    ]:
+        with pytest.raises(SystemExit):
+            main(["export", *words])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert not Path(out).exists()
+
+
+@pytest.mark.parametrize("source", ["directory.ckpt", "file.ckpt"])
 def test_export(saved, source, tmp_path, capsys):
     """All three kinds of files hold what the file of the run holds."""
     expected = torch.load(saved / "file.ckpt", weights_only=True)
