@@ -30,7 +30,7 @@ class EpochReport(Callback):
         """Nothing to choose."""
         self._fit_began_s = self._began_s = self._trained_until_s = time.perf_counter()
         self._validating_s = 0.0
-        self._samples = 0
+        self._batches = self._samples = 0
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -39,7 +39,7 @@ class EpochReport(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began_s = self._trained_until_s = time.perf_counter()
-        self._validating_s, self._samples = 0.0, 0
+        self._validating_s, self._batches, self._samples = 0.0, 0, 0
         if trainer.strategy.root_device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
 
@@ -47,6 +47,7 @@ class EpochReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._batches += 1
         self._samples += samples_of_all(trainer, batch)
         self._trained_until_s = time.perf_counter()
 
@@ -58,6 +59,8 @@ class EpochReport(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._batches:  # of a run that resumes after the last batch of an epoch
+            return
         now_s = time.perf_counter()
         training_s = self._trained_until_s - self._began_s - self._validating_s
         mib = torch.tensor(peak_memory_mib(trainer.strategy.root_device))

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_modules import MNISTModule
@@ -50,3 +51,24 @@ def test_mean_of_the_epoch_in_line_and_file(domain):
     found = re.search(r"train/loss ([0-9.]+), ([0-9.e+]+) samples/s, peak memory \d+ MiB", line)
     assert float(found[1]) == pytest.approx(mean, rel=1e-3)
     assert "loss_step" not in line
+
+
+@pytest.mark.spmd(2)
+def test_a_resumed_run_is_silent_on_the_epoch_that_was_over():
+    """Saved in validation; Lightning then ends the epoch once more, without a batch."""
+    folder = shared_path("checkpoints")
+    data = training.loader("mnist", torch.float32, 3, 12)
+
+    def shown_by(epochs, path):
+        kept = ModelCheckpoint(folder, save_last=True, save_on_train_epoch_end=False)
+        runner = training.trainer(
+            (2,), callbacks=[kept, EpochReport()], max_epochs=epochs, enable_checkpointing=True
+        )
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            runner.fit(MNISTModule(), data, data, ckpt_path=path)
+        return [line[:8] for line in shown.getvalue().splitlines() if line.startswith("Epoch")]
+
+    first = shown_by(2, None)
+    assert first == ([] if dist.get_rank() else ["Epoch 0:", "Epoch 1:"])
+    resumed = shown_by(3, folder / "last.ckpt")
+    assert resumed == ([] if dist.get_rank() else ["Epoch 2:"])
