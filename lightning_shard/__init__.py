@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.callbacks.samples_per_second import (
         SamplesPerSecond as SamplesPerSecond,
     )
+    from lightning_shard.trainer.callbacks.step_profile import StepProfile as StepProfile
     from lightning_shard.trainer.callbacks.stop_on_nonfinite import (
         StopOnNonFinite as StopOnNonFinite,
     )
@@ -71,6 +72,7 @@ _MODULES = {
     "StopOnNonFinite": "trainer.callbacks.stop_on_nonfinite",
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",
     "DeviceTimer": "trainer.callbacks.device_timer",
+    "StepProfile": "trainer.callbacks.step_profile",
     "Slab": "trainer.slab",
     "slab_of": "trainer.slab",
     # split tensors

@@ -30,6 +30,11 @@ SWITCHES = {
         False,
         "Run the test loaders on the final weights when fit ends (only fit uses it).",
     ),
+    "profile": (
+        False,
+        "Record three steps of all ranks into one trace, and print where the time goes (only fit "
+        "uses it).",
+    ),
     "report": (True, "Write report.html about the run into its log directory (only fit uses it)."),
 }
 PARSER_ONLY = ("config", "print_config", "help", "print_shtab")

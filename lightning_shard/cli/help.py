@@ -44,6 +44,7 @@ options
   --ckpt_path FILE      go on from a checkpoint
   --test_after_fit BOOL test the final weights
   --report BOOL         write report.html; true by default
+  --profile BOOL        record three steps of all ranks, and print where the time goes
   --print_config        show what all of this comes to, and train nothing
   --help all            every option of the Trainer, with its description
   --model.help CLASS    the arguments of a class; --data.help and --trainer.strategy.help alike

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.trainer.callbacks.run_report import RunReport
+from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import callbacks_of
 
 
@@ -45,6 +46,8 @@ def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iter
     for callback in callbacks_of(trainer):
         if isinstance(callback, RunReport) and callback.path:
             yield f"  report           {callback.path}"
+        if isinstance(callback, StepProfile) and callback.path:
+            yield f"  profile          {callback.path}"
     if logs:
         yield f"  logs             {logs}"
 

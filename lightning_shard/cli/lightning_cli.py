@@ -44,6 +44,7 @@ from lightning_shard.cli.sources import (
 from lightning_shard.cli.usage import UsageError
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
+from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import add_once
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
@@ -113,7 +114,9 @@ class ShardCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that are ours."""
         for name, (default, text) in SWITCHES.items():
-            parser.add_argument(f"--{name}", type=bool, default=default, help=text)
+            parser.add_argument(
+                f"--{name}", type=bool, nargs="?", const=True, default=default, help=text
+            )
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Read the sources, parse, and check the result; every mistake becomes a UsageError."""
@@ -196,6 +199,8 @@ class ShardCLI(LightningCLI):
             )
         if self.config["fit"]["report"]:
             self._add_report()
+        if self.config["fit"]["profile"]:
+            add_once(self.trainer, StepProfile())
 
     def _add_report(self) -> None:
         strategy = self.config["fit"]["trainer"]["strategy"]

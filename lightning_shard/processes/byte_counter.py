@@ -14,6 +14,7 @@ would lose the sentences that say what was wrong.
 import contextlib
 import inspect
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,22 @@ class Traffic:
     calls: int = 0
 
 
+Around = Callable[[str, int], AbstractContextManager[Any]]
+
+
 @contextlib.contextmanager
-def counted() -> Generator[Traffic]:
-    """Count what this rank sends inside the block."""
+def counted(around: Around | None = None) -> Generator[Traffic]:
+    """Count what this rank sends inside the block.
+
+    Args:
+        around: Makes a context for each collective, from its name and the bytes that it sends; the
+            collective is called within.
+    """
     traffic = Traffic()
     plain = {name: getattr(dist, name, None) for name in _SENT}  # some are names of torch 2.15
     for name, collective in plain.items():
         if collective is not None:
-            setattr(dist, name, _counting(collective, _SENT[name], traffic))
+            setattr(dist, name, _counting(collective, _SENT[name], traffic, around))
     try:
         yield traffic
     finally:
@@ -46,16 +55,21 @@ def counted() -> Generator[Traffic]:
 
 
 def _counting(
-    collective: Callable[..., Any], sent: Callable[..., int], traffic: Traffic
+    collective: Callable[..., Any],
+    sent: Callable[..., int],
+    traffic: Traffic,
+    around: Around | None,
 ) -> Callable[..., Any]:
     signature = inspect.signature(collective)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
+        n = sent(**given.arguments)
         traffic.calls += 1
-        traffic.bytes += sent(**given.arguments)
-        return collective(*args, **kwargs)
+        traffic.bytes += n
+        with around(collective.__name__, n) if around else contextlib.nullcontext():
+            return collective(*args, **kwargs)
 
     return call
 

@@ -1,5 +1,6 @@
 """What was accepted in silence or ended in a traceback, and what a run says at its end."""
 
+import gzip
 import re
 from pathlib import Path
 
@@ -160,6 +161,13 @@ class TestRuns:
         test_main.fit("--trainer.logger", "false", "--report", "false")
         assert "report  " not in capsys.readouterr().err
         assert not Path("report.html").exists()
+
+    def test_a_profile_is_written_on_demand(self, capsys):
+        test_main.fit("--trainer.logger", "false", "--trainer.max_steps", "7", "--profile")
+        printed, out = capsys.readouterr()
+        assert re.search(r"^layer +[\d.]+ +0\.00 +0 +0$", printed, re.MULTILINE)
+        (path,) = re.findall(r"profile          (\S*profile\.json\.gz)", out)
+        assert b'"traceEvents"' in gzip.decompress(Path(path).read_bytes())
 
 
 def test_what_check_found_is_kept_for_the_same_model(tmp_path):

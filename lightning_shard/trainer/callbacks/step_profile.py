@@ -1,0 +1,191 @@
+"""Records where the time of a few training steps goes, on all ranks at once."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.profiler import profile, schedule, supported_activities
+from typing_extensions import override
+
+from lightning_shard.processes.byte_counter import Traffic
+from lightning_shard.processes.exchange import gather_to_first, together
+from lightning_shard.trainer.profile.clock import compare_clocks
+from lightning_shard.trainer.profile.labels import labels
+from lightning_shard.trainer.profile.merge import events_of_rank, mean_usage, merged, table
+from lightning_shard.trainer.profile.trace import Usage, read_trace
+
+FILE = "profile.json.gz"
+METHODS = ("training_step", "backward")
+
+
+class StepProfile(Callback):
+    """Writes one trace of a few training steps of all ranks, and prints what each module took.
+
+    The trace is `profile.json.gz` in the trainer's log directory, for https://ui.perfetto.dev or
+    chrome://tracing. All ranks are on rank 0's clock. Modules, functions on split tensors, halos,
+    gathers and reductions have names. The table has a row for each module, without the modules in
+    it: milliseconds of compute and of waiting in collectives, bytes sent and collectives, as means
+    over the steps and ranks. Times are of forward and backward together.
+
+    The recorder is torch.profiler. Nothing is installed before its first step and after its last;
+    the steps that it records take longer.
+    """
+
+    def __init__(self, wait: int = 3, warmup: int = 1, active: int = 3) -> None:
+        """Choose the steps, counted in batches of training.
+
+        Args:
+            wait: Steps to leave alone, in which caches fill.
+            warmup: Steps after them that run under the profiler and are thrown away.
+            active: Steps after those, which are recorded.
+
+        Raises:
+            ValueError: A number is negative, or `active` is not positive.
+        """
+        for name, number, least in (
+            ("wait", wait, 0),
+            ("warmup", warmup, 0),
+            ("active", active, 1),
+        ):
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ValueError(f"{name} must be a whole number from {least} on; got {number!r}.")
+        self.wait, self.warmup, self.active = wait, warmup, active
+        self.path: str | None = None  # of the trace, once it is written
+        self.usage: dict[str, Usage] = {}  # by module, on rank 0, once it is written
+        self.traffic = Traffic()  # of this rank in the recorded steps
+        self._open = contextlib.ExitStack()
+        self._profiler: profile | None = None
+        self._steps = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second profiler.
+
+        Raises:
+            ValueError: The trainer has Lightning's PyTorchProfiler.
+        """
+        if stage == "fit" and isinstance(vars(trainer)["profiler"], PyTorchProfiler):
+            raise ValueError(
+                "StepProfile and PyTorchProfiler both use torch's profiler, which runs once in a "
+                "process; give the Trainer one of them."
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps, self.path, self.usage = 0, None, {}
+        self._begin_if_due(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps += 1
+        if self._profiler is not None:
+            self._profiler.step()
+            if self._steps == self.wait + self.warmup:
+                self.traffic.bytes = self.traffic.calls = 0
+            if self._steps == self.wait + self.warmup + self.active:
+                self._end(trainer)
+        self._begin_if_due(pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._profiler is not None and self._steps > self.wait + self.warmup:
+            self._end(trainer)
+        elif self.path is None and self._steps <= self.wait + self.warmup:
+            rank_zero_warn(
+                f"StepProfile has recorded nothing: training ended after {self._steps} batches, "
+                f"and number {self.wait + self.warmup + 1} is the first to be recorded; train "
+                "longer, or lower wait and warmup."
+            )
+        self._drop()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._drop()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._drop()
+
+    def _begin_if_due(self, module: LightningModule) -> None:
+        if self._steps != self.wait or self._profiler is not None:
+            return
+        wanted = {"CPU"}
+        if (device := torch.accelerator.current_accelerator()) is not None:
+            wanted.add(device.type.upper())
+        activities = [a for a in supported_activities() if a.name in wanted]
+        steps = schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
+        self._profiler = profile(activities=activities, schedule=steps)
+        self._profiler.start()
+        self.traffic = self._open.enter_context(labels(module, METHODS))
+
+    def _end(self, trainer: Trainer) -> None:
+        """Put the ranks' records together; all ranks come here after the same step."""
+        profiler, steps = self._profiler, self._steps - self.wait - self.warmup
+        assert profiler is not None
+        self._drop()
+        recorded: dict[str, Any] = {}
+        _on_all(lambda: recorded.update(_exported(profiler)))
+        trace = read_trace(recorded, steps)
+        clock = compare_clocks(trainer.strategy.root_device)
+        base = recorded.get("baseTimeNanoseconds", 0)
+        events = events_of_rank(trace, trainer.global_rank, base, clock)
+        folder = str(trainer.log_dir or trainer.default_root_dir)  # a collective
+        ranks = gather_to_first((events, trace.usage)) if _several() else [(events, trace.usage)]
+        self.path = f"{folder}/{FILE}"
+        if trainer.is_global_zero:
+            self.usage = mean_usage([usage for _, usage in ranks], steps)
+        _on_all(lambda: self._write([part for part, _ in ranks], folder))
+        if trainer.is_global_zero:
+            print(table(self.usage))
+            print(
+                f"Means of {steps} steps over {len(ranks)} ranks. The trace, with clocks alike "
+                f"within {clock.accuracy / 1e6:.2f} ms, is {self.path}: open it at "
+                "https://ui.perfetto.dev"
+            )
+
+    def _write(self, parts: list[bytes], folder: str) -> None:
+        if parts:
+            files: Any = get_filesystem(folder)
+            files.makedirs(folder, exist_ok=True)
+            with files.open(self.path, "wb") as file:
+                file.write(merged(parts))
+
+    def _drop(self) -> None:
+        """End recording, and take all names away."""
+        self._open.close()
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+
+def _several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _on_all(step: Callable[[], None]) -> None:
+    """Run `step`; if it fails on one rank, all raise."""
+    if _several():
+        together(step)
+    else:
+        step()
+
+
+def _exported(profiler: profile) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    return found

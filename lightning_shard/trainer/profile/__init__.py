@@ -1,0 +1,1 @@
+"""What a profile of a few training steps is made of."""
