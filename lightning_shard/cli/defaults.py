@@ -79,7 +79,8 @@ def _reset(
 
 def _link_targets(config: Any, parser: Any) -> list[str]:
     everything, kept = (
-        yaml.safe_load(parser.dump(config, skip_link_targets=skip)) for skip in (False, True)
+        yaml.safe_load(parser.dump(config, skip_link_targets=skip, skip_validation=True))
+        for skip in (False, True)
     )
     return _missing(everything, kept, "")
 
