@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once share the cores
 
 from lightning_shard.processes import variables
-from tests import pool, reference
+from tests import REFERENCES
 
 LONG = (
     "tests/ops/test_operators.py",
@@ -42,10 +43,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if reference.FOLDER not in os.environ:  # else those of the session that started this one
-        os.environ[reference.FOLDER] = folder = tempfile.mkdtemp(prefix="references-")
+    if REFERENCES not in os.environ:  # else those of the session that started this one
+        os.environ[REFERENCES] = folder = tempfile.mkdtemp(prefix="references-")
         config.add_cleanup(lambda: shutil.rmtree(folder))
-        config.add_cleanup(lambda: os.environ.pop(reference.FOLDER))
+        config.add_cleanup(lambda: os.environ.pop(REFERENCES))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,6 +54,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("spmd")
     if marker is None:
         return None
+    from tests import pool  # imports torch, which the controller of the workers does without
+
     names = pyfuncitem._fixtureinfo.argnames
     kwargs: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in names}
     pool.pool_of(*marker.args).run(pyfuncitem.obj, kwargs)
@@ -75,6 +78,7 @@ def no_group_is_left() -> Iterator[None]:
 @pytest.fixture
 def run_each(subtests: pytest.Subtests) -> Callable[..., None]:
     """Runs a body for each of several arguments, as subtests, on ranks that are woken once."""
+    from tests import pool
 
     def run(ranks: int, body: Callable[..., None], cases: dict[str, dict[str, Any]]) -> None:
         waiting = list(cases)
@@ -98,5 +102,6 @@ def interruptible() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    pool.close_all()
+    if pool := sys.modules.get("tests.pool"):
+        pool.close_all()
     gc.unfreeze()

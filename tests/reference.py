@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FOLDER = "SHARD_TESTS_REFERENCES"  # made for the session by tests/conftest.py
+from tests import REFERENCES
 
 
 def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def result(*args: Any, **kwargs: Any) -> Any:
         call = repr((function.__module__, function.__qualname__, args, sorted(kwargs.items())))
-        path = Path(os.environ[FOLDER]) / hashlib.sha256(call.encode()).hexdigest()
+        path = Path(os.environ[REFERENCES]) / hashlib.sha256(call.encode()).hexdigest()
         if dist.get_rank() == 0 and not path.exists():
             written = path.with_suffix(f".{os.getpid()}")  # two sessions' workers may race
             torch.save(function(*args, **kwargs), written)
