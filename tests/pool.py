@@ -24,6 +24,7 @@ from lightning.fabric.utilities import registry as callbacks_of_packages
 from torch.distributed import device_mesh, distributed_c10d
 
 from lightning_shard.processes.torch_internals import open_groups
+from tests import quick_dtensor
 
 SILENCE_S = 120  # of all ranks, before the pool is given up
 GRACE_S = 5  # for the other ranks once one has failed
@@ -157,6 +158,7 @@ def begin(rank: int, ranks: int, port: int) -> None:
     mp.set_start_method("fork", force=True)
     distributed_c10d.ProcessGroupGloo = _GlooOnOneDevice
     reuse_groups()
+    quick_dtensor.install()
     # each Trainer would read the metadata of every package that is installed: 50 ms
     callbacks_of_packages.entry_points = functools.cache(callbacks_of_packages.entry_points)
     for device in (torch.cuda, torch.xpu, torch.mtia):
