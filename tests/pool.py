@@ -8,6 +8,7 @@ import functools
 import os
 import queue
 import socket
+import sys
 import threading
 import traceback
 import warnings
@@ -20,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.fabric.utilities import registry as callbacks_of_packages
 from torch.distributed import device_mesh, distributed_c10d
 
 from lightning_shard.processes.torch_internals import open_groups
@@ -159,8 +159,9 @@ def begin(rank: int, ranks: int, port: int) -> None:
     distributed_c10d.ProcessGroupGloo = _GlooOnOneDevice
     reuse_groups()
     quick_dtensor.install()
-    # each Trainer would read the metadata of every package that is installed: 50 ms
-    callbacks_of_packages.entry_points = functools.cache(callbacks_of_packages.entry_points)
+    if registry := sys.modules.get("lightning.fabric.utilities.registry"):
+        # each Trainer would read the metadata of every package that is installed: 50 ms
+        vars(registry)["entry_points"] = functools.cache(registry.entry_points)
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             # torch 2.15 queues each seed, with a formatted stack trace, until the device is there:

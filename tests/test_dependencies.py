@@ -16,6 +16,16 @@ OPTIONAL = (
     "tltorch tensorly"
 ).split()
 
+# docs/devices.md says in which orders of imports Lightning knows the names
+BY_NAME = """
+import lightning_shard
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+known = ["hybrid_shard" in StrategyRegistry]
+lightning_shard.XPUAccelerator
+Trainer(accelerator="cpu", devices=1, strategy="hybrid_shard", logger=False)
+print("known by name", *known, "hybrid_shard" in StrategyRegistry)
+"""
 FIT = """
 import lightning.pytorch as pl, torch, warnings
 warnings.simplefilter("ignore")
@@ -68,7 +78,8 @@ def trained_without_all(tmp_path_factory):
         f"try:\n    exec({code!r})\nexcept ModuleNotFoundError as err:\n    print(err)"
         for code in NEEDS
     )
-    done = run("\n".join([found, FIT, tries]), without(OPTIONAL, folder / "site"), folder)
+    code = "\n".join([found, BY_NAME, FIT, tries])
+    done = run(code, without(OPTIONAL, folder / "site"), folder)
     return done.stdout.splitlines(), done.stderr
 
 
@@ -76,6 +87,11 @@ def test_the_strategy_trains_without_all_of_them(trained_without_all):
     lines, errors = trained_without_all
     assert lines[0] == "[]", errors
     assert "steps 1" in lines, errors
+
+
+def test_strategy_by_name_where_lightning_came_last(trained_without_all):
+    lines, errors = trained_without_all
+    assert lines[1] == "known by name False True", errors
 
 
 # requires it, so no installation is without; torchmetrics would import what is left
