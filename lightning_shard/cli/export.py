@@ -5,9 +5,7 @@ The end of OUT chooses what is written: `.safetensors` and `.pt`, `.pth` or `.bi
 """
 
 import argparse
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -18,33 +16,17 @@ from lightning_shard.checkpoint.atomic import written_file
 from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights, with_integer_keys
 from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
-from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import UsageError, is_mapping, nearest, told_by_user
 
 Read = Callable[[Any], Any]
 
 
-def export(args: Sequence[str]) -> None:
+def export(options: argparse.Namespace) -> None:
     """Write one file.
 
     Raises:
-        UsageError: The checkpoint or the file to write is of no known kind, or not whole.
+        UsageError: The checkpoint is of no known kind or not whole, or nothing can be written.
     """
-    parser = argparse.ArgumentParser(f"{PROGRAM} export")  # its help is a page of help.py
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--strip", metavar="PREFIX", default="")
-    parser.add_argument("--trusted", action="store_true")
-    options = parser.parse_args(args)
-    write = WRITERS.get(options.out.suffix)
-    if write is None:
-        raise UsageError(
-            f"'{options.out}' ends with none of {', '.join(WRITERS)}, which choose what is written"
-        )
-    if options.strip and options.out.suffix == ".ckpt":
-        raise UsageError("--strip renames weights for other programs; a .ckpt keeps their names")
-    if os.path.realpath(options.out) == os.path.realpath(options.checkpoint):
-        raise UsageError(f"'{options.out}' is the checkpoint itself; give another name")
     with told_by_user(ValueError, FileNotFoundError):
         opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
     if opened.problem:
@@ -53,7 +35,7 @@ def export(args: Sequence[str]) -> None:
         opened.content["state_dict"] = _without_prefix(weights(opened), options.strip)
     try:
         with told_by_user(ValueError), written_file(options.out) as file:
-            write(opened, file)  # which reads all parts of the checkpoint
+            WRITERS[options.out.suffix](opened, file)  # which reads all parts of the checkpoint
     except OSError as err:
         raise UsageError(err.strerror or str(err)) from err
     except (RuntimeError, TypeError) as err:  # torch's, of tensors that the format cannot hold

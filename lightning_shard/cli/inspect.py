@@ -2,8 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +11,15 @@ from lightning_shard.checkpoint.errors import DamagedError
 from lightning_shard.checkpoint.known_layout import OWN
 from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights
 from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
-from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import printable, told_by_user
 
 
-def inspect(args: Sequence[str]) -> None:
+def inspect(options: argparse.Namespace) -> None:
     """Print what is in a checkpoint; exits with 1 if it is not whole.
 
     Raises:
-        UsageError: There is no checkpoint, or it cannot be read.
+        UsageError: The checkpoint cannot be read.
     """
-    parser = argparse.ArgumentParser(f"{PROGRAM} inspect")  # its help is a page of help.py
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--trusted", action="store_true")
-    options = parser.parse_args(args)
     with told_by_user(ValueError, FileNotFoundError):
         try:
             opened = open_checkpoint(options.checkpoint, trusted=options.trusted)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_shard.cli.checkpoint_words import export_words, inspect_words
 from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.exits import exit_with
 from lightning_shard.cli.help import PAGES, page
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 REHEARSALS = ("check", "plan")
-TOOLS = {  # the module and function of each command that needs no Lightning
-    "ops": ("operations", "report"),
-    "export": ("export", "export"),
-    "inspect": ("inspect", "inspect"),
-    "doctor": ("doctor", "doctor"),
+TOOLS = {  # of each command that needs no Lightning: its module and function, and its words
+    "ops": ("operations", "report", list),
+    "export": ("export", "export", export_words),
+    "inspect": ("inspect", "inspect", inspect_words),
+    "doctor": ("doctor", "doctor", list),
 }
 
 
@@ -58,9 +59,10 @@ def main(args: Sequence[str] | None = None) -> None:
         os.environ[f"{ENV_PREFIX}_TRACEBACK"] = "1"
     try:
         if command in TOOLS:
-            module, function = TOOLS[command]
+            module, function, read = TOOLS[command]
+            options = read(words[1:])
             tool = importlib.import_module(f"lightning_shard.cli.{module}")
-            getattr(tool, function)(words[1:])
+            getattr(tool, function)(options)
             return
         words = find_configs(words)
         names = (*LIGHTNING, *REHEARSALS, *TOOLS) if command not in REHEARSALS else (command,)

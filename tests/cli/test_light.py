@@ -38,7 +38,8 @@ def run(*commands: list[str]) -> tuple[str, list[str]]:
         (["--help"], None), (["--version"], None), (["doctor", "--help"], None),
         (["check", "--help"], None), (["fti"], 2), (["fit", "--config", "none.yaml"], 2),
         (["plan", "--config", "none.yaml"], 2), (["fit", "stray"], 2), ([], 2),
-        (["fit", "--config", "tfno_dracy"], 2),
+        (["fit", "--config", "tfno_dracy"], 2), (["inspect", "none.ckpt"], 2),
+        (["export", "none.ckpt", "out.pt"], 2), (["export", "README.md", "out.txt"], 2),
     ],
 )  # fmt: skip
 def test_torch_is_not_imported(words, status):
@@ -52,7 +53,7 @@ def test_torch_is_not_imported(words, status):
 
 def test_lightning_is_not_imported():
     """By the commands that read files and tables, in one Python after each other."""
-    _, errors = run(["ops", "conv2d"], ["inspect", "none"], ["export", "no", "o.pt"])
+    _, errors = run(["ops", "conv2d"], ["inspect", "README.md"], ["export", "README.md", "o.pt"])
     loaded = [line.split() for line in errors if line.startswith("loaded")]
     assert len(loaded) == 3
     for names in loaded:
