@@ -19,6 +19,13 @@ from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 
 CKPT_WORDS = ("best", "last", "hpc", "registry")
+LEAST = {  # of the Trainer's numbers; Lightning takes smaller ones and fails later, or not at all
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "max_epochs": -1,
+    "max_steps": -1,
+    "num_nodes": 1,
+}
 
 
 def check(config: Any, given: Sources) -> None:
@@ -33,6 +40,8 @@ def check(config: Any, given: Sources) -> None:
     """
     trainer = config.trainer
     _check_names(trainer, given)
+    _check_numbers(trainer, given)
+    _check_seed(config.get("seed_everything"), given)
     _check_checkpoint(config.get("ckpt_path"), given)
     _check_devices(trainer, given)
     _check_processes(trainer, given)
@@ -55,6 +64,29 @@ def _check_names(trainer: Any, given: Sources) -> None:
             kind = nearest(value, ["auto", *names], "use one of")
             kind = kind or nearest(value, ["auto", *_families(names)], "use one of")
             raise UsageError(f"unknown {option} '{value}'{_at(given, f'trainer.{option}')}{kind}")
+
+
+def _check_numbers(trainer: Any, given: Sources) -> None:
+    for option, least in LEAST.items():
+        value = trainer.get(option)
+        if isinstance(value, int | float) and value < least:
+            raise UsageError(
+                f"trainer.{option} must be {least} or more; got {value}"
+                f"{_at(given, f'trainer.{option}')}"
+            )
+    for option, sizes in zip(("domain", "data"), _sizes(trainer), strict=True):
+        for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
+            if isinstance(size, int) and size < 1:
+                key = f"trainer.strategy.{option}_parallel_size"
+                raise UsageError(f"{key} must be 1 or more; got {_size(sizes)}{_at(given, key)}")
+
+
+def _check_seed(seed: Any, given: Sources) -> None:
+    if isinstance(seed, int) and not 0 <= seed < 2**32:
+        raise UsageError(
+            f"seed_everything must be from 0 to {2**32 - 1}; got {seed}"
+            f"{_at(given, 'seed_everything')}"
+        )
 
 
 def _families(names: list[str]) -> list[str]:
@@ -143,7 +175,7 @@ def _check_mesh(trainer: Any, given: Sources) -> None:
     total = math.prod(domain) if isinstance(domain, (list, tuple)) else domain
     key = "trainer.strategy.domain_parallel_size"
     place = _at(given, key)
-    if total < 1 or world % total:
+    if world % total:
         fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         use = f"use one of {fits}" if world > 1 else "use 1, or more devices"
         raise UsageError(

@@ -7,14 +7,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from lightning_shard.cli.sources import ENV_PREFIX
-from lightning_shard.cli.usage import UsageError
 from lightning_shard.processes.device import accelerators, available_backends
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.process_info import LAUNCHERS
@@ -26,14 +25,8 @@ PACKAGES = (
 ALWAYS_SHOWN = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
-def doctor(args: Sequence[str]) -> None:
-    """Print the report; exits with 1 if two processes cannot form a group.
-
-    Raises:
-        UsageError: A word that the command does not know.
-    """
-    if args:
-        raise UsageError(f"unexpected '{args[0]}': doctor takes no options")
+def doctor(_: None) -> None:
+    """Print the report; exits with 1 if two processes cannot form a group."""
     for lines in (_versions(), _devices(), _surroundings(), _folders()):
         print("\n".join(lines))
     works, sentence = try_two_processes()

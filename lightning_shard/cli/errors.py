@@ -7,6 +7,7 @@ reported. Where nothing is found the parser's text is shown.
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,11 +19,13 @@ from lightning_shard.cli.names import (
     describe,
     find_class,
     is_number,
+    literals,
     parameters,
     required,
+    takes_mapping,
 )
 from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Source, Sources, short
-from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
+from lightning_shard.cli.usage import UsageError, did_you_mean, is_list, is_mapping, nearest
 
 # options of ours that are true or false: the default, and what help says
 SWITCHES = {
@@ -114,6 +117,8 @@ class _Walk:
         if key not in self.known:
             close = self._below(key) or nearest(key, self.known)
             yield f"unknown option '{key}' {self.source.place(key)}{close}"
+        elif key == "seed_everything" and not isinstance(value, bool | int):
+            yield f"{key} must be an integer, true or false; got '{value}' {self.source.place(key)}"
         elif key in SWITCHES and not isinstance(value, bool):
             yield f"{key} must be true or false; got '{value}' {self.source.place(key)}"
         elif key == "trainer" and is_mapping(value):
@@ -154,7 +159,7 @@ class _Walk:
             self.lengths[key] = start + len(items)
             for index, item in enumerate(items, start):
                 yield from self._class(item, bases, f"{key}.{index}")
-        elif is_mapping(value):
+        elif is_mapping(value) and not takes_mapping(hint):
             if key in self.lengths and not value.keys() & {*SPEC}:  # of the last item of a list
                 key = f"{key}.{self.lengths[key] - 1}"
             yield from self._class(value, bases, key)
@@ -171,11 +176,11 @@ class _Walk:
             return
         if accepts(cls, name, value, skip):
             return
-        if bases and isinstance(value, str) and not is_number(hint):
+        words = literals(hint)
+        if bases and isinstance(value, str) and not is_number(hint) and not words:
             yield from self._class(value, bases, key)
-        text = f"{key} must be {describe(hint)}; got '{value}' {self.source.place(key)}"
-        literals = re.findall(r"[\w-]+", describe(hint)) if "one of" in describe(hint) else []
-        yield text + nearest(str(value), literals, "use one of") if literals else text
+        close = did_you_mean(str(value), words)
+        yield f"{key} must be {describe(hint)}; got '{value}' {self.source.place(key)}{close}"
 
     def _class(self, value: object, bases: list[tuple[type, int]], key: str) -> Iterator[str]:
         spec: dict[str, Any] = value if is_mapping(value) else {"class_path": value}
@@ -189,6 +194,9 @@ class _Walk:
                 return
             skip = next((n for base, n in bases if issubclass(cls, base)), 0)
             self.classes[short(key)], self.named[key] = (cls, skip), place
+        elif fields := next((base for base, _ in bases if is_dataclass(base)), None):
+            yield from self._arguments(spec, fields, key, 0)  # it has no class_path
+            return
         if short(key) in self.classes:
             cls, skip = self.classes[short(key)]
             self.seen |= {f"{short(key)}.{name}" for name in spec.get("dict_kwargs") or {}}

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.cli.checkpoint_words import export_words, inspect_words
 from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.exits import exit_with
 from lightning_shard.cli.help import PAGES, page
 from lightning_shard.cli.sources import ENV_PREFIX, read_sources, split_subcommand
+from lightning_shard.cli.tool_words import doctor_words, export_words, inspect_words, ops_words
 from lightning_shard.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 LIGHTNING = ("fit", "validate", "test", "predict")
 REHEARSALS = ("check", "plan")
 TOOLS = {  # of each command that needs no Lightning: its module and function, and its words
-    "ops": ("operations", "report", list),
+    "ops": ("operations", "report", ops_words),
     "export": ("export", "export", export_words),
     "inspect": ("inspect", "inspect", inspect_words),
-    "doctor": ("doctor", "doctor", list),
+    "doctor": ("doctor", "doctor", doctor_words),
 }
 
 

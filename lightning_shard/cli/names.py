@@ -44,21 +44,29 @@ def import_short_names(given: Sources | None = None) -> None:
 def describe(hint: Any) -> str:
     """A type hint in words."""
     parts = [p for p in flatten(hint) if not (is_number(hint) and class_hints(p))]
-    literals = [
-        str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)
-    ]
     words = [_word(part) for part in parts if get_origin(part) is not Literal]
-    if literals:
-        words.insert(0, "one of " + ", ".join(dict.fromkeys(literals)))
+    if choices := literals(hint):
+        words.insert(0, "one of " + ", ".join(choices) if len(choices) > 1 else choices[0])
     if len(words) > 1 and "null" in words:
         words.remove("null")
         words.append("null")
     return " or ".join(dict.fromkeys(words))
 
 
+def literals(hint: Any) -> list[str]:
+    """The words that a type hint lists."""
+    parts = (part for part in flatten(hint) if get_origin(part) is Literal)
+    return list(dict.fromkeys(str(value) for part in parts for value in get_args(part)))
+
+
 def is_number(hint: Any) -> bool:
     """Whether a number fits, so that a word can only be a mistyped number."""
     return any(part in (int, float) for part in flatten(hint))
+
+
+def takes_mapping(hint: Any) -> bool:
+    """Whether any keys fit, so that none is mistyped."""
+    return any(dict in (part, get_origin(part)) for part in flatten(hint))
 
 
 def flatten(hint: Any) -> Iterator[Any]:
@@ -110,7 +118,7 @@ def find_class(path: str, bases: list[type]) -> tuple[type | None, str]:
     if isinstance(found, type) and not _fits(found, bases):
         wanted = " or ".join(base.__name__ for base in bases)
         return None, f": it is not a {wanted}"
-    return found if isinstance(found, type) else None, ""
+    return (found, "") if isinstance(found, type) else (None, ": it is not a class")
 
 
 @cache

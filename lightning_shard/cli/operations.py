@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_shard.cli.help import PROGRAM
+from lightning_shard.cli.usage import UsageError, did_you_mean
 from lightning_shard.ops import functions_with_rules, limits_of, name_of
 
 PREFIXES = {"torch.nn.functional.": "F.", "torch.": "", "Tensor.": ""}
@@ -85,16 +85,21 @@ def matching(found: Sequence[Family], word: str) -> list[Family]:
     return chosen
 
 
-def report(args: Sequence[str]) -> None:
-    """Print the table; exits with 2 if no function has the name asked for."""
-    parser = argparse.ArgumentParser(f"{PROGRAM} ops")  # its help is a page of help.py
-    parser.add_argument("name", nargs="?", default="")
-    parser.add_argument("--markdown", action="store_true")
-    options = parser.parse_args(args)
-    found = matching(families(), options.name)
+def report(options: argparse.Namespace) -> None:
+    """Print the table.
+
+    Raises:
+        UsageError: No function has the name asked for.
+    """
+    known = families()
+    found = matching(known, options.name)
     if not found:
-        parser.error(
-            f"no function with '{options.name}' in its name runs on split tensors; register a rule "
-            "with lightning_shard.register_rule, or gather the tensor"
+        names = {n for family in known for each in family.names.values() for n in each}
+        raise UsageError(
+            f"no function with '{options.name}' in its name runs on split tensors"
+            + (
+                did_you_mean(options.name, names)
+                or "; register a rule with lightning_shard.register_rule, or gather the tensor"
+            )
         )
     print(as_markdown(found) if options.markdown else as_text(found))

@@ -6,6 +6,7 @@ nothing here does.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,10 +166,14 @@ def _words(args: Sequence[str]) -> Iterator[Source]:
         word = words.pop(0)
         if not word.startswith("-"):
             raise UsageError(f"unexpected '{word}' {COMMAND_LINE}: options are --key value")
+        if re.fullmatch(r"-\w[\w-]+(\..*|=.*|)", word):
+            raise UsageError(f"unknown option '{word}' {COMMAND_LINE}; did you mean '-{word}'?")
         option, equals, value = word.partition("=")
         if not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
         if option in ("-c", "--config"):
+            if not value:
+                raise UsageError(f"the option 'config' has no value {COMMAND_LINE}")
             yield _file(value)
         elif option.startswith("--"):
             yield _option(option[2:], value, COMMAND_LINE)

@@ -45,13 +45,15 @@ def nearest(
         quote: How the nearest name is shown, for example as a path.
     """
     names = sorted(set(choices))
-    lower = {candidate.lower(): candidate for candidate in names}
+    listed = f"; {label} {', '.join(names)}" if names and len(names) <= SHORT_LIST else ""
+    return did_you_mean(name, names, quote) or listed
+
+
+def did_you_mean(name: str, choices: Iterable[str], quote: Callable[[str], str] = str) -> str:
+    """The end of a sentence: the nearest valid name; empty where none is near."""
+    lower = {candidate.lower(): candidate for candidate in choices}
     close = difflib.get_close_matches(name.lower(), lower, 1, 0.6)
-    if close:
-        return f"; did you mean '{quote(lower[close[0]])}'?"
-    if names and len(names) <= SHORT_LIST:
-        return f"; {label} {', '.join(names)}"
-    return ""
+    return f"; did you mean '{quote(lower[close[0]])}'?" if close else ""
 
 
 def nearest_file(path: Path, pattern: str = "*") -> str:

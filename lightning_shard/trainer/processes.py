@@ -70,23 +70,26 @@ class Processes:
         """Note the sizes.
 
         Raises:
-            ValueError: A size is smaller than 1.
+            ValueError: A size is no whole number from 1 on, or `timeout_s` is not positive.
         """
         domain, self.fits_itself = domain_parallel_size, domain_parallel_size == "auto"
         self.data_parallel_size: int | Literal["auto"] = data_parallel_size
-        self.domain_sizes: tuple[int, ...] = ()
-        if not isinstance(domain, str):
-            self.domain_sizes = (domain,) if isinstance(domain, int) else tuple(domain)
+        self.domain_sizes = () if isinstance(domain, str) else _numbers(domain)
         self.shard_size: int | Literal["node"] | None = shard_size
         self.timeout_s, self.backend = timeout_s, backend
         self.mesh: DeviceMesh | None = None
-        sizes = [*self.domain_sizes, 1 if data_parallel_size == "auto" else data_parallel_size]
+        sizes = [
+            *self.domain_sizes,
+            *([] if data_parallel_size == "auto" else [data_parallel_size]),
+        ]
         known = self.domain_sizes or domain == "auto"
-        if not known or min(sizes) < 1:
+        if not known or not all(isinstance(size, int) and size >= 1 for size in sizes):
             raise ValueError(
                 "data_parallel_size and domain_parallel_size must be 1 or more, or 'auto'; got "
                 f"{data_parallel_size} and {domain_parallel_size}."
             )
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be a positive number of seconds; got {timeout_s}.")
 
     @property
     def domain_size(self) -> int:
@@ -211,6 +214,10 @@ class Processes:
                 timeout_s=self.timeout_s,
                 check=check,
             )
+
+
+def _numbers(sizes: Any) -> tuple[Any, ...]:
+    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
 
 
 def _refused(reason: str) -> ValueError:

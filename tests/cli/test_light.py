@@ -113,8 +113,23 @@ def _fail() -> float:
     raise OSError("no route")
 
 
-def test_doctor_takes_no_words(capsys):
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("doctor --verbose", "unexpected '--verbose': doctor takes no options"),
+        ("ops --conv", "unexpected '--conv'; options are --markdown"),
+        ("ops relu gelu", "unexpected 'gelu'"),
+        ("ops grid_sampl3", "no function with 'grid_sampl3' in its name runs on split tensors; "
+         "did you mean 'F.grid_sample'?"),
+        ("inspect", "the following arguments are required: checkpoint"),
+        ("inspect README.md --trust", "unexpected '--trust'; did you mean '--trusted'?"),
+        ("inspect pyproject.tom", "there is no file 'pyproject.tom'"),
+        ("export README.md", "the following arguments are required: out"),
+        ("export README.md o.onnx", "'o.onnx' ends with none of .safetensors, .pt"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_words_of_tools(capsys, words, sentence):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["doctor", "--verbose"])
+        cli.main(words.split())
     assert stop.value.code == 2
-    assert "unexpected '--verbose': doctor takes no options" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")

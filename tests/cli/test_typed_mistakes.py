@@ -1,4 +1,4 @@
-"""Sixty-four mistakes as they are typed, in the shipped Darcy config and beside it.
+"""Seventy-eight mistakes as they are typed, in the shipped Darcy config and beside it.
 
 Each is one sentence with exit status 2 that has the option, its place and, where one is near, the
 right word. None is accepted.
@@ -87,6 +87,24 @@ IN_THE_FILE = [
     ("test_resolutions: [64, 32, 128]", "test_resolutions: [64, x]", f"{DATA}.test_resolutions",
      "a list of integers"),
     ("test_after_fit: true", "test_after_fit: yess", "test_after_fit", "true or false"),
+    ("max_epochs: 12", "max_epochs: -3", "trainer.max_epochs", "-1 or more"),
+    ("max_epochs: 12", "accumulate_grad_batches: 0", "trainer.accumulate_grad_batches",
+     "1 or more"),
+    ("domain_parallel_size: 1", "domain_parallel_size: 0", "trainer.strategy.domain_parallel_size",
+     "1 or more"),
+    ("domain_parallel_size: 1", "domain_parallel_size: 2.0",
+     f"{STRATEGY}.domain_parallel_size", "a list of integers; got '2.0'"),
+    ("data_parallel_size: auto", "data_parallel_size: 0", "trainer.strategy.data_parallel_size",
+     "1 or more"),
+    ("domain_parallel_size: 1", "sharding: ful", f"{STRATEGY}.sharding", "full"),
+    ("domain_parallel_size: 1", "sharding: {mod: full}", f"{STRATEGY}.sharding.mod", "mode"),
+    ("domain_parallel_size: 1", "sharding: {mode: full, warp: [A]}", f"{STRATEGY}.sharding.warp",
+     "wrap"),
+    ("domain_parallel_size: 1", "sharding: {mode: ful}", f"{STRATEGY}.sharding.mode", "full"),
+    ("seed_everything: ", "seed_everything: abc #", "seed_everything", "true or false"),
+    ("seed_everything: ", "seed_everything: -1 #", "seed_everything", "from 0 to"),
+    ("lightning_shard.HybridShardStrategy", "lightning_shard.parallelize",
+     "trainer.strategy.class_path", "not a class"),
     # YAML itself
     ("max_epochs: 12", "max_epochs 12", "is not valid YAML", "expected ':'"),
     ("  max_epochs: 12", "   max_epochs: 12", "", "is not valid YAML"),
@@ -105,6 +123,8 @@ ON_THE_COMMAND_LINE = [
     ("--config runn.yaml", "runn.yaml", "run.yaml"),
     ("--ckpt_path runn.yaml", "ckpt_path", "run.yaml"),
     ("--trainer.devices", "trainer.devices", "has no value"),
+    ("--config", "config", "has no value"),
+    ("-trainer.max_epochs 3", "-trainer.max_epochs", "--trainer.max_epochs"),
 ]
 
 
