@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_modules.shared.classifier import Batch, Classifier
+from lightning_modules.shared.numbers import at_least
 
 
 # A named function and not a lambda: jsonargparse turns a lambda into init_args, and those would
@@ -161,6 +162,9 @@ class SyntheticImagesDataModule(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        at_least(1, resolution=resolution, channels=channels, num_classes=num_classes)
+        at_least(1, num_train=num_train, batch_size=batch_size)
+        at_least(0, num_val=num_val, num_test=num_test, num_workers=num_workers)
         self.batch_size = batch_size
         self.num_workers = num_workers
         ends = (0, num_train, num_train + num_val, num_train + num_val + num_test)

@@ -24,6 +24,7 @@ from lightning_modules.darcy.files import (
 )
 from lightning_modules.darcy.stats import DarcyStats, ensure_stats, read_stats, stats_of
 from lightning_modules.shared.fields import FieldDataset
+from lightning_modules.shared.numbers import at_least
 
 
 class _Pairs(Dataset[dict[str, Any]]):
@@ -71,6 +72,9 @@ class DarcyDataModule(LightningDataModule):
         storage: How generated samples are kept: "memory" for files that are read whole, "hdf5" and
             "zarr" for fields that are too large for that.
         prefetch_factor: Batches that each worker reads ahead.
+
+    Raises:
+        ValueError: A number is too small, or has no meaning for `test_resolutions`.
     """
 
     def __init__(
@@ -92,6 +96,10 @@ class DarcyDataModule(LightningDataModule):
         super().__init__()
         if storage not in SUFFIXES:
             raise ValueError(f"storage must be one of {', '.join(SUFFIXES)}; got {storage!r}.")
+        at_least(3, train_resolution=train_resolution, test_resolutions=test_resolutions)
+        at_least(1, num_train=num_train, num_test=num_test, prefetch_factor=prefetch_factor)
+        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        at_least(0, num_val=num_val, num_workers=num_workers, seed=seed)
         self.save_hyperparameters()
         self.train_resolution = train_resolution
         self.test_resolutions = test_resolutions or [train_resolution, 2 * train_resolution]

@@ -23,6 +23,7 @@ from torch.optim import Adam, Optimizer
 from typing_extensions import override
 
 from lightning_modules.darcy.data import DarcyDataModule
+from lightning_modules.shared.numbers import at_least
 from lightning_modules.shared.train_loss import log_train_loss
 
 Batch = dict[str, Tensor]
@@ -78,6 +79,7 @@ class TFNODarcy(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        at_least(1, n_modes=n_modes, hidden_channels=hidden_channels, n_layers=n_layers)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.network: TFNO | None = None
         self.network_options: dict[str, Any] = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lightning_modules.shared.numbers import at_least
 from lightning_modules.shared.optional import optional
 
 _MEAN_STD = {"digits": (0.3053, 0.3247), "mnist": (0.1307, 0.3081)}  # of pixels in [0, 1]
@@ -55,6 +56,8 @@ class MNISTDataModule(LightningDataModule):
                 f"val_fraction must be at least 0 and below 1; got {val_fraction}. With 0 the test "
                 "set validates."
             )
+        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        at_least(0, num_workers=num_workers)
         self.source = source
         self.root = Path(root)
         self.download = download

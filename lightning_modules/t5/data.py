@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from lightning_modules.shared.cached import cached, digest
+from lightning_modules.shared.numbers import at_least
 from lightning_modules.t5.corpus import Corpus, Pair, Split
 from lightning_modules.t5.docstrings import Docstrings
 from lightning_modules.t5.tokenizer import load_tokenizer, tokenizer_of, train_tokenizer
@@ -96,6 +97,10 @@ class SummarizationDataModule(LightningDataModule):
         root: str = "data/tokenizers",
     ) -> None:
         super().__init__()
+        at_least(1, max_source_tokens=max_source_tokens, max_summary_tokens=max_summary_tokens)
+        at_least(1, num_train=num_train, num_val=num_val, num_test=num_test)
+        at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        at_least(0, num_workers=num_workers)
         self.corpus = corpus or Docstrings()
         self.tokenizer_name = tokenizer
         self.vocab_size = vocab_size

@@ -47,6 +47,7 @@ def check(config: Any, given: Sources) -> None:
     _check_processes(trainer, given)
     _check_mesh(trainer, given)
     _check_contradictions(trainer, given)
+    _check_folder(trainer.default_root_dir, given)
 
 
 def _check_names(trainer: Any, given: Sources) -> None:
@@ -94,6 +95,18 @@ def _families(names: list[str]) -> list[str]:
     return [n for n in names if not any(n != m and n.startswith(m + "_") for m in names)]
 
 
+def _check_folder(folder: Any, given: Sources) -> None:
+    if not isinstance(folder, str) or "://" in folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        place = _at(given, "trainer.default_root_dir")
+        raise UsageError(
+            f"trainer.default_root_dir '{folder}'{place} cannot be made: {err.strerror}"
+        ) from err
+
+
 def _check_checkpoint(path: Any, given: Sources) -> None:
     if (
         not isinstance(path, str)
@@ -115,6 +128,10 @@ def _check_devices(trainer: Any, given: Sources) -> None:
             f"trainer.devices must be a number, auto, or a list such as 0,1; got '{words}'"
             f"{_at(given, 'trainer.devices')}"
         )
+    wanted = _count(words)
+    if wanted == 0:
+        place = _at(given, "trainer.devices")
+        raise UsageError(f"trainer.devices must be 1 or more; got {words}{place}")
     kind = _device_kind(trainer.accelerator)
     if kind is None:
         return
@@ -124,7 +141,6 @@ def _check_devices(trainer: Any, given: Sources) -> None:
             f"trainer.accelerator is '{trainer.accelerator}'{_at(given, 'trainer.accelerator')} "
             f"but this machine has no {kind} device; use cpu or auto"
         )
-    wanted = _count(trainer.devices)
     if wanted is not None and wanted > available:
         raise UsageError(
             f"trainer.devices asks for {wanted} {kind} devices{_at(given, 'trainer.devices')} "

@@ -212,4 +212,17 @@ def _last_resort(sources: Sources, message: str) -> UsageError:
         return UsageError(f"unknown option '{unrecognized.group(1)}' {COMMAND_LINE}")
     if missing := re.match(r"argument --([\w.]+)\S*: expected one argument", message):
         return UsageError(f"the option '{missing.group(1)}' has no value {COMMAND_LINE}")
+    if given := re.match(r'Parser key "([\w.]+)":\n', message):
+        return _of_parser_key(sources, given.group(1), message)
     return UsageError(message.strip() + (f" ({found.group(1)} {place})" if found and place else ""))
+
+
+def _of_parser_key(sources: Sources, key: str, message: str) -> UsageError:
+    """Of the parser's nested text, the option and what was given for it."""
+    inner = re.search(r"NestedArg\(key='([\w.]+)', val='?(.*?)'?\)", message)
+    if inner:
+        key, value = f"{key}.{inner.group(1)}", inner.group(2)
+    else:
+        value = message.rpartition("Given value: ")[2].strip().partition("\n")[0]
+    hint = "a mapping needs a space after each colon" if re.match(r"\{\w+:\S", value) else ""
+    return UsageError(f"{key} cannot be '{value}' {sources.place(key)}".rstrip(), hint)

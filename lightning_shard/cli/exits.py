@@ -6,9 +6,13 @@ because it may have happened on them alone.
 """
 
 import os
+import pickle
 import sys
+import sysconfig
+import textwrap
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +23,7 @@ from lightning_shard.processes.process_info import rank_variables
 
 MISTYPED = 2  # the exit status
 SAYS_ALL = (ValueError, OSError, NotImplementedError)  # whose sentences need no kind
+LONGEST = 200  # characters of a cause
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
 
 
@@ -27,12 +32,13 @@ def is_first_rank() -> bool:
     return all(os.environ.get(name, "0") in ("0", "") for name in rank_variables())
 
 
-def exit_with(err: Exception, code: int) -> NoReturn:
+def exit_with(err: Exception, code: int, given: Sequence[str] = ()) -> NoReturn:
     """Print `error: <sentence>` from one rank and exit on all.
 
     Args:
         err: What went wrong.
         code: The exit status.
+        given: The options that it names, with their places.
     """
     if code == MISTYPED:  # which another attempt would not change
         end_attempts()
@@ -46,6 +52,7 @@ def exit_with(err: Exception, code: int) -> NoReturn:
     elif not _is_on_all_ranks(err):
         lines += [f"       {note}" for note in getattr(err, "__notes__", [])] + _causes(err)
         lines.append(f"       {_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback")
+        lines += [f"       {option}" for option in given]
         lines += [f"       called at {place}"] if (place := _in_code_of_the_user(err)) else []
     prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
     shown = [printable(line) for line in "\n".join(lines).splitlines()]
@@ -89,6 +96,7 @@ def _in_code_of_the_user(err: Exception) -> str:
         path = Path(frame.f_code.co_filename)
         module = frame.f_globals.get("__name__", "").partition(".")[0]
         installed = "site-packages" in path.parts or not path.is_file()
+        installed = installed or path.is_relative_to(sysconfig.get_path("stdlib"))
         if not installed and module not in ("lightning_shard", "__main__", "runpy"):
             return f"{path}:{line}" if depth else ""
     return ""
@@ -106,12 +114,18 @@ def _rank() -> str:
 
 
 def _causes(err: BaseException) -> list[str]:
+    """What led to it; torch's advice on files that cannot be read is left out: it is not safe."""
     lines: list[str] = []
     seen = err.__cause__
-    while seen is not None:
-        lines.append(f"       caused by {type(seen).__name__}: {seen}")
+    while seen is not None and not isinstance(seen, pickle.UnpicklingError):
+        lines.append(f"       caused by {type(seen).__name__}: {_first_line(seen)}")
         seen = seen.__cause__
     return lines
+
+
+def _first_line(err: BaseException) -> str:
+    lines = str(err).strip().splitlines()
+    return textwrap.shorten(lines[0], LONGEST) if lines else ""
 
 
 def _raised_in(err: Exception) -> str:

@@ -1,8 +1,7 @@
 """Lightning's command line with our strategy, and errors of one sentence.
 
-The optimizer is made after sharding. A mistake in what was typed exits with 2. A refusal by a
-module, a data module or the strategy while they are built, and any error of the first batch, exit
-with 1. All other errors keep their traceback.
+The optimizer is made after sharding. A mistake in what was typed exits with 2. Any other error
+until the first batch is done exits with 1, and those after it keep their traceback.
 """
 
 import argparse
@@ -42,6 +41,7 @@ from lightning_shard.cli.sources import (
     split_subcommand,
 )
 from lightning_shard.cli.usage import UsageError
+from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
@@ -128,7 +128,7 @@ class ShardCLI(LightningCLI):
             self.config = parser.parse_args(args)
             return
         command, words = split
-        self.given = read_sources(words, command)
+        self.given = self.state.given = read_sources(words, command)
         import_short_names(self.given)
         defaults = self._parser(command).get_defaults()
         known = set(defaults.keys(branches=True))
@@ -143,6 +143,8 @@ class ShardCLI(LightningCLI):
             classes = {"trainer.strategy": "lightning_shard.HybridShardStrategy"}
             raise diagnose(self.given, top, classes, str(err), command) from err
         config = self.config[command]
+        if command != "fit" and not config.get("ckpt_path") and is_first_rank():
+            print("note: without ckpt_path the weights are those of a new model", file=sys.stderr)
         if self.rehearsal:
             self.asked = on_this_machine(config.trainer, self.asked)
         find_device(config.trainer)
@@ -175,7 +177,7 @@ class ShardCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Watch what is built for the trainer."""
-        for base in (Strategy, Accelerator, Logger, Profiler, Callback):
+        for base in (Strategy, ShardingOptions, Accelerator, Logger, Profiler, Callback):
             self.parser.add_instantiator(self.state.build, base)
 
     def after_instantiate_classes(self) -> None:
@@ -253,7 +255,7 @@ def run(args: Sequence[str]) -> None:
         exit_with(err, code=2)
     except Exception as wrapped:
         err = origin(wrapped, state.error)
-        if not state.is_refusal(err) or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
+        if state.stepped or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
             raise err from err.__cause__
         state.stop_children()
-        exit_with(err, code=1)
+        exit_with(err, code=1, given=state.given.mentioned(str(err)))

@@ -4,32 +4,29 @@ import signal
 import time
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-REFUSALS = (ValueError, OSError, NotImplementedError, MisconfigurationException)
+from lightning_shard.cli.sources import Sources
 
 
 class RunState(Callback):
     """How far the run is, and the last error while building, which the parser would hide.
 
     Attributes:
-        running: Whether batches flow.
-        stepped: Whether a batch is done: then every error keeps its traceback.
+        stepped: Whether a batch is done. Before, one sentence says enough of any error; later,
+            every error keeps its traceback.
+        given: What the user gave.
     """
 
     has_last_words = True  # which EpochReport leaves to the command line
 
     def __init__(self) -> None:
-        self.running = self.stepped = False
+        self.stepped = False
+        self.given = Sources()
         self.error: Exception | None = None
         self.trainer: Trainer | None = None
         self.started = time.monotonic()
         self.first_step: int | None = None  # of this training, which may not begin
-
-    def is_refusal(self, err: Exception) -> bool:
-        """Whether one sentence says enough: of options that are refused, and of the first batch."""
-        return not self.stepped if self.running else isinstance(err, REFUSALS)
 
     def stop_children(self) -> None:
         """Stop the ranks launched from here, which would report the same refusal once more."""
@@ -45,16 +42,11 @@ class RunState(Callback):
             self.error = err
             raise
 
-    def _run(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.running = True
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Batches flow from here on, and steps count."""
-        self.running, self.first_step = True, trainer.global_step
+        """Steps count from here on."""
+        self.first_step = trainer.global_step
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         self.stepped = True
 
-    on_sanity_check_start = on_validation_start = _run
-    on_test_start = on_predict_start = _run
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = _step

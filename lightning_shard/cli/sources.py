@@ -58,6 +58,12 @@ class Sources:
         """All values that were written anywhere, as text."""
         return {str(leaf) for source in self.given for leaf in _leaves(source.options)}
 
+    def mentioned(self, text: str) -> list[str]:
+        """The options that a sentence names by the last part of their key, with their places."""
+        words = {*re.findall(r"\w+", text)}
+        keys = {key for source in self.given for key in _keys(source.options)}
+        return [f"{k} {self.place(k)}" for k in sorted(keys) if k.rpartition(".")[2] in words]
+
     def __contains__(self, key: str) -> bool:
         return bool(self.place(key))
 
@@ -74,6 +80,15 @@ def _leaves(value: object) -> Iterator[object]:
             yield from _leaves(child)
     else:
         yield value
+
+
+def _keys(options: object, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """The dotted keys of all values that are no mappings, without `init_args`."""
+    if not is_mapping(options):
+        yield short(".".join(above))
+        return
+    for name, value in options.items():
+        yield from _keys(value, (*above, name))
 
 
 def short(key: str) -> str:

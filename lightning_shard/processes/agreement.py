@@ -7,6 +7,7 @@ raises.
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_shard.processes.torch_internals import default_store
 STAY_S = 2.0  # of rank 0, after a difference was found
 SHOWN = 200  # characters of a value
 POLL_S = 0.1  # at most, between two looks for what another rank writes
+WORD_S = 15.0  # before the first word on who is waited for; each later pause is longer
 CHECK_S = 1.0  # between two looks for its failure
 Check = Callable[[Sequence[int]], None]
 
@@ -135,17 +137,31 @@ def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
 
 
 def _read(store: Any, name: str, world_size: int, timeout_s: float, check: Check) -> list[Any]:
-    """What each rank has written."""
-    deadline = time.monotonic() + timeout_s
+    """What each rank has written; now and then, a line says who is waited for."""
+    begun = time.monotonic()
+    next_word, deadline = begun + WORD_S, begun + timeout_s
     told: list[Any] = []
 
     def missing() -> list[int]:
         return [r for r in range(len(told), world_size) if not store.check([f"{name}/{r}"])]
 
+    def look() -> None:
+        nonlocal next_word
+        check(missing())
+        if time.monotonic() > next_word:
+            waited = time.monotonic() - begun
+            print(
+                f"rank 0 has waited {waited:.0f} s for the ranks {missing()} of {world_size}, and "
+                f"gives up after {timeout_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            next_word += 4 * waited
+
     for rank in range(world_size):
         key = f"{name}/{rank}"
         try:
-            _wait(store, key, deadline, lambda: check(missing()))
+            _wait(store, key, deadline, look)
         except TimeoutError as err:
             raise TimeoutError(
                 f"the ranks {missing()} of {world_size} have not arrived after {timeout_s:.0f} s; "

@@ -45,7 +45,7 @@ MESHES = {
         f"{DOMAIN} 2 x 2 (on the command line) does not divide the 6 processes "
         "(devices 3 x num_nodes 2); use one of 1, 2, 3, 6",
     ),
-    "zero": (["--trainer.devices=2", f"--{DOMAIN}=0"], f"{DOMAIN} 0"),
+    "zero": (["--trainer.devices=2", f"--{DOMAIN}=0"], f"{DOMAIN} must be 1 or more; got 0"),
     "one process": (
         ["--trainer.devices=1", f"--{DOMAIN}=2"],
         "does not divide the 1 process (devices 1 x num_nodes 1); use 1, or more devices",

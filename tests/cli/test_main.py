@@ -270,9 +270,17 @@ def test_refusal_inside_a_union_of_types(capsys, words):
     assert "raised in test_main.py:" in lines[-1]
 
 
-def test_bug_in_a_constructor_keeps_its_type():
-    with pytest.raises(AttributeError, match="no_such_name"):
-        fit("--model.fail_in", "bug")
+def test_bug_in_a_constructor_keeps_its_type(capsys):
+    code, lines = refusal(capsys, "--model.fail_in", "bug")
+    assert code == 1
+    assert lines[-3] == "error: AttributeError: 'Net' object has no attribute 'no_such_name'"
+
+
+def test_an_option_that_a_refusal_names_has_its_place(capsys):
+    Path("modes.yaml").write_text("model:\n  init_args:\n    modes: 8\n")
+    _, lines = refusal(capsys, "--model.fail_in", "init", "--config", "modes.yaml")
+    assert lines[-3] == "error: modes 8 needs at least 16 points, got 4"
+    assert lines[-1].strip() == "model.modes at modes.yaml:3"
 
 
 def test_refusal_on_another_rank_alone_is_still_said(capsys, monkeypatch):

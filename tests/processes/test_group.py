@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_shard import HybridShardStrategy, process_info, start_process_group
+from lightning_shard.processes import agreement
 from lightning_shard.processes.agreement import agree
 from lightning_shard.processes.group import join
 from tests.training import loader, make, trainer
@@ -68,6 +70,15 @@ def test_ranks_that_do_not_come():
     assert set(raised) == {0, 1}
     assert all("the ranks [2] of 3 have not arrived after 1 s" in t for t in raised.values())
     assert seconds < 10
+
+
+def test_who_is_waited_for_is_said(capfd, monkeypatch):
+    monkeypatch.setattr(agreement, "CHECK_S", 0.1)
+    monkeypatch.setattr(agreement, "WORD_S", 0.3)
+    agreed([{}, {}], timeout_s=2.0)
+    words = re.findall(r"rank 0 has waited \d s for the ranks (.*), and", capfd.readouterr().err)
+    assert words[0] == "[2] of 3"
+    assert len(words) < 4  # and not each second
 
 
 def test_numbers_of_processes_that_differ():
