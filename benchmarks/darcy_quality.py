@@ -151,9 +151,12 @@ def draw(curves: dict[str, Sequence[float]], path: Path) -> None:
     styles = {"one process": "-", "two domain ranks": "o", "neuraloperator's Trainer": "x"}
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for name, errors in curves.items():
-        axes.plot(range(1, len(errors) + 1), errors, styles[name], label=name, fillstyle="none")
-    axes.set(xlabel="epoch", ylabel=f"relative L2 error at {RESOLUTION} x {RESOLUTION}")
-    axes.set_yscale("log")
+        percent = [100 * error for error in errors]
+        axes.plot(range(1, len(errors) + 1), percent, styles[name], label=name, fillstyle="none")
+    axes.set(xlabel="epoch", ylabel="relative L2 error (%)")
+    axes.set_title(f"Darcy flow, validation at {RESOLUTION} x {RESOLUTION} grid points")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
