@@ -5,6 +5,7 @@ The line above a block says how it runs:
     <!-- run: script -->       by itself, in a process of its own
     <!-- run: ranks 2 -->      on ranks, after `ON_RANKS`
     <!-- run: alone -->        in one process, after `ALONE`
+    <!-- run: xpu -->          by tests/trainer/xpu/test_features.py, after README's program
     <!-- run: commands -->     each line in a shell, in a folder with README's program
     <!-- run: parse -->        the options of each `fit` are read, and nothing is trained
     <!-- not run: why -->
@@ -37,7 +38,7 @@ import torch
 import torch.distributed as dist
 import lightning_shard
 field = torch.randn(2, 1, 13, 8)
-model = torch.nn.Conv2d(1, 4, 3, padding=1)
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.GELU())
 """
 ALONE = """
 import lightning_shard
@@ -69,7 +70,7 @@ def blocks(*kinds):
 def test_it_runs_or_says_why_not(mark, code):
     assert mark is not None, "no word says how this block is run"
     how, _, what = mark.partition(": ")
-    known = {"script", "ranks", "alone", "commands", "parse"}
+    known = {"script", "ranks", "alone", "xpu", "commands", "parse"}
     assert (how == "run" and what.split()[0] in known) or (how == "not run" and len(what) > 10)
 
 

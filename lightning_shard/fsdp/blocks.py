@@ -66,7 +66,7 @@ def named(root: nn.Module, names: Sequence[str], option: str) -> set[nn.Module]:
     for name in names:
         if name not in classes:
             near = difflib.get_close_matches(name, classes, n=3, cutoff=0.5)
-            hint = " or ".join(near) if near else ", ".join(sorted(classes))
+            hint = " or ".join(near) if near else ", ".join(sorted(classes)) or "none"
             raise ValueError(
                 f"{option}: the network has no module of class {name!r}; "
                 f"{'did you mean' if near else 'its classes are'} {hint}{'?' if near else '.'}"

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import datetime
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -299,3 +300,24 @@ def test_mnist_on_the_command_line(tmp_path):
     told = [line for line in lines if line.startswith("Elapsed device time of training (xpu): ")]
     assert len(told) == (dist.get_rank() == 0)
     assert list(tmp_path.rglob("last.ckpt"))
+
+
+@pytest.mark.spmd(2, "xpu")
+def test_the_program_of_the_documentation(tmp_path):
+    """That of docs/coming_from.md, with the module and the data of README's program."""
+    root = Path(__file__).parents[3]
+    (program,) = blocks_of((root / "README.md").read_text(), "run: script")
+    (here,) = blocks_of((root / "docs/coming_from.md").read_text(), "run: xpu")
+    names = {"__name__": "train"}
+    with contextlib.chdir(tmp_path):
+        exec(program, names)
+        names |= {"MyModule": names["Shift"], "MyData": names["Fields"]}
+        exec(here, names)
+    module = names["trainer"].lightning_module
+    assert names["trainer"].global_step == 4  # 32 samples, in batches of 4, on two replicas
+    assert {p.device.type for p in module.parameters()} == {"xpu"}
+
+
+def blocks_of(text, mark):
+    """The blocks of a page that are marked so."""
+    return re.findall(rf"^<!-- {mark} -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
