@@ -38,6 +38,10 @@ class ShardingOptions:
         prefetch: How many blocks are gathered ahead of the one that computes.
         activation_checkpointing: Classes whose activations are computed again in backward instead
             of kept; True: those of the blocks.
+        checkpoint_keeps: Operators of torch.ops.aten, such as `["convolution", "mm", "addmm"]`,
+            whose results activation_checkpointing keeps; what lies between them is computed again.
+        activation_offload: Classes whose activations lie in the host's memory until backward; True:
+            those of the blocks.
         compile_blocks: Whether torch.compile compiles each block, as one graph with its
             collectives. What does not compile runs as it is, after a warning.
 
@@ -54,6 +58,8 @@ class ShardingOptions:
     cpu_offload: bool = False
     prefetch: int = 1
     activation_checkpointing: bool | Sequence[str] = False
+    checkpoint_keeps: Sequence[str] = ()
+    activation_offload: bool | Sequence[str] = False
     compile_blocks: bool = False
 
     def __post_init__(self) -> None:
@@ -71,6 +77,38 @@ class ShardingOptions:
             raise ValueError(f"prefetch must be 1 or more blocks; got {self.prefetch}.")
         if self.wrap is not None and self.min_num_params is not None:
             raise ValueError("wrap and min_num_params both choose the blocks; give one of them.")
+        self._refuse_activations()
+
+    def _refuse_activations(self) -> None:
+        """Refuse what would recompute or move nothing."""
+        names = [self.checkpoint_keeps] if isinstance(self.checkpoint_keeps, str) else None
+        object.__setattr__(self, "checkpoint_keeps", tuple(names or self.checkpoint_keeps))
+        if self.checkpoint_keeps and not self.activation_checkpointing:
+            raise ValueError(
+                "checkpoint_keeps says what activation_checkpointing does not compute again; give "
+                "activation_checkpointing, too."
+            )
+        if self.checkpoint_keeps and self.compile_blocks:
+            raise ValueError(
+                "checkpoint_keeps cannot see the operators inside of the graphs of compile_blocks; "
+                "give one of them."
+            )
+        for name in self.checkpoint_keeps:
+            if not hasattr(torch.ops.aten, name):
+                raise ValueError(
+                    f"checkpoint_keeps: torch.ops.aten has no operator {name!r}; a profile shows "
+                    "the names of a network's operators, such as aten::addmm."
+                )
+        if self.activation_offload and self.compile_blocks:
+            raise ValueError(
+                "activation_offload cannot move what compile_blocks keeps inside of a graph; give "
+                "one of them."
+            )
+        if self.activation_offload and self.activation_offload == self.activation_checkpointing:
+            raise ValueError(
+                "activation_checkpointing leaves activation_offload nothing to move in the same "
+                "blocks; give one of them, or each its own classes."
+            )
 
     @property
     def policy(self) -> MixedPrecisionPolicy:

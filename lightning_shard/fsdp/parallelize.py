@@ -25,6 +25,7 @@ from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
 from lightning_shard.fsdp.mixins import is_a
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
+from lightning_shard.fsdp.offload import offload
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients
 from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
@@ -160,13 +161,26 @@ def _change_forward(
 ) -> None:
     if options.compile_blocks:  # first, so that what is recomputed is compiled
         compile_forward(chosen)
-    names = options.activation_checkpointing
-    if names is True:
-        recompute(chosen)
-    elif names:
-        recompute(named(module, names, "activation_checkpointing"))
-    if names:
+    again = _fitting(module, chosen, options, "activation_checkpointing")
+    moved = _fitting(module, chosen, options, "activation_offload")
+    inside = {part for block in again for part in block.modules()}
+    if lost := inside & moved:
+        raise ValueError(
+            f"activation_offload has nothing to move in {type(next(iter(lost))).__name__}, which "
+            "activation_checkpointing computes again; give each its own classes."
+        )
+    offload(moved)
+    recompute(again, options.checkpoint_keeps)
+    if options.activation_checkpointing:
         keep_no_cache(module)
+
+
+def _fitting(
+    module: nn.Module, chosen: Sequence[nn.Module], options: ShardingOptions, option: str
+) -> set[nn.Module]:
+    """The modules that an option names: classes, or True for the blocks."""
+    names = getattr(options, option)
+    return {*chosen} if names is True else named(module, names, option) if names else set()
 
 
 def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:

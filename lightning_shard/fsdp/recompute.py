@@ -4,17 +4,25 @@ Both change `forward` only. FSDP2's hooks, and those that take split tensors pas
 outside, so what is compiled or recomputed sees whole parameters. Names in the state dict stay.
 """
 
+import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lightning_shard.fsdp.mixins import mix_in
+from lightning_shard.processes.torch_internals import DispatchMode
 from lightning_shard.tensor.compiled import CompiledBlock
 from lightning_shard.tensor.kind import COMPILED
+
+_KEEPS = "_checkpoint_keeps"  # attribute of a module: operators
 
 
 class _Recomputed:
@@ -28,13 +36,49 @@ class _Recomputed:
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        keeps = self.__dict__.get(_KEEPS, ())
+        if keeps:
+            kwargs["context_fn"] = functools.partial(_keeping, keeps)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-def recompute(modules: Iterable[nn.Module]) -> None:
-    """Keep only the inputs of these modules for backward, and run them again there."""
+class _Only(DispatchMode):
+    """Shows one of torch's modes some operators alone.
+
+    Torch's count all operators, and raise where the repetition runs others: FSDP2's hooks do not
+    gather again what is there, and rules have constants that they compute once.
+    """
+
+    def __init__(self, mode: Any, names: Sequence[str]) -> None:
+        super().__init__()
+        self.mode, self.names = mode, names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).removeprefix("aten.").split(".")[0] in self.names:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _keeping(names: Sequence[str]) -> tuple[_Only, _Only]:
+    """Contexts of forward and of its repetition, in which the results of operators stay."""
+
+    def keep(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts: Callable[..., Any] = create_selective_checkpoint_contexts
+    forward, again = contexts(keep)
+    return _Only(forward, names), _Only(again, names)
+
+
+def recompute(modules: Iterable[nn.Module], keeps: Sequence[str] = ()) -> None:
+    """Keep only the inputs of these modules for backward, and run them again there.
+
+    Args:
+        modules: In place.
+        keeps: Operators of aten whose results are kept, too, and not computed again.
+    """
     for module in modules:
-        mix_in(module, _Recomputed)
+        mix_in(module, _Recomputed, **{_KEEPS: tuple(keeps)})
 
 
 def keep_no_cache(root: nn.Module) -> None:

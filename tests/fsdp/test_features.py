@@ -1,6 +1,7 @@
 """One row per option of FSDP: on every mesh, training equals that of one process."""
 
 import functools
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -11,13 +12,16 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import lightning_shard
 from lightning_shard import HybridShardStrategy, ShardingOptions
 from lightning_shard.fsdp import recompute
 from lightning_shard.tensor import compiled
 from lightning_shard.tensor.compiled import CompiledBlock
 from tests import training
 from tests.fsdp.network import (
+    Block,
     assert_equal_runs,
     is_block,
     net,
@@ -25,6 +29,7 @@ from tests.fsdp.network import (
     train_alone,
     train_sharded,
 )
+from tests.parity import mesh_of
 
 ROWS = {
     "full": {},
@@ -39,8 +44,12 @@ ROWS = {
     "prefetch": {"wrap": ["Block"], "prefetch": 2},
     "checkpointing of blocks": {"wrap": ["Block"], "activation_checkpointing": True},
     "checkpointing by class": {"activation_checkpointing": ["Block"]},
+    "checkpointing that keeps": {
+        "wrap": ["Block"], "activation_checkpointing": True, "checkpoint_keeps": ["convolution"],
+    },
+    "activations on the host": {"wrap": ["Block"], "activation_offload": True},
     "offload": {"wrap": ["Block"], "cpu_offload": True},
-}
+}  # fmt: skip
 rows = pytest.mark.parametrize("row", ROWS)
 
 
@@ -145,6 +154,17 @@ def total_over_ranks(number: int) -> int:
         ({"prefetch": 0}, "prefetch must be 1 or more blocks; got 0"),
         ({"mp_policy": {"dtype": "bfloat16"}}, "mp_policy has no field 'dtype'; its fields are"),
         ({"mp_policy": {"param_dtype": "int8"}}, "must be a floating-point dtype"),
+        ({"checkpoint_keeps": ["mm"]}, "give activation_checkpointing, too"),
+        (
+            {"activation_checkpointing": True, "checkpoint_keeps": ["convolutio"]},
+            "checkpoint_keeps: torch.ops.aten has no operator 'convolutio'",
+        ),
+        (
+            {"activation_checkpointing": True, "checkpoint_keeps": ["mm"], "compile_blocks": True},
+            "cannot see the operators inside of the graphs",
+        ),
+        ({"activation_offload": True, "compile_blocks": True}, "cannot move what compile_blocks"),
+        ({"activation_offload": True, "activation_checkpointing": True}, "nothing to move"),
     ],
     ids=str,
 )
@@ -163,6 +183,10 @@ def test_refused_values(options, message):
         ),
         ({"wrap": ["Xyz"]}, "no module of class 'Xyz'; its classes are Block, Conv2d, GroupNorm"),
         ({"ignored_parameters": ["*.nrm.*"]}, "no parameter's name fits '\\*.nrm.\\*'; names here"),
+        (
+            {"activation_checkpointing": ["Block"], "activation_offload": ["Conv2d", "Block"]},
+            "nothing to move in (Conv2d|Block), which activation_checkpointing computes again",
+        ),
         ({"sharding": "hybrid", "shard_size": 3}, r"shard_size 3 must be .* use one of \[1, 2\]"),
     ],
     ids=str,
@@ -185,6 +209,35 @@ def test_checkpointing_computes_again():
     assert state.keys() == net().state_dict().keys()
     with pytest.raises(ValueError, match="activation_checkpointing: the network has no module"):
         train_sharded((2,), {"activation_checkpointing": ["Blocks"]})
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("keeps", "convolutions", "norms"),
+    [(None, 1, 1), ((), 2, 2), (("convolution",), 1, 2)],
+    ids=["plain", "all", "selective"],
+)
+def test_what_is_computed_again(keeps, convolutions, norms):
+    block, x = Block(6).double(), torch.randn(1, 6, 9, 4, dtype=torch.float64)
+    if keeps is not None:
+        recompute.recompute([block], keeps)
+    split = lightning_shard.shard(x, mesh_of(2), 2).requires_grad_()
+    with Operators() as seen:
+        block(split).square().sum().backward()
+    assert seen.calls["aten.convolution.default"] == convolutions
+    assert seen.calls["aten.native_group_norm.default"] == norms
 
 
 def train_compiled(domain, **more):

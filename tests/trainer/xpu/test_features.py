@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from torch.autograd.graph import save_on_cpu
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import DeviceTimer, predictions_in_order
@@ -118,6 +119,34 @@ def test_recomputed_activations_draw_the_same_dropout(domain):
 
     kept, again = trained([]), trained(["Dropout", "Conv1d"])
     assert all(torch.equal(again[key], kept[key]) for key in kept)
+
+
+@pytest.mark.spmd(2, "xpu")
+@meshes
+def test_activations_on_the_host(domain):
+    """They come back as they were; the fake device has no pinned memory."""
+    moved = []
+
+    class Copies(save_on_cpu):
+        def __init__(self, pin_memory, device_type):
+            assert (pin_memory, device_type) == (True, "xpu")
+            super().__init__()
+            plain = self.pack_hook
+            self.pack_hook = lambda tensor: moved.append(tensor.nbytes) or plain(tensor)
+
+    def trained(names):
+        module, strategy = tiny.tiny(), {"activation_offload": names}
+        runner = training.trainer(domain, strategy=strategy)
+        torch.manual_seed(4)
+        with mock.patch("lightning_shard.fsdp.offload.save_on_cpu", Copies):
+            runner.fit(module, tiny.loader(2 // domain[0]))
+        return full_module_state(module)
+
+    kept = trained([])
+    assert not moved
+    away = trained(["BatchNorm1d", "Conv1d"])
+    assert sum(moved) > 0
+    assert all(torch.equal(away[key], kept[key]) for key in kept)
 
 
 @pytest.mark.spmd(2, "xpu")

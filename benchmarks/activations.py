@@ -1,0 +1,161 @@
+"""What lies in memory from forward to backward, and where, by how activations are kept.
+
+    python -m benchmarks.activations
+
+A U-Net, a TFNO and T5 on 2 ranks that split one sample. Counted on the rank that holds most, after
+forward: every storage that is still there and is neither a parameter nor the batch. "On the host"
+is what an accelerator's memory no longer holds. This machine has no accelerator, so an offloaded
+tensor is copied beside its place in the same memory, and counted there.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_shard
+from benchmarks.common import MIB, describe, start, table
+from benchmarks.memory import T5, Operator
+from benchmarks.unet_step import UNet
+from lightning_shard import ShardingOptions
+from lightning_shard.fsdp import offload
+from lightning_shard.processes.mesh import make_mesh
+from lightning_shard.processes.torch_internals import tree_leaves
+
+_hosted: set[int] = set()  # storages that stand for the host's memory
+
+
+class Loss(nn.Module):
+    """The squared output of a network."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> ()."""
+        return self.network(x).square().mean()
+
+
+# a network, its sample, the dim that is split, its blocks, and the operators whose results are kept
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int, str, list[str]]] = {
+    "U-Net, 256²": (
+        lambda: Loss(UNet(16)), lambda: torch.randn(1, 3, 256, 256), 2, "Sequential",
+        ["convolution"],
+    ),
+    "TFNO, 256²": (
+        lambda: Operator(32), lambda: torch.randn(1, 1, 256, 256), 2, "FNOBlocks", ["bmm", "mm"],
+    ),
+    "T5, 256 tokens": (
+        lambda: T5(512), lambda: torch.randint(2, 1000, (1, 256)), 1, "T5Block", ["mm", "bmm"],
+    ),
+}  # fmt: skip
+
+
+def ways(block: str, keeps: list[str]) -> dict[str, dict[str, Any]]:
+    """Options by the name of a row."""
+    return {
+        "kept": {},
+        "activation_checkpointing": {"activation_checkpointing": [block]},
+        f"... checkpoint_keeps={keeps}": {
+            "activation_checkpointing": [block], "checkpoint_keeps": keeps,
+        },
+        "activation_offload": {"activation_offload": [block]},
+    }  # fmt: skip
+
+
+class Alive(TorchDispatchMode):
+    """Notes the storages that operators make, and says which of them are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if type(leaf) is Tensor:
+                storage = leaf.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+    def bytes_at(self, net: nn.Module) -> tuple[int, int]:
+        """Bytes on the device and on the host, without the parameters of `net`."""
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
+        known = {p.untyped_storage()._cdata for p in local}
+        sizes: dict[int, int] = {}
+        for key, ref in self._made.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is not None and key not in known:
+                sizes[key] = storage.nbytes()  # FSDP2 gives memory back, and keeps the storage
+        host = sum(size for key, size in sizes.items() if key in _hosted)
+        return sum(sizes.values()) - host, host
+
+
+class _Beside(saved_tensors_hooks):
+    """In the place of `offload.OnHost`: copies what it would move."""
+
+    def __init__(self) -> None:
+        def pack(tensor: Tensor) -> Tensor:
+            if not offload.is_moved(tensor):
+                return tensor
+            copy = tensor.clone()
+            _hosted.add(copy.untyped_storage()._cdata)
+            return copy
+
+        super().__init__(pack, lambda tensor: tensor)
+
+
+def counts(name: str, rounds: int) -> dict[str, tuple[float, ...]]:
+    """For each way MiB on the device, MiB on the host, and processor ms of a step."""
+    make, sample, dim, block, keeps = CASES[name]
+    found: dict[str, tuple[float, ...]] = {}
+    for way, options in ways(block, keeps).items():
+        torch.manual_seed(0)
+        net, mesh = make(), make_mesh("cpu", 1, (dist.get_world_size(),))
+        lightning_shard.parallelize(net, mesh, options=ShardingOptions(**options))
+        x = lightning_shard.shard(sample(), mesh["domain"], dim)
+        with mock.patch.object(offload, "OnHost", _Beside):
+            net(x).backward()
+            _hosted.clear()
+            with Alive() as alive:
+                loss = net(x)
+            held = alive.bytes_at(net)
+            loss.backward()
+        spent: list[float] = []
+        for _ in range(rounds):
+            begin = time.process_time()
+            net(x).backward()
+            spent.append(1e3 * (time.process_time() - begin))
+        worst = torch.tensor([held[0] / MIB, held[1] / MIB, statistics.median(spent)])
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        found[way] = tuple(worst.tolist())
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--networks", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    describe()
+    rows: list[list[str]] = []
+    for name in options.networks:
+        for way, (device, host, cpu) in start(2, counts, name, options.rounds).items():
+            rows.append([name, way, f"{device:.1f}", f"{host:.1f}", f"{cpu:.0f}"])
+    table(["network", "activations", "MiB on the device", "on the host", "CPU ms of a step"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The benchmark of activations: what it finds where, on a small network."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import activations
+
+
+def small() -> nn.Module:
+    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Tanh()) for _ in range(2)]
+    return activations.Loss(nn.Sequential(nn.Conv2d(1, 4, 1), *blocks))
+
+
+@pytest.mark.spmd(2)
+def test_where_activations_lie():
+    case = (small, lambda: torch.randn(1, 1, 64, 64), 2, "Sequential", ["convolution"])
+    with mock.patch.dict(activations.CASES, {"small": case}):
+        found = activations.counts("small", rounds=1)
+    kept, again, selective, moved = (row[:2] for row in found.values())
+    assert kept[1] == again[1] == selective[1] == 0
+    assert again[0] < selective[0] < kept[0]
+    assert moved[0] < kept[0] / 2
+    assert moved[1] > kept[0] / 2
