@@ -6,6 +6,8 @@ other forever. So in a graph each collective is an operator of our own, which to
 an effect: such operators stay, stay in order, and run once, forward or backward as traced.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +30,21 @@ def all_to_all(
     return _all_to_all(outgoing, sizes, given, group)
 
 
+def begin_all_to_all(
+    outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Begin the same, outside of graphs; the function returned waits for what comes."""
+    assert not is_traced()
+    incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
+
+    def wait() -> Tensor:
+        assert work is not None
+        work.wait()
+        return incoming
+
+    return wait
+
+
 def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Replace `x` by the sum, maximum or minimum over the ranks."""
     if is_traced():
@@ -40,16 +57,23 @@ def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
 def _all_to_all(
     outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
 ) -> Tensor:
+    return _sent(outgoing, sizes, given, group, at_once=True)[0]
+
+
+def _sent(
+    outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup, *, at_once: bool
+) -> tuple[Tensor, dist.Work | None]:
     incoming = outgoing.new_empty(sum(sizes))
     unit = outgoing.element_size()
-    dist.all_to_all_single(
+    work = dist.all_to_all_single(
         _as_bytes(incoming),
         _as_bytes(outgoing),
         [unit * n for n in sizes],
         [unit * n for n in given],
         group=group,
+        async_op=not at_once,
     )
-    return incoming
+    return incoming, work
 
 
 def _as_bytes(flat: Tensor) -> Tensor:

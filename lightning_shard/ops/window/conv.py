@@ -1,6 +1,10 @@
-"""Convolutions: each rank fetches the rows under its own output rows, then convolves them."""
+"""Convolutions: each rank fetches the rows under its own output rows, then convolves them.
+
+Where its part is thick enough it convolves while those rows travel (overlap.py).
+"""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +12,14 @@ from torch import Tensor
 
 from lightning_shard.domain.align import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.halo import overlap_mode
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
 from lightning_shard.ops.registry import implements
+from lightning_shard.ops.window.overlap import Numbers, Window, may_overlap, overlapped, plan_of
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @implements(
@@ -33,29 +41,93 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Subdomain:
-    x, n = input, weight.ndim - 2
-    first = x.ndim - n  # the first spatial dim; 1 for an input without batch
-    if x.layout.axes(first - 1):
+    n = weight.ndim - 2
+    first = input.ndim - n  # the first spatial dim; 1 for an input without batch
+    if input.layout.axes(first - 1):
         raise UnsupportedOperationError(f"convolution over split channels (dim {first - 1})")
-    strides, dilations = per_dim(stride, n), per_dim(dilation, n)
-    kernels = list(weight.shape[2:])
-    paddings = _paddings(padding, kernels, dilations)
-    inner = [before for before, _ in paddings]
-    layout = x.layout.with_dim(first - 1, weight.shape[0])
-    for i, (k, s, p, d) in enumerate(zip(kernels, strides, paddings, dilations, strict=True)):
-        dim = first + i
-        output = (x.shape[dim] + sum(p) - d * (k - 1) - 1) // s + 1
-        if x.layout.axes(dim) and (k, s, *p) != (1, 1, 0, 0):
-            x = window_rows(x, dim, output, kernel=k, stride=s, padding=p[0], dilation=d)
+    paddings = _paddings(padding, [*weight.shape[2:]], per_dim(dilation, n))
+    windows = [
+        Window(first + i, k, s, *p, d)
+        for i, (k, s, p, d) in enumerate(
+            zip(weight.shape[2:], per_dim(stride, n), paddings, per_dim(dilation, n), strict=True)
+        )
+    ]
+    found = _while_rows_travel(func, input, (weight, bias), windows, groups)
+    return found or _waiting(func, input, (weight, bias), windows, groups)
+
+
+def _while_rows_travel(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    parameters: tuple[Tensor, Tensor | None],
+    windows: Sequence[Window],
+    groups: int,
+) -> Subdomain | None:
+    """Convolve this rank's own rows first; None where the rows are to come first."""
+    split = tuple([w for w in windows if x.layout.axes(w.dim) and w.reads_others])
+    if not split or any(w.before != w.after for w in windows):
+        return None
+    local, weight, bias = _as_autocast(x.local, *parameters)
+    if not may_overlap(local, weight, bias, groups):
+        return None
+    plan = plan_of(x.layout, split, overlap_mode() == "always")
+    if plan is None:
+        return None
+    place = x.like(local.new_empty(0))  # without the rows, which autograd keeps
+
+    def plain(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _waiting(func, place.like(local), (weight, bias), windows, groups).local
+
+    numbers, group = Numbers.of(windows, groups), x.domain.group(plan.halo.axes)
+    result = overlapped(plan, (local, weight, bias), numbers, plain, group)
+    return x.like(result, _layout_of(x, weight, windows))
+
+
+def _as_autocast(*tensors: Tensor | None) -> list[Any]:
+    """The tensors in the dtype that autocast convolves in; float64 it leaves alone."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return [*tensors]
+    dtype = torch.get_autocast_dtype(device)
+    return [
+        t.to(dtype) if t is not None and t.dtype in (torch.float32, *_HALF) else t for t in tensors
+    ]
+
+
+def _waiting(
+    func: Callable[..., Tensor],
+    x: Subdomain,
+    parameters: tuple[Tensor, Tensor | None],
+    windows: Sequence[Window],
+    groups: int,
+) -> Subdomain:
+    """Fetch the rows, then convolve."""
+    weight, bias = parameters
+    inner = [w.before for w in windows]
+    layout = _layout_of(x, weight, windows)
+    for i, w in enumerate(windows):
+        if x.layout.axes(w.dim) and w.reads_others:
+            x = window_rows(
+                x, w.dim, layout.shape[w.dim], kernel=w.kernel, stride=w.stride, padding=w.before,
+                dilation=w.dilation,
+            )  # fmt: skip
             inner[i] = 0
-            layout = layout.with_dims({dim: x.layout.dims[dim]})
-        elif not x.layout.axes(dim):
-            layout = layout.with_dim(dim, output)
-            if p[0] != p[1]:  # 'same' with an even kernel: torch pads the end by one more
-                x = x.like(F.pad(x.local, [0, 0] * (x.ndim - dim - 1) + [0, p[1] - p[0]]))
+        elif not x.layout.axes(w.dim) and w.before != w.after:
+            # 'same' with an even kernel: torch pads the end by one more
+            x = x.like(F.pad(x.local, [0, 0] * (x.ndim - w.dim - 1) + [0, w.after - w.before]))
     if 0 in layout.local_shape or x.local.numel() == 0:
         return x.like(_empty(layout, x.local, weight, bias), layout)
+    strides, dilations = [w.stride for w in windows], [w.dilation for w in windows]
     return x.like(func(x.local, weight, bias, strides, inner, dilations, groups), layout)
+
+
+def _layout_of(x: Subdomain, weight: Tensor, windows: Sequence[Window]) -> Layout:
+    """The layout of the output."""
+    layout = x.layout.with_dim(windows[0].dim - 1, weight.shape[0])
+    for w in windows:
+        if not x.layout.axes(w.dim) or w.reads_others:
+            layout = layout.with_dim(w.dim, w.output(x.shape[w.dim]))
+    return layout
 
 
 def _paddings(
