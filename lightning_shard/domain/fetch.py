@@ -112,6 +112,19 @@ def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:
     return exchange(x.local, dim, route_of(x, dim, needs), x.domain.group(x.layout.axes(dim)))
 
 
+def fetch_to_read(x: Subdomain, dim: int, needs: Needs) -> Tensor:
+    """The same for a function that computes something new of them.
+
+    Where each rank needs its own rows, they are `x.local` itself: a view would cost a copy in
+    backward.
+    """
+    plan = route_of(x, dim, needs)
+    mine = ((0, x.local.shape[dim]),)
+    if not plan.moves and mine in plan.sends:
+        return x.local
+    return fetch(x, dim, needs)
+
+
 def fetch_all(x: Subdomain, dim: int) -> Tensor:
     """All rows of `dim` on every rank."""
     parts = x.layout.grid.parts(x.layout.axes(dim))

@@ -160,20 +160,19 @@ def add_framed(x: Tensor, dims: Sequence[int], frame: Box, parts: dict[Box, Tens
 def _common(
     x: Tensor, dims: Sequence[int], frame: Box, parts: dict[Box, Tensor]
 ) -> Generator[tuple[Tensor, Tensor]]:
+    """For each box the rows that it shares with the frame: those of `x`, and the box's own."""
     for box, part in parts.items():
-        shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(frame, box, strict=True)]
+        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(frame, box, strict=True))
         if all(low < high for low, high in shared):
-            yield tuple(
-                part_of(
-                    tensor,
-                    dims,
-                    tuple(
-                        (low - start, high - start)
-                        for (low, high), (start, _) in zip(shared, origin, strict=True)
-                    ),
-                )
-                for tensor, origin in ((x, frame), (part, box))
+            yield (
+                part_of(x, dims, _seen_from(frame, shared)),
+                part_of(part, dims, _seen_from(box, shared)),
             )
+
+
+def _seen_from(origin: Box, box: Box) -> Box:
+    spans = zip(origin, box, strict=True)
+    return tuple((low - start, high - start) for (start, _), (low, high) in spans)
 
 
 def _begin(

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch.nn.functional as F
 
 from lightning_shard.domain.align import simple
-from lightning_shard.domain.fetch import Needs, Span, fetch, needs_of
+from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 
@@ -41,7 +41,7 @@ def window_rows(
     layout = x.layout.with_dim(dim, output)
     window = (kernel, stride, padding, dilation)
     needs, before, rows_and_edges = _window_plan(x.shape[dim], layout, dim, window)
-    rows = fetch(x, dim, needs)
+    rows = fetch_to_read(x, dim, needs)
     after = rows_and_edges - before - rows.shape[dim] if rows_and_edges else 0
     if before or after:
         rows = F.pad(rows, [0, 0] * (x.ndim - dim - 1) + [before, after], value=fill)
@@ -115,7 +115,7 @@ def spread_rows(
     (factor,) = layout.dims[dim]
     parts = grid.parts(factor.axes)
     window = (kernel, stride, padding, dilation)
-    rows = fetch(x, dim, _needs(extent, parts, output, window))
+    rows = fetch_to_read(x, dim, _needs(extent, parts, output, window))
     low, high = factor.bounds(grid)
     if low == high:
         return x.like(rows, layout), 0

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_modules import SimpleCNNModule
 from lightning_shard import HybridShardStrategy
+from lightning_shard.domain.halo import overlapping
+from lightning_shard.ops.window import overlap
 from tests import pool
 from tests.faults.cells import Cell
 
@@ -187,7 +189,19 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
         Images(fault), 4, num_workers=workers, timeout=WORKER_TIMEOUT_S if workers else 0
     )
     module = Module()
-    with mock.patch("torch.save", strike_and_save):
+    sent = overlap.send_halo
+
+    def send_and_strike(*args):
+        wait = sent(*args)
+        if trainer.global_step == AT_STEP:
+            fault("halo")
+        return wait
+
+    with (
+        mock.patch("torch.save", strike_and_save),
+        mock.patch.object(overlap, "send_halo", send_and_strike),
+        overlapping("always" if cell.phase == "halo" else "auto"),
+    ):
         trainer.fit(module, loader, DataLoader(Images(fault), 4))
     trainer.predict(module, DataLoader(Images(fault), 4))
 

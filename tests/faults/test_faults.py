@@ -6,7 +6,7 @@
 import pytest
 
 from lightning_shard.processes.failure import SIGTERM_CODE
-from tests.faults.cells import CELLS, FAST, Cell
+from tests.faults.cells import CELLS, FAST, IN_FLIGHT, Cell
 from tests.faults.run import LIMIT_S, run
 
 
@@ -27,7 +27,10 @@ def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(c, id=str(c), marks=[] if c in FAST else pytest.mark.slow) for c in CELLS],
+    [
+        pytest.param(c, id=str(c), marks=[] if c in [*FAST, IN_FLIGHT[0]] else pytest.mark.slow)
+        for c in [*CELLS, *IN_FLIGHT]
+    ],
 )
 def test_cell(cell, tmp_path):
     seen = run(cell, tmp_path)

@@ -17,7 +17,8 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
 from lightning_shard.ops.registry import implements
-from lightning_shard.ops.window.overlap import Numbers, Window, may_overlap, overlapped, plan_of
+from lightning_shard.ops.window.overlap import Numbers, may_overlap, overlapped
+from lightning_shard.ops.window.strips import Window, plan_of
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -78,7 +79,7 @@ def _while_rows_travel(
     def plain(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _waiting(func, place.like(local), (weight, bias), windows, groups).local
 
-    numbers, group = Numbers.of(windows, groups), x.domain.group(plan.halo.axes)
+    numbers, group = Numbers.of(windows, split, groups), x.domain.group(plan.halo.axes)
     result = overlapped(plan, (local, weight, bias), numbers, plain, group)
     return x.like(result, _layout_of(x, weight, windows))
 

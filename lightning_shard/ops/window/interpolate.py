@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_shard.domain.align import empty_attached, simple
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.fetch import Needs, Span, fetch, needs_of
+from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.adaptive_pool import average_rows
@@ -123,7 +123,7 @@ def _interpolate_dim(
     wide = x.dtype if x.dtype.is_floating_point and not half else torch.float32
     resize = Resize(x.shape[dim], output, scale, kernel, wide, x.local.device)
     needs = _needs(resize, grid.parts(factor.axes))
-    rows = fetch(x, dim, needs) if factor.axes else x.local
+    rows = fetch_to_read(x, dim, needs) if factor.axes else x.local
     low, high = factor.bounds(grid)
     if low == high:
         return x.like(rows, layout)
@@ -149,7 +149,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Subdomain | Tensor:
-    """Interpolate split dims by their bands, then whole dims by torch's function."""
+    """Interpolate split dims by their bands, then whole and repeated dims by torch's function."""
     x, n = input, input.ndim - 2
     size = size if size is None or isinstance(size, int) else tuple(map(int, size))
     factors = None if scale_factor is None else tuple(_per_dim(scale_factor, n))
@@ -164,18 +164,43 @@ def interpolate(
     scales: list[float | None] = [None] * n
     if factors and not recompute_scale_factor:
         scales = list(factors)
+    at_once: list[int] = []  # the dims that torch's function interpolates
     for dim in range(2, x.ndim):
         # torch 2.15's antialiased kernel is wrong on the CPU for outputs of width 1: never use it
-        if x.layout.axes(dim) or antialias:
-            x = _interpolate_dim(x, dim, shape[dim], scales[dim - 2], kernel)
-    return x if antialias else _whole_dims(x, shape, scales, kernel)
+        scale = scales[dim - 2]
+        repeats = mode == "nearest" and _repeats_own_rows(x, dim, shape[dim], scale)
+        if antialias or (x.layout.axes(dim) and not repeats):
+            x = _interpolate_dim(x, dim, shape[dim], scale, kernel)
+        else:
+            at_once.append(dim)
+    return _by_torch(x, at_once, shape, scales, kernel)
 
 
-def _whole_dims(
-    x: Subdomain, shape: Sequence[int], scales: Sequence[float | None], kernel: Kernel
+def _repeats_own_rows(x: Subdomain, dim: int, output: int, scale: float | None) -> bool:
+    """Whether each rank's output rows are its own input rows, each a power of two times.
+
+    Then torch's function of this rank's rows finds the same rows as that of all rows: products with
+    a power of two are exact.
+    """
+    factors, extent = x.layout.dims[dim], x.shape[dim]
+    times = output // max(extent, 1)
+    return (
+        len(factors) == 1
+        and times * extent == output
+        and scale in (None, times)
+        and times.bit_count() == 1
+        and extent % x.layout.grid.parts(factors[0].axes) == 0
+    )
+
+
+def _by_torch(
+    x: Subdomain,
+    dims: Sequence[int],
+    shape: Sequence[int],
+    scales: Sequence[float | None],
+    kernel: Kernel,
 ) -> Subdomain:
-    """Interpolate the dims that are not split."""
-    dims = [d for d in range(2, x.ndim) if not x.layout.axes(d)]
+    """Interpolate `dims` of this rank's part."""
     if all(shape[d] == x.shape[d] and scales[d - 2] in (None, 1) for d in dims):
         return x
     layout = x.layout

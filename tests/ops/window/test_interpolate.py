@@ -47,6 +47,17 @@ def test_scale_factors(mode, factor, dim):
     assert_parity(resize(mode, **FACTORS[factor]), [(2, 3, 13, 9)], {0: [dim]}, mesh_of(3))
 
 
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    "options",
+    [{"scale_factor": 2}, {"size": (32, 12)}, {"scale_factor": 2.1}, {"scale_factor": 3.0}],
+    ids=str,
+)
+def test_rows_that_repeat_on_their_rank(options):
+    """Those of 2 and 4 times go through torch's function at once; the others do not."""
+    assert_parity(resize("nearest", **options), [(2, 3, 8, 6)], {0: [2]}, mesh_of(2))
+
+
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(("mode", "size"), each_once(MODES, SIZES))
 def test_two_by_two(mode, size):

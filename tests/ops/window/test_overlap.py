@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import lightning_shard
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.domain.layout import Grid, Layout
-from lightning_shard.ops.window.overlap import Window, plan_of
+from lightning_shard.ops.window.strips import Window, plan_of
 from lightning_shard.processes.byte_counter import counted
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
@@ -109,9 +109,10 @@ def test_thin_parts_wait():
 
 def test_border_of_the_first_and_of_an_inner_rank():
     window = (Window(2, 3, 1, 1, 1, 1),)
-    plan = plan_of(layout_of(64, 2), window, always=False)
-    assert plan.border == ((((31, 32),), ((30, 33),)),)
+    (strip,) = plan_of(layout_of(64, 2), window, always=False).strips
+    assert (strip.output, strip.input, strip.kernel) == (((31, 32),), ((32, 33),), ((2, 3),))
     inner = Layout.of((1, 3, 99, 8), {2: (0,)}, Grid((3,), (1,)))
     plan = plan_of(inner, window, always=False)
-    assert [box for box, _ in plan.border] == [((0, 1),), ((32, 33),)]
+    assert [strip.output for strip in plan.strips] == [((0, 1),), ((32, 33),)]
+    assert [strip.kernel for strip in plan.strips] == [((0, 1),), ((2, 3),)]
     assert plan.halo.receives == (((-1, 0),), None, ((33, 34),))
