@@ -118,7 +118,8 @@ def _causes(err: BaseException) -> list[str]:
     lines: list[str] = []
     seen = err.__cause__
     while seen is not None and not isinstance(seen, pickle.UnpicklingError):
-        lines.append(f"       caused by {type(seen).__name__}: {_first_line(seen)}")
+        if str(seen) not in str(err):  # which repeats it
+            lines.append(f"       caused by {type(seen).__name__}: {_first_line(seen)}")
         seen = seen.__cause__
     return lines
 

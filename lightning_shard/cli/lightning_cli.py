@@ -258,4 +258,5 @@ def run(args: Sequence[str]) -> None:
         if state.stepped or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
             raise err from err.__cause__
         state.stop_children()
-        exit_with(err, code=1, given=state.given.mentioned(str(err)))
+        named = state.given.mentioned(str(err)) if state.first_step is None else ()
+        exit_with(err, code=1, given=named)

@@ -95,6 +95,8 @@ def class_hints(hint: Any) -> list[tuple[type, int]]:
 
 def find_class(path: str, bases: list[type]) -> tuple[type | None, str]:
     """Import a class by its path or short name; otherwise say in words why not."""
+    if "/" in path or path.endswith(".py"):
+        return None, ": name it as an import does, such as my_package.MyModule"
     module_name, _, name = path.rpartition(".")
     known = {cls.__name__: cls for base in bases for cls in _family(base)}
     if not module_name:

@@ -61,7 +61,7 @@ class Sources:
     def mentioned(self, text: str) -> list[str]:
         """The options that a sentence names by the last part of their key, with their places."""
         words = {*re.findall(r"\w+", text)}
-        keys = {key for source in self.given for key in _keys(source.options)}
+        keys = {key for source in self.given for key in _keys(source.options) if "." in key}
         return [f"{k} {self.place(k)}" for k in sorted(keys) if k.rpartition(".")[2] in words]
 
     def __contains__(self, key: str) -> bool:

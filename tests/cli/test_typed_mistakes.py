@@ -1,4 +1,4 @@
-"""Eighty-two mistakes as they are typed, in the shipped Darcy config and beside it.
+"""Eighty-three mistakes as they are typed, in the shipped Darcy config and beside it.
 
 Each is one sentence with exit status 2 that has the option, its place and, where one is near, the
 right word. None is accepted.
@@ -124,6 +124,7 @@ ON_THE_COMMAND_LINE = [
     ("--ckpt_path runn.yaml", "ckpt_path", "run.yaml"),
     ("--trainer.devices", "trainer.devices", "has no value"),
     ("--config", "config", "has no value"),
+    ("--model lightning_modules/darcy/tfno.py", "model", "as an import does"),
     ("--trainer.devices 0", "trainer.devices", "1 or more"),
     ("--trainer.default_root_dir /proc/nowhere", "trainer.default_root_dir", "cannot be made"),
     ("--trainer.strategy.shard_dims {y:2}", "trainer.strategy.shard_dims", "cannot be '{y:2}'"),
