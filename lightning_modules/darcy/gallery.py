@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor
 from typing_extensions import override
@@ -133,6 +134,11 @@ def whole_fields(callback: str, outputs: Any, num_samples: int) -> dict[str, np.
     return {name: field.detach().float().cpu().numpy() for name, field in fields.items()}
 
 
+def _colors(count: int) -> dict[str, Any]:
+    """One color for each of the numbers from 0 on."""
+    return {"cmap": colormaps["cividis"].resampled(count), "vmin": -0.5, "vmax": count - 0.5}
+
+
 def draw_fields(x: np.ndarray, y: np.ndarray, prediction: np.ndarray) -> Figure:
     """Draw one row per sample: input, truth, prediction and absolute error.
 
@@ -152,6 +158,10 @@ def draw_fields(x: np.ndarray, y: np.ndarray, prediction: np.ndarray) -> Figure:
         shared = {"vmin": min(fields[1].min(), 0.0), "vmax": fields[1].max(), "cmap": "viridis"}
         styles = ({"cmap": "cividis"}, shared, shared, {"vmin": 0.0, "cmap": "magma"})
         for axis, field, style in zip(axes[row], fields, styles, strict=True):
+            values = np.unique(field)
+            few = len(values) <= 4  # as in a medium of a few materials
+            if few:
+                field, style = np.searchsorted(values, field), _colors(len(values))
             image = axis.imshow(field, origin="lower", interpolation="nearest", **style)
             axis.set(xticks=[], yticks=[])
             low, high = image.get_clim()
@@ -159,9 +169,10 @@ def draw_fields(x: np.ndarray, y: np.ndarray, prediction: np.ndarray) -> Figure:
             ends = {(True, True): "both", (True, False): "min", (False, True): "max"}
             extend = ends.get(beyond, "neither")
             bar = figure.colorbar(image, ax=axis, fraction=0.046, pad=0.03, extend=extend)
-            if len(values := np.unique(field)) <= 4:  # of a medium of a few materials
-                bar.set_ticks(list(values))
-            bar.formatter.set_powerlimits((-2, 3))  # pyright: ignore[reportAttributeAccessIssue]  # a ScalarFormatter
+            if few:
+                bar.set_ticks(range(len(values)), labels=[f"{value:.4g}" for value in values])
+            else:
+                bar.formatter.set_powerlimits((-2, 3))  # pyright: ignore[reportAttributeAccessIssue]  # a ScalarFormatter
             bar.ax.tick_params(labelsize=8)
         error = np.linalg.norm(prediction[row] - y[row]) / np.linalg.norm(y[row])
         axes[row, -1].set_xlabel(f"relative L2 error {error:.1%}", fontsize=9)

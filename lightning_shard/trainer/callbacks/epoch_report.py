@@ -17,10 +17,11 @@ class EpochReport(Callback):
     """Prints a line for each epoch and a summary when training ends, and logs what it measured.
 
     The line has the metrics of the progress bar, as means over the epoch and over all ranks where
-    the module logs them so. `epoch_s` is in seconds, validation included. `epoch_samples/s` counts
-    the samples of all data replicas, without the time of validation. `peak_memory_mib` is the
-    largest value of any rank: what tensors held at most on its device in this epoch, or on the CPU
-    what the process has held at most since it began.
+    the module logs them so; an epoch without validation shows none of validation. `epoch_s` is in
+    seconds, validation included. `epoch_samples/s` counts the samples of all data replicas, without
+    the time of validation. `peak_memory_mib` is the largest value of any rank: what tensors held at
+    most on its device in this epoch, or on the CPU what the process has held at most since it
+    began.
 
     Source: PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel", which
     tracks duration and memory.
@@ -31,6 +32,8 @@ class EpochReport(Callback):
         self._fit_began_s = self._began_s = self._trained_until_s = time.perf_counter()
         self._validating_s = 0.0
         self._batches = self._samples = 0
+        self._before: set[str] = set()  # names of metrics that were there before a validation
+        self._of_validation: set[str] = set()  # and those that a validation brought
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -52,7 +55,12 @@ class EpochReport(Callback):
         self._trained_until_s = time.perf_counter()
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = {*trainer.progress_bar_metrics}
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._of_validation |= {*trainer.progress_bar_metrics} - self._before
         now_s = time.perf_counter()
         self._validating_s += now_s - self._trained_until_s
         self._trained_until_s = now_s
@@ -70,6 +78,8 @@ class EpochReport(Callback):
             "peak_memory_mib": float(trainer.strategy.reduce(mib, reduce_op="max")),
         }
         metrics = _epoch_means(trainer)  # a collective
+        if not self._validating_s:  # Lightning keeps the values of an earlier epoch
+            metrics = {k: v for k, v in metrics.items() if k not in self._of_validation}
         for logger in trainer.loggers:
             logger.log_metrics(measured, step=trainer.global_step)
         if trainer.is_global_zero:

@@ -72,3 +72,18 @@ def test_a_resumed_run_is_silent_on_the_epoch_that_was_over():
     assert first == ([] if dist.get_rank() else ["Epoch 0:", "Epoch 1:"])
     resumed = shown_by(3, folder / "last.ckpt")
     assert resumed == ([] if dist.get_rank() else ["Epoch 2:"])
+
+
+@pytest.mark.spmd(2)
+def test_an_epoch_without_validation_shows_none():
+    """Lightning keeps the values of the last one."""
+    runner = training.trainer(
+        (2,), callbacks=[EpochReport()], max_epochs=4, check_val_every_n_epoch=2
+    )
+    data = training.loader("mnist", torch.float32, 3, 6)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        runner.fit(MNISTModule(), data, data)
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith("Epoch")]
+    expected = [] if dist.get_rank() else [False, True, False, True]
+    assert ["val/" in line for line in lines] == expected
+    assert all("train/loss" in line for line in lines)
