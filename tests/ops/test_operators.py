@@ -206,13 +206,13 @@ def test_two_ranks(name):
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", database.twice_differentiable())
 def test_second_gradients(name):
-    check_second_gradients(name, 2, mesh_of(2))
+    check_second_gradients(name, 1, mesh_of(2))
 
 
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", database.names())
 def test_three_ranks(name):
-    check(name, 6, mesh_of(3))
+    check(name, 4, mesh_of(3))
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_what_is_split_shrinks_to_a_share_and_halos():
 
 
 def test_plan():
-    module = Net()
+    module = Net(optimizer=torch.optim.Adam)
     expected = lightning_shard.plan(module, data((1, 64, 64)), processes=4, domain_parallel_size=2)
     numbers = sum(p.numel() for p in module.parameters())
     assert expected.parameters == expected.gradients == numbers
