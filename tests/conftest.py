@@ -50,11 +50,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ranks are forks of this process, without what the fixtures of a test change in it."""
+    if marker := item.get_closest_marker("spmd"):
+        from tests import pool  # imports torch, which the controller of the workers does without
+
+        pool.pool_of(*marker.args)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("spmd")
     if marker is None:
         return None
-    from tests import pool  # imports torch, which the controller of the workers does without
+    from tests import pool
 
     names = pyfuncitem._fixtureinfo.argnames
     kwargs: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in names}

@@ -28,7 +28,6 @@ from tests import quick_dtensor
 
 SILENCE_S = 120  # of all ranks, before the pool is given up
 GRACE_S = 5  # for the other ranks once one has failed
-PRELOADED = ["torch", "lightning.pytorch", "neuralop.models", "tests.training", "tests.frozen"]
 
 
 class Pool:
@@ -36,9 +35,7 @@ class Pool:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        context: Any = mp.get_context(os.environ.get("POOL_START", "forkserver"))
-        if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(PRELOADED)  # imported once, not once on each rank
+        context = mp.get_context("fork")  # of the session, which has imported what tests need
         port = free_port()
         self.answers: list[deque[str | None]] = [deque() for _ in range(ranks)]
         self.outbox = context.Queue()
@@ -49,8 +46,10 @@ class Pool:
             )
             for rank, inbox in enumerate(self.inboxes)
         ]
-        for process in self.processes:
-            process.start()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # Python 3.12
+            for process in self.processes:
+                process.start()
 
     def send(self, task: tuple[Callable[..., None], dict[str, Any]]) -> None:
         for inbox in self.inboxes:
@@ -153,8 +152,7 @@ def begin(rank: int, ranks: int, port: int) -> None:
     }  # fmt: skip
     warnings.simplefilter("default")  # a forked rank begins with pytest's filters
     torch.set_num_threads(1)
-    # of a child of the fork server it is "forkserver", and each of its DataLoaders would begin a
-    # fork server of its own, which imports torch
+    # where it is "spawn" or "forkserver", the DataLoaders of a rank would each import torch
     mp.set_start_method("fork", force=True)
     distributed_c10d.ProcessGroupGloo = _GlooOnOneDevice
     reuse_groups()

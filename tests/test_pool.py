@@ -53,7 +53,6 @@ def test_ranks_end_with_a_session_that_is_killed():
     program = (
         "from tests import pool; import os, sys, time\n"
         "if __name__ == '__main__':\n"
-        "    pool.PRELOADED[:] = ['tests.pool']\n"
         "    ranks = pool.Pool(2)\n"
         "    ranks.run(time.time, {})\n"
         "    print(*[p.pid for p in ranks.processes], flush=True)\n"

@@ -50,7 +50,7 @@ class Seen:
 def run(cell: Cell, folder: Path) -> Seen:
     """Run the ranks of a cell as forks of a process that has imported all they need."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*pool.PRELOADED, "tests.faults.ranks"])
+    context.set_forkserver_preload(["neuralop.models", "tests.faults.ranks", "tests.frozen"])
     port = pool.free_port()
     processes = [
         context.Process(target=ranks.main, args=(cell, rank, port, folder))
