@@ -13,7 +13,7 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,10 +46,7 @@ class Pool:
             )
             for rank, inbox in enumerate(self.inboxes)
         ]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # Python 3.12
-            for process in self.processes:
-                process.start()
+        start_all(self.processes)
 
     def send(self, task: tuple[Callable[..., None], dict[str, Any]]) -> None:
         for inbox in self.inboxes:
@@ -111,6 +108,14 @@ def pool_of(ranks: int, device: str = "cpu") -> Pool:
         else:
             _POOLS[key] = Pool(ranks)
     return _POOLS[key]
+
+
+def start_all(forks: Sequence[Any]) -> None:
+    """Without Python 3.12's warning of threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+        for fork in forks:
+            fork.start()
 
 
 def is_open(pool: Pool) -> bool:

@@ -293,10 +293,21 @@ def test_refusal_on_another_rank_alone_is_still_said(capsys, monkeypatch):
     assert lines[-2] == "[rank 3] error: modes 8 needs at least 16 points, got 4"
 
 
-def test_module_runs_as_a_command():
-    words = ("fit", "--config", "base.yaml", "--trainer.logger", "false")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--version"], "lightning-shard "),
+        # slow: tests/trainer/test_interrupt.py runs this command, too
+        pytest.param(
+            ["fit", "--config", "base.yaml", "--trainer.logger", "false"],
+            "max_steps=2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_module_runs_as_a_command(words, said):
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "lightning_shard", *words]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "max_steps=2" in done.stderr
+    assert said in done.stdout + done.stderr

@@ -49,15 +49,13 @@ class Seen:
 
 def run(cell: Cell, folder: Path) -> Seen:
     """Run the ranks of a cell as forks of a process that has imported all they need."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["neuralop.models", "tests.faults.ranks", "tests.frozen"])
+    context = multiprocessing.get_context("fork")
     port = pool.free_port()
     processes = [
         context.Process(target=ranks.main, args=(cell, rank, port, folder))
         for rank in range(cell.ranks)
     ]
-    for process in processes:
-        process.start()
+    pool.start_all(processes)
     try:
         ended = _wait(processes, folder)
     finally:
