@@ -2,7 +2,9 @@
 
 The function runs on meta tensors of the global shapes, which costs neither memory nor arithmetic.
 What passes is remembered by function, shapes, dtypes and the other arguments, so a training loop
-asks once. Two kinds of calls are tried on real tensors of random numbers, too:
+asks once. Few floating-point numbers on a CPU run as they are: a kernel is quicker there than what
+torch computes of shapes, for some functions a thousand times. What passes is accepted either way.
+Two kinds of calls are tried on real tensors of random numbers, too:
 
 - What meta tensors refuse, because not every function of torch knows them. What fails there too is
   raised, on every rank alike and with torch's own error. Of two errors of one class the meta
@@ -25,6 +27,7 @@ from lightning_shard.processes.torch_internals import is_autocast, modes_on_stac
 from lightning_shard.processes.typed import random
 from lightning_shard.tensor.gathering import split_in
 
+FEW = 2**14  # elements up to which a kernel is tried first
 LARGEST = 2**22  # elements up to which a call that meta tensors refuse is tried on real ones
 KEPT = 2**14  # calls to remember
 
@@ -79,7 +82,10 @@ _OF_THE_DTYPE = ("not implemented for", "same dtype", "does not support", "only 
 
 def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     tensors = list(split_in([args, kwargs], Tensor))
-    small = sum(t.numel() for t in tensors) <= LARGEST
+    elements = sum(t.numel() for t in tensors)
+    if elements <= FEW and _runs(func, args, kwargs, tensors):
+        return
+    small = elements <= LARGEST
     try:
         _run(func, args, kwargs, _on_meta)
     except Exception as error:  # of any kind: the real function decides below
@@ -98,6 +104,22 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         known = all(t.dtype != torch.complex32 for t in tensors)
         if small and known and not all(t.is_floating_point() for t in tensors):
             _refuse_dtype(func, args, kwargs, tensors)
+
+
+def _runs(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> bool:
+    """Whether a CPU computes this of random numbers; if it does not, meta tensors say more."""
+    if not all(t.is_floating_point() and t.device.type == "cpu" for t in tensors):
+        return False
+    if any(map(callable, (*args, *kwargs.values()))):  # a function of the user, who counts calls
+        return False
+    try:
+        with _random_numbers_kept([]):
+            _run(func, args, kwargs, functools.partial(_random, integer=0))
+    except Exception:  # of any kind
+        return False
+    return True
 
 
 def _refuse_dtype(
@@ -131,6 +153,8 @@ def _run(
     def stand_in(value: Any) -> Any:
         if isinstance(value, Tensor):
             return make(value)
+        if isinstance(value, torch.Generator):  # the user's, who wants its numbers
+            return value.clone_state()
         return type(value)(map(stand_in, value)) if type(value) in (list, tuple) else value
 
     with torch.no_grad(), warnings.catch_warnings():

@@ -78,12 +78,14 @@ def test_equals_one_process(maker, dims):
 
 
 @pytest.mark.spmd(3)
-def test_a_generator_of_the_user():
-    x = torch.ones(SHAPE)
+@pytest.mark.parametrize(("draw", "dtype"), [("normal_", torch.float32), ("random_", torch.int64)])
+def test_a_generator_of_the_user(draw, dtype):
+    """No call is tried with it."""
+    x = torch.ones(SHAPE, dtype=dtype)
     split = lightning_shard.shard(x, mesh_of(3), 2)
-    wanted = x.clone().normal_(generator=torch.Generator().manual_seed(5))
+    wanted = getattr(x.clone(), draw)(generator=torch.Generator().manual_seed(5))
     generator = torch.Generator().manual_seed(5)
-    found = exactly(lambda: split.clone().normal_(generator=generator))
+    found = exactly(lambda: getattr(split.clone(), draw)(generator=generator))
     assert torch.equal(lightning_shard.gather(found), wanted)
 
 
