@@ -1,7 +1,11 @@
 """The pool of ranks with a fake XPU: processes that begin with the device, before torch."""
 
+import atexit
+import contextlib
+import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import deque
@@ -30,14 +34,11 @@ class XPUPool(Pool):
         self.answers = [deque() for _ in range(ranks)]
         pipes = [Pipe() for _ in range(ranks)]
         self.lines: list[Connection[Any, Any]] = [ours for ours, _ in pipes]
-        ends = [theirs.fileno() for _, theirs in pipes]
-        self.parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.fake_xpu.ranks", str(free_port()), *map(str, ends)],
-            pass_fds=ends,
-            start_new_session=True,  # so that `kill` reaches the ranks
-        )
+        control = parent_of_ranks(max(2, ranks))
+        socket.send_fds(control, [str(free_port()).encode()], [p.fileno() for _, p in pipes])
         for _, theirs in pipes:
             theirs.close()
+        self.pids = [int(pid) for pid in control.recv(1024).split()]
 
     def send(self, task: Any) -> None:
         for line in self.lines:
@@ -53,7 +54,28 @@ class XPUPool(Pool):
         return None
 
     def kill(self) -> None:
-        os.killpg(self.parent.pid, signal.SIGKILL)
-        self.parent.wait()
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
         for line in self.lines:
             line.close()
+
+
+@functools.cache
+def parent_of_ranks(devices: int) -> socket.socket:
+    """The line to a process that forks the ranks of all pools with so many devices."""
+    ours, theirs = socket.socketpair()
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.fake_xpu.ranks", str(devices), str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C is the session's
+    )
+    theirs.close()
+    atexit.register(_end, ours, parent)
+    return ours
+
+
+def _end(line: socket.socket, parent: "subprocess.Popen[bytes]") -> None:
+    line.close()
+    parent.kill()
+    parent.wait()
