@@ -97,6 +97,8 @@ class DarcyDataModule(LightningDataModule):
         if storage not in SUFFIXES:
             raise ValueError(f"storage must be one of {', '.join(SUFFIXES)}; got {storage!r}.")
         at_least(3, train_resolution=train_resolution, test_resolutions=test_resolutions)
+        if test_resolutions == []:
+            raise ValueError("test_resolutions must have at least one resolution; got [].")
         at_least(1, num_train=num_train, num_test=num_test, prefetch_factor=prefetch_factor)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         at_least(0, num_val=num_val, num_workers=num_workers, seed=seed)
