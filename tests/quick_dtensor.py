@@ -9,10 +9,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.tensor import _dtensor_spec
+from torch.distributed.tensor import _dtensor_spec, _sharding_prop
 from torch.distributed.tensor._ops import utils
 
 Spec: Any = _dtensor_spec.DTensorSpec
+Propagator: Any = _sharding_prop.ShardingPropagator
+meta_of_torch = Propagator._propagate_tensor_meta_non_cached
 
 
 def install() -> None:
@@ -23,6 +25,7 @@ def install() -> None:
         Spec.compute_default_shard_order = staticmethod(
             functools.cache(Spec.compute_default_shard_order)
         )
+        Propagator._propagate_tensor_meta_non_cached = _meta
         Spec._verify_shard_order = functools.partialmethod(_verify, Spec._verify_shard_order, set())
 
 
@@ -47,6 +50,15 @@ def _expand(expand: Any, mesh: Any, schema: Any, strategies: Sequence[Any], **op
 
 def _stays(placements: list[Any], held: list[Any]) -> bool:
     return all(p in of_input for p, of_input in zip(placements, held, strict=False))
+
+
+def _meta(self: Any, schema: Any) -> Any:
+    """Shape, strides and dtype of the result: in place, those of the tensor."""
+    first = schema.args_schema[0] if schema.args_schema else None
+    base = schema.op._schema.name
+    if base.endswith("_") and not base.endswith("__") and isinstance(first, Spec):
+        return first.tensor_meta
+    return meta_of_torch(self, schema)
 
 
 def _verify(self: Any, verify: Any, known: set[Any], order: Any) -> None:

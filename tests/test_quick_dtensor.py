@@ -10,6 +10,7 @@ from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from tests.parity import mesh_of
+from tests.quick_dtensor import meta_of_torch
 
 R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial()
 propagate = ShardingPropagator.propagate_op_sharding_non_cached
@@ -24,6 +25,7 @@ def as_torch_does(self, schema):
         with mock.patch.object(utils, "expand_to_full_mesh_op_strategy", *expand.args):
             wanted = propagate(self, schema)
         assert repr(quick) == repr(wanted), schema
+        assert self._propagate_tensor_meta_non_cached(schema) == meta_of_torch(self, schema)
         seen.append(str(schema.op))
     return quick
 
