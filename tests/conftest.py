@@ -21,6 +21,7 @@ LONG = (
     "tests/test_notebooks.py",
     "tests/trainer/test_exactness.py",
     "tests/trainer/xpu",
+    "tests/workloads/t5/test_ranks.py",
 )
 
 
