@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.comm import all_reduce, transpose
+from lightning_shard.domain.comm import all_reduce, of_all, transpose
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, fetch_all, needs_of, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.typed import is_dict, is_list, typed_torch
 
 
@@ -304,5 +305,7 @@ def one_of_all(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
     if not axes:
         return part.unsqueeze(0)
     grid = x.layout.grid
+    if not (is_traced() or (torch.is_grad_enabled() and part.requires_grad)):
+        return of_all(part, x.domain.group(axes))
     layout = Layout.of((grid.parts(axes), *part.shape), {0: axes}, grid)
     return fetch_all(x.like(part.unsqueeze(0), layout), 0)

@@ -96,6 +96,13 @@ def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
     return result
 
 
+def of_all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The `part`s of all ranks, alike in shape, stacked in order; carries no gradient."""
+    ranks, size = dist.get_world_size(group), part.numel()
+    copies = part.detach().expand(ranks, *part.shape).reshape(-1).contiguous()
+    return all_to_all(copies, [size] * ranks, [size] * ranks, group).view(ranks, *part.shape)
+
+
 class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:

@@ -4,6 +4,7 @@ Where its part is thick enough it convolves while those rows travel (overlap.py)
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
 from lightning_shard.ops.registry import implements
-from lightning_shard.ops.window.overlap import Numbers, may_overlap, overlapped
+from lightning_shard.ops.window.overlap import may_overlap, numbers_of, overlapped
 from lightning_shard.ops.window.strips import Window, plan_of
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -46,13 +47,9 @@ def conv(
     first = input.ndim - n  # the first spatial dim; 1 for an input without batch
     if input.layout.axes(first - 1):
         raise UnsupportedOperationError(f"convolution over split channels (dim {first - 1})")
-    paddings = _paddings(padding, [*weight.shape[2:]], per_dim(dilation, n))
-    windows = [
-        Window(first + i, k, s, *p, d)
-        for i, (k, s, p, d) in enumerate(
-            zip(weight.shape[2:], per_dim(stride, n), paddings, per_dim(dilation, n), strict=True)
-        )
-    ]
+    paddings = padding if isinstance(padding, str) else tuple(per_dim(padding, n))
+    strides, dilations = tuple(per_dim(stride, n)), tuple(per_dim(dilation, n))
+    windows = _windows(first, tuple(weight.shape[2:]), strides, paddings, dilations)
     found = _while_rows_travel(func, input, (weight, bias), windows, groups)
     return found or _waiting(func, input, (weight, bias), windows, groups)
 
@@ -61,7 +58,7 @@ def _while_rows_travel(
     func: Callable[..., Tensor],
     x: Subdomain,
     parameters: tuple[Tensor, Tensor | None],
-    windows: Sequence[Window],
+    windows: tuple[Window, ...],
     groups: int,
 ) -> Subdomain | None:
     """Convolve this rank's own rows first; None where the rows are to come first."""
@@ -79,7 +76,7 @@ def _while_rows_travel(
     def plain(local: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _waiting(func, place.like(local), (weight, bias), windows, groups).local
 
-    numbers, group = Numbers.of(windows, split, groups), x.domain.group(plan.halo.axes)
+    numbers, group = numbers_of(windows, split, groups), x.domain.group(plan.halo.axes)
     result = overlapped(plan, (local, weight, bias), numbers, plain, group)
     return x.like(result, _layout_of(x, weight, windows))
 
@@ -99,7 +96,7 @@ def _waiting(
     func: Callable[..., Tensor],
     x: Subdomain,
     parameters: tuple[Tensor, Tensor | None],
-    windows: Sequence[Window],
+    windows: tuple[Window, ...],
     groups: int,
 ) -> Subdomain:
     """Fetch the rows, then convolve."""
@@ -122,7 +119,7 @@ def _waiting(
     return x.like(func(x.local, weight, bias, strides, inner, dilations, groups), layout)
 
 
-def _layout_of(x: Subdomain, weight: Tensor, windows: Sequence[Window]) -> Layout:
+def _layout_of(x: Subdomain, weight: Tensor, windows: tuple[Window, ...]) -> Layout:
     """The layout of the output."""
     layout = x.layout.with_dim(windows[0].dim - 1, weight.shape[0])
     for w in windows:
@@ -131,16 +128,25 @@ def _layout_of(x: Subdomain, weight: Tensor, windows: Sequence[Window]) -> Layou
     return layout
 
 
-def _paddings(
-    padding: int | str | Sequence[int], kernels: Sequence[int], dilations: Sequence[int]
-) -> list[tuple[int, int]]:
-    if padding == "valid":
-        padding = 0
-    if padding == "same":
+@lru_cache(maxsize=4096)
+def _windows(
+    first: int,
+    kernels: tuple[int, ...],
+    strides: tuple[int, ...],
+    paddings: str | tuple[int, ...],
+    dilations: tuple[int, ...],
+) -> tuple[Window, ...]:
+    """How each spatial dim, from `first` on, is read."""
+    if paddings == "same":
         totals = [d * (k - 1) for k, d in zip(kernels, dilations, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    assert not isinstance(padding, str)
-    return [(p, p) for p in per_dim(padding, len(kernels))]
+        around = [(total // 2, total - total // 2) for total in totals]
+    elif paddings == "valid":
+        around = [(0, 0)] * len(kernels)
+    else:
+        assert not isinstance(paddings, str)
+        around = [(p, p) for p in paddings]
+    numbers = zip(kernels, strides, around, dilations, strict=True)
+    return tuple([Window(first + i, k, s, *p, d) for i, (k, s, p, d) in enumerate(numbers)])
 
 
 def _empty(layout: Layout, *sources: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ All ranks decide alike.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,20 +48,27 @@ class Numbers:
     dilation: list[int]
     groups: int
 
-    @staticmethod
-    def of(windows: Sequence[Window], split: Sequence[Window], groups: int) -> "Numbers":
-        """Those of a convolution that reads its spatial dims through these windows."""
-        return Numbers(
-            [w.stride for w in windows],
-            [w.before for w in windows],
-            tuple([w.dim for w in windows if w not in split]),
-            [w.dilation for w in windows],
-            groups,
-        )
-
     def around(self, paddings: dict[int, int]) -> list[int]:
         """The padding, with that of split dims, 0 unless it is given."""
         return [p if d in self.whole else paddings.get(d, 0) for d, p in enumerate(self.padding, 2)]
+
+
+@lru_cache(maxsize=4096)
+def numbers_of(windows: tuple[Window, ...], split: tuple[Window, ...], groups: int) -> Numbers:
+    """Those of a convolution that reads its spatial dims through these windows.
+
+    Args:
+        windows: Of all spatial dims.
+        split: Those of them whose rows travel.
+        groups: Of channels.
+    """
+    return Numbers(
+        [w.stride for w in windows],
+        [w.before for w in windows],
+        tuple([w.dim for w in windows if w not in split]),
+        [w.dilation for w in windows],
+        groups,
+    )
 
 
 def overlapped(
@@ -143,7 +151,9 @@ class _Overlapped(Function):
         dims, halo = plan.halo.dims, plan.halo
         returned = _zeros(x, halo)
         extra: list[Tensor] = []
-        for strip, rows in zip(plan.strips if any(wanted[:2]) else (), strips, strict=False):
+        for strip, rows in zip(plan.strips, strips, strict=True):
+            if not any(wanted[:2]):
+                break
             of_rows, of_weight, _ = _gradients_of(
                 part_of(grad, dims, strip.output),
                 (rows, part_of(weight, dims, strip.kernel)),

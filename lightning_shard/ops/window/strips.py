@@ -5,6 +5,7 @@ of the input does. Then each *strip* of other ranks' rows adds to a few output r
 convolved with the rows of the kernel that meet them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +15,8 @@ from lightning_shard.domain.halo import Box, Halo, halo_of, places
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.window import window_needs
 
-INNER = 16  # output rows for each row at the border, from which on the border is worth its price
+INNER = 4  # output rows for each row at the border, from which on the border is worth its price
+LEAST = 2**14  # elements of a part; of fewer the numbers cost more than the copy that is saved
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def plan_of(layout: Layout, windows: tuple[Window, ...], always: bool) -> Plan |
         always: Whether thin parts compute while rows travel, too.
     """
     axes = layout.axes(*(w.dim for w in windows))
+    if not always and math.prod(layout.shape) < LEAST * layout.grid.parts(axes):
+        return None
     if not windows or any(len(layout.dims[w.dim]) > 1 for w in windows):
         return None
     if len(windows) > 1 and len(axes) < len(layout.grid.sizes):
