@@ -305,6 +305,8 @@ def one_of_all(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
     if not axes:
         return part.unsqueeze(0)
     grid = x.layout.grid
+    if grid.parts(axes) == 1:
+        return part.unsqueeze(0)
     if not (is_traced() or (torch.is_grad_enabled() and part.requires_grad)):
         return of_all(part, x.domain.group(axes))
     layout = Layout.of((grid.parts(axes), *part.shape), {0: axes}, grid)
