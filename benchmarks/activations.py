@@ -19,18 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
 from benchmarks.common import MIB, describe, start, table
 from benchmarks.memory import T5, Operator
+from benchmarks.step_traffic import Seen
 from benchmarks.unet_step import UNet
 from lightning_shard import ShardingOptions
 from lightning_shard.fsdp import offload
 from lightning_shard.processes.mesh import make_mesh
-from lightning_shard.processes.torch_internals import tree_leaves
 
 _hosted: set[int] = set()  # storages that stand for the host's memory
 
@@ -74,34 +71,6 @@ def ways(block: str, keeps: list[str]) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-class Alive(TorchDispatchMode):
-    """Notes the storages that operators make, and says which of them are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if type(leaf) is Tensor:
-                storage = leaf.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage)
-        return result
-
-    def bytes_at(self, net: nn.Module) -> tuple[int, int]:
-        """Bytes on the device and on the host, without the parameters of `net`."""
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
-        known = {p.untyped_storage()._cdata for p in local}
-        sizes: dict[int, int] = {}
-        for key, ref in self._made.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            if storage is not None and key not in known:
-                sizes[key] = storage.nbytes()  # FSDP2 gives memory back, and keeps the storage
-        host = sum(size for key, size in sizes.items() if key in _hosted)
-        return sum(sizes.values()) - host, host
-
-
 class _Beside(saved_tensors_hooks):
     """In the place of `offload.OnHost`: copies what it would move."""
 
@@ -128,9 +97,10 @@ def counts(name: str, rounds: int) -> dict[str, tuple[float, ...]]:
         with mock.patch.object(offload, "OnHost", _Beside):
             net(x).backward()
             _hosted.clear()
-            with Alive() as alive:
+            with Seen() as seen:
                 loss = net(x)
-            held = alive.bytes_at(net)
+            seen.hosted = _hosted
+            held = seen.alive(net)
             loss.backward()
         spent: list[float] = []
         for _ in range(rounds):

@@ -54,12 +54,12 @@ def costs(names: list[str], wall: bool, count: int) -> list[list[Any]]:
     rows = []
     for backward in (False, True):
         for name in names:
-            sides = {"plain": (operands(name, _plain, mesh), False)}
-            sides["ours"] = (operands(name, _split, mesh), False)
+            sides = {"plain": (operands(name, plain, mesh), False)}
+            sides["ours"] = (operands(name, split, mesh), False)
             if name in WITHOUT_WIRE:
                 sides["no wire"] = (sides["ours"][0], True)
             if _is_right(name, mesh):
-                sides["DTensor"] = (operands(name, _distributed, mesh), False)
+                sides["DTensor"] = (operands(name, distributed, mesh), False)
             least = dict.fromkeys(sides, float("inf"))
             for _ in range(ROUNDS):
                 for side, (given, cut) in sides.items():
@@ -115,36 +115,38 @@ def _local(y: Any) -> Tensor:
 def operands(name: str, make: Callable[..., Tensor], mesh: DeviceMesh) -> Operands:
     """The operands of a function, as `make` makes them of tensors that all ranks hold whole."""
     torch.manual_seed(0)
-    _, split, plain = CALLS[name]
-    made = [make(torch.randn(shape), mesh, True) for shape in split]
-    return [*made, *(make(torch.randn(shape), mesh, False) for shape in plain)]
+    _, shapes, others = CALLS[name]
+    made = [make(torch.randn(shape), mesh, True) for shape in shapes]
+    return [*made, *(make(torch.randn(shape), mesh, False) for shape in others)]
 
 
-def _plain(x: Tensor, mesh: DeviceMesh, split: bool) -> Tensor:
+def plain(x: Tensor, mesh: DeviceMesh, is_split: bool) -> Tensor:
     """The whole tensor: it is so small that its arithmetic costs little."""
     return x
 
 
-def _split(x: Tensor, mesh: DeviceMesh, split: bool) -> Tensor:
-    if not split:
+def split(x: Tensor, mesh: DeviceMesh, is_split: bool) -> Tensor:
+    """This package's tensor; what is not split stays plain."""
+    if not is_split:
         return x
     local = lightning_shard.shard(x, mesh, 2).to_local().clone()
     return lightning_shard.from_local(local, mesh, 2, x.shape)
 
 
-def _distributed(x: Tensor, mesh: DeviceMesh, split: bool) -> Tensor:
-    return distribute_tensor(x, mesh, [Shard(2) if split else Replicate()])
+def distributed(x: Tensor, mesh: DeviceMesh, is_split: bool) -> Tensor:
+    """A DTensor."""
+    return distribute_tensor(x, mesh, [Shard(2) if is_split else Replicate()])
 
 
 def _is_right(name: str, mesh: DeviceMesh) -> bool:
     """Whether DTensor knows the function, and gives the values of one process."""
     function = CALLS[name][0]
     try:
-        found = function(*operands(name, _distributed, mesh))
+        found = function(*operands(name, distributed, mesh))
         found = [y.full_tensor() for y in (found if isinstance(found, tuple) else (found,))]
     except Exception:  # of any kind: it does not know the function
         return False
-    whole = function(*operands(name, _plain, mesh))
+    whole = function(*operands(name, plain, mesh))
     expected = whole if isinstance(whole, tuple) else (whole,)
     return all(
         f.shape == e.shape and torch.allclose(f, e, atol=1e-5)

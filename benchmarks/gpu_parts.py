@@ -1,0 +1,212 @@
+"""What `benchmarks.gpu` runs in its own processes, on whatever device the machine has."""
+
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+import lightning_shard
+from benchmarks.peer_networks import NETWORKS
+from benchmarks.spectral import Case
+from benchmarks.unet_step import UNet
+from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.fsdp.recompute import compile_forward
+from lightning_shard.processes.mesh import make_mesh
+
+# name: TF32, dtype of autocast, the largest error that is as good as equal
+PRECISIONS: dict[str, tuple[bool, torch.dtype | None, float]] = {
+    "float32": (False, None, 1e-4),
+    "float32 with TF32": (True, None, 2e-2),
+    "bfloat16": (False, torch.bfloat16, 1e-1),
+}
+Rows = list[dict[str, Any]]
+
+
+def device() -> torch.device:
+    """This process's accelerator, or the CPU."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def exactness(names: list[str], resolution: int) -> Rows:
+    """Losses and gradients of split fields beside those of one process; every rank calls it."""
+    rows: Rows = []
+    for name in names:
+        for precision, (tf32, dtype, bound) in PRECISIONS.items():
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+            error = _error(name, resolution, dtype)
+            rows.append({
+                "network": name, "ranks": dist.get_world_size(), "backend": dist.get_backend(),
+                "precision": precision, "error": error, "bound": bound, "equal": error <= bound,
+            })  # fmt: skip
+    return rows
+
+
+def _error(name: str, resolution: int, dtype: torch.dtype | None) -> float:
+    """The largest relative error of the loss and of any gradient."""
+    kind = device()
+    torch.manual_seed(0)
+    net = NETWORKS[name]().to(kind)
+    whole = torch.randn(1, 3, resolution, resolution).to(kind)
+    other = copy.deepcopy(net)
+    avoid_whole_fields(other)
+    mesh = init_device_mesh(kind.type, (dist.get_world_size(),))
+    values: list[list[Tensor]] = []
+    for model, field in ((net, whole), (other, lightning_shard.shard(whole, mesh, 2))):
+        with torch.autocast(kind.type, dtype, enabled=dtype is not None):
+            loss = model(field).square().mean()
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        values.append([loss.detach(), *grads])
+    for grad in values[1][1:]:  # each rank has its part; the mean of all is the gradient
+        dist.all_reduce(torch.view_as_real(grad) if grad.is_complex() else grad)
+        grad /= dist.get_world_size()
+    largest = max(float(a.abs().max()) for a in values[0][1:])
+    pairs = zip(*values, strict=True)
+    return max(float((a - b).abs().max()) / max(float(a.abs().max()), 1e-3 * largest)
+               for a, b in pairs)  # fmt: skip
+
+
+class _Module(LightningModule):
+    def __init__(self, resolution: int) -> None:
+        super().__init__()
+        self.network, self.resolution = UNet(16), resolution
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class _Clock(Callback):
+    """Seconds of each step: processor time on the CPU, else by the clock, with the device idle."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        if not on_cpu:
+            torch.accelerator.synchronize()
+        self.ends.append(time.process_time() if on_cpu else time.perf_counter())
+
+
+def one_device(resolution: int, steps: int, rounds: int = 3) -> Rows:
+    """The strategy on a mesh of 1x1 beside plain Lightning, in turns."""
+    seconds: dict[str, list[float]] = {"plain Lightning": [], "strategy, 1x1": []}
+    for _ in range(rounds):
+        for way, spent in seconds.items():
+            torch.manual_seed(0)
+            clock = _Clock()
+            strategy: Any = "auto" if way == "plain Lightning" else "hybrid_shard"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # advice on workers and intervals
+                trainer = Trainer(
+                    accelerator=device().type, devices=1, strategy=strategy, max_steps=steps + 5,
+                    callbacks=[clock], logger=False, enable_checkpointing=False,
+                    enable_progress_bar=False, enable_model_summary=False,
+                )  # fmt: skip
+                field = torch.randn(steps + 5, 3, resolution, resolution)
+                trainer.fit(_Module(resolution), DataLoader(field, 1))
+            spent += [b - a for a, b in zip(clock.ends[4:], clock.ends[5:], strict=False)]
+    plain = statistics.median(seconds["plain Lightning"])
+    return [
+        {"way": way, "ms of a step": 1e3 * statistics.median(s),
+         "to plain": statistics.median(s) / plain}
+        for way, s in seconds.items()
+    ]  # fmt: skip
+
+
+def timed(step: Callable[[], Any], rounds: int = 10) -> float:
+    """Median milliseconds, by events of the device, or the clock of the CPU."""
+    kind, found = device(), []
+    for number in range(rounds + 3):
+        if kind.type == "cpu":
+            begin = time.perf_counter()
+            step()
+            spent = 1e3 * (time.perf_counter() - begin)
+        else:
+            module = torch.get_device_module(kind)
+            first, last = (module.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            step()
+            last.record()
+            last.synchronize()
+            spent = first.elapsed_time(last)
+        found += [spent] if number >= 3 else []
+    return statistics.median(found)
+
+
+def spectral(fields: list[tuple[int, ...]], modes: int = 32, width: int = 32) -> Rows:
+    """One spectral convolution, forward and backward, beside neuraloperator's own layer."""
+    from neuralop.layers.spectral_convolution import SpectralConv
+
+    rows: Rows = []
+    mesh = init_device_mesh(device().type, (1,))
+    for extents in fields:
+        case = Case(extents, modes, width)
+        layer = SpectralConv(width, width, (modes,) * len(extents), bias=False).to(device())
+        ours = copy.deepcopy(layer)
+        avoid_whole_fields(ours)
+        local = torch.randn(1, width, *extents, device=device(), requires_grad=True)
+        split = lightning_shard.from_local(local, mesh, 2, local.shape)
+        row: dict[str, Any] = {"field, modes, width": str(case)}
+        steps = {
+            "neuraloperator": lambda layer=layer, x=local: layer(x).square().mean().backward(),
+            "ours": lambda layer=ours, x=split: layer(x).square().mean().backward(),
+        }
+        for name, step in steps.items():
+            _reset_peak()
+            row[f"{name} ms"], row[f"{name} peak MiB"] = timed(step), _peak()
+        rows.append(row | {"faster": row["neuraloperator ms"] / row["ours ms"]})
+    return rows
+
+
+def compiled(resolution: int) -> Rows:
+    """A step of the U-Net as it is, through compiled blocks, and in CUDA graphs; on one device."""
+    mesh = make_mesh(device().type, 1, (1,))["domain"]
+    whole = torch.randn(1, 3, resolution, resolution, device=device())
+    split = lightning_shard.shard(whole, mesh, 2)
+    rows: Rows = []
+    for way in ("plain", "split", "split, compiled blocks", "plain, CUDA graphs"):
+        if way == "plain, CUDA graphs" and device().type != "cuda":
+            continue
+        torch.manual_seed(0)
+        net = UNet(16).to(device())
+        call: Callable[..., Tensor] = net
+        if way == "split, compiled blocks":
+            compile_forward([*net.down, *net.up])
+        elif way == "plain, CUDA graphs":
+            call = torch.compile(net, mode="reduce-overhead")
+        field = split if way.startswith("split") else whole
+        _reset_peak()
+        cost = timed(lambda call=call, field=field: call(field).square().mean().backward())
+        rows.append({"way": way, "ms of a step": cost, "peak MiB": _peak()})
+    return rows
+
+
+def _reset_peak() -> None:
+    if device().type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def _peak() -> float | None:
+    """MiB that tensors held at most; the CPU does not tell."""
+    return None if device().type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
+
+
+def collective(resolution: int) -> Rows:
+    """Exactness with the device's own backend, on as many ranks as there are devices."""
+    return exactness(["U-Net", "TFNO"], resolution)

@@ -1,0 +1,62 @@
+"""The command that measures a GPU: its plumbing, on a machine that has none."""
+
+import json
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_parts
+
+no_gpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="sizes are those of a CPU")
+
+
+@pytest.mark.spmd(2)
+def test_split_fields_are_exact():
+    rows = gpu_parts.exactness(["U-Net"], 32)
+    assert [row["precision"] for row in rows] == list(gpu_parts.PRECISIONS)
+    assert all(row["ranks"] == 2 and row["equal"] for row in rows), rows
+
+
+@pytest.mark.spmd(1)
+def test_spectral_convolution_and_compiled_blocks():
+    (row,) = gpu_parts.spectral([(16, 16)], modes=4, width=2)
+    assert row["faster"] == pytest.approx(row["neuraloperator ms"] / row["ours ms"])
+    with mock.patch.object(gpu_parts, "compile_forward") as compiles:
+        rows = gpu_parts.compiled(32)
+    assert [row["way"] for row in rows] == ["plain", "split", "split, compiled blocks"]
+    assert compiles.called
+    assert all(row["ms of a step"] > 0 for row in rows)
+
+
+def test_a_part_that_fails_or_hangs_is_a_row():
+    context = mock.Mock(
+        join=mock.Mock(side_effect=RuntimeError("on rank 0:\n\nno NCCL")), processes=[]
+    )
+    with mock.patch.object(gpu.mp, "spawn", return_value=context):
+        assert gpu.run_part((1, "nccl", gpu_parts.collective, (64,)), 9) == [{"failed": "no NCCL"}]
+    context = mock.Mock(join=mock.Mock(return_value=False), processes=[mock.Mock()])
+    with mock.patch.object(gpu.mp, "spawn", return_value=context):
+        rows = gpu.run_part((1, "nccl", gpu_parts.collective, (64,)), 0)
+    assert rows == [{"failed": "no end after 0 s"}]
+    assert context.processes[0].kill.called
+
+
+@no_gpu
+def test_the_command_writes_both_files(tmp_path, capsys):
+    rows = [{"way": "ours", "ms of a step": 1.23456, "peak MiB": None}]
+    with (
+        mock.patch.object(sys, "argv", ["gpu", "--out", str(tmp_path / "out")]),
+        mock.patch.object(gpu, "run_tests", return_value=[{"status": 0}]),
+        mock.patch.object(gpu, "run_part", return_value=rows) as run,
+    ):
+        gpu.main()
+    assert run.call_count == 6
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert found["machine"]["device"] == "no GPU: the CPU, small fields"
+    assert found["found"]["gloo, 1 ranks"] == rows
+    text = (tmp_path / "out" / "gpu.md").read_text()
+    assert "### compiled\n\n| way | ms of a step | peak MiB |\n| --- | --- | --- |\n" in text
+    assert "| ours | 1.23 |  |" in text
+    assert text in capsys.readouterr().out
