@@ -1,5 +1,6 @@
 """Counts collectives, and storages that stay, at the operators of torch: below any package."""
 
+import gc
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Seen(TorchDispatchMode):
 
     def alive(self, net: nn.Module) -> tuple[int, int]:
         """Bytes still there, on the device and on the host, without the parameters of `net`."""
+        gc.collect()  # what only a cycle holds is not kept for backward
         local = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
         known = {p.untyped_storage()._cdata for p in local}
         sizes: dict[int, int] = {}

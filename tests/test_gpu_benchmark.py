@@ -16,7 +16,7 @@ no_gpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="sizes are 
 def test_split_fields_are_exact():
     rows = gpu_parts.exactness(["U-Net"], 32)
     assert [row["precision"] for row in rows] == list(gpu_parts.PRECISIONS)
-    assert all(row["ranks"] == 2 and row["equal"] for row in rows), rows
+    assert all(row["ranks"] == 2 and row["equal"] for row in rows), [r["error"] for r in rows]
 
 
 @pytest.mark.spmd(1)

@@ -27,7 +27,7 @@ class OnHost(saved_tensors_hooks):
 
     def __init__(self) -> None:
         """Take torch's own copies."""
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if device is None else device.type
         copies: Any = save_on_cpu(pin_memory=device is not None, device_type=kind)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.processes.torch_internals import DispatchMode
+from lightning_shard.processes.torch_internals import DispatchMode, tree_map_only
 from lightning_shard.tensor.compiled import CompiledBlock
 from lightning_shard.tensor.kind import COMPILED
 
@@ -49,14 +49,23 @@ class _Only(DispatchMode):
     gather again what is there, and rules have constants that they compute once.
     """
 
-    def __init__(self, mode: Any, names: Sequence[str]) -> None:
+    def __init__(self, mode: Any, names: Sequence[str], *, copies: bool = False) -> None:
         super().__init__()
-        self.mode, self.names = mode, names
+        self.mode, self.names, self.copies = mode, names, copies
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).removeprefix("aten.").split(".")[0] in self.names:
-            return self.mode.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        if str(func).removeprefix("aten.").split(".")[0] not in self.names:
+            return func(*args, **(kwargs or {}))
+        result = self.mode.__torch_dispatch__(func, types, args, kwargs)
+        if not self.copies:
+            return result
+        # what is kept stays as it is, whatever is added to the result in place
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+
+        def copy(t: Tensor) -> Tensor:
+            return t if t.untyped_storage().data_ptr() in given else t.clone()
+
+        return tree_map_only(Tensor, copy, result)
 
 
 def _keeping(names: Sequence[str]) -> tuple[_Only, _Only]:
@@ -67,7 +76,7 @@ def _keeping(names: Sequence[str]) -> tuple[_Only, _Only]:
 
     contexts: Callable[..., Any] = create_selective_checkpoint_contexts
     forward, again = contexts(keep)
-    return _Only(forward, names), _Only(again, names)
+    return _Only(forward, names, copies=True), _Only(again, names)
 
 
 def recompute(modules: Iterable[nn.Module], keeps: Sequence[str] = ()) -> None:

@@ -123,7 +123,7 @@ class StepProfile(Callback):
         if self._steps != self.wait or self._profiler is not None:
             return
         wanted = {"CPU"}
-        if (device := torch.accelerator.current_accelerator()) is not None:
+        if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
             wanted.add(device.type.upper())
         activities = [a for a in supported_activities() if a.name in wanted]
         steps = schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
