@@ -16,6 +16,8 @@ from lightning_shard.processes.torch_internals import internal
 
 ONECCL = "oneccl_bindings_for_pytorch"
 
+COLLECTIVE_KERNELS = ("nccl", "oneccl")  # how their names begin in a trace of a device
+
 
 @dataclass(frozen=True)
 class Rates:

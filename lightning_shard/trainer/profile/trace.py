@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_shard.processes.device import COLLECTIVE_KERNELS
 from lightning_shard.trainer.profile.labels import COLLECTIVE, FUNCTION, MODULE, WAIT
 
 Event = dict[str, Any]
@@ -250,4 +251,4 @@ def _kernels(events: list[Event]) -> Iterator[Event]:
 
 
 def _communicates(event: Event) -> bool:
-    return event["name"].startswith(("nccl", "oneccl"))
+    return event["name"].startswith(COLLECTIVE_KERNELS)
