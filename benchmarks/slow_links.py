@@ -58,7 +58,7 @@ def inside(module: str) -> None:
         return
     command = ["unshare", "--net", "--fork", "--kill-child", sys.executable, "-m", module]
     running = subprocess.Popen([*command, *sys.argv[1:]], env=os.environ | {INSIDE: "1"})
-    signal.signal(signal.SIGTERM, lambda *_: running.terminate())
+    signal.signal(signal.SIGTERM, lambda *_: running.kill())  # unshare ignores SIGTERM
     with contextlib.suppress(KeyboardInterrupt):  # which the process below hears, too
         running.wait()
     sys.exit(running.wait())
