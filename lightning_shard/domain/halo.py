@@ -25,27 +25,35 @@ Mode = Literal["auto", "always", "never"]
 
 # of the process, not a ContextVar: backward runs in threads that inherit no context
 _mode: Mode = "auto"
+_thinner = 1
 
 
 @contextmanager
-def overlapping(mode: Mode) -> Generator[None]:
+def overlapping(mode: Mode, thinner: int = 1) -> Generator[None]:
     """Choose, while open, whether rules compute while rows travel; on all ranks alike.
 
     Args:
         mode: "auto" decides by the sizes. "always" does it wherever it is possible, and "never"
             waits for the rows first. Results differ by rounding only.
+        thinner: How many times thinner "auto" takes the parts to be: a rehearsal decides as the
+            ranks of a larger domain will.
     """
-    global _mode
-    before, _mode = _mode, mode
+    global _mode, _thinner
+    before, _mode, _thinner = (_mode, _thinner), mode, thinner
     try:
         yield
     finally:
-        _mode = before
+        _mode, _thinner = before
 
 
 def overlap_mode() -> Mode:
     """Give the mode that was chosen, "auto" by default."""
     return _mode
+
+
+def thinness() -> int:
+    """How many times thinner parts count; 0 where no part is too thin."""
+    return 0 if _mode == "always" else _thinner
 
 
 @dataclass(frozen=True)

@@ -130,10 +130,12 @@ def plan(
     small, seen, activations = (1,) * len(domain), [alone], alone.activations
     if ranks > 1:
         small = _part(domain, MOST)
-        seen = rehearse(module, data, small, shard_dims, **trainer)
+        thinner = max(1, ranks // MOST)
+        seen = rehearse(module, data, small, shard_dims, thinner=thinner, **trainer)
         activations = max(rank.activations for rank in seen)
     if ranks > MOST:
-        fewer = rehearse(module, data, _part(domain, MOST // 2), shard_dims, **trainer)
+        half = _part(domain, MOST // 2)
+        fewer = rehearse(module, data, half, shard_dims, thinner=2 * thinner, **trainer)
         shrinking = max(0, fewer[0].activations - seen[0].activations) * MOST
         activations -= min(activations, shrinking // MOST - shrinking // ranks)
     sent = max(rank.sent for rank in seen) - _sent(alone.parameters, len(seen))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.halo import overlapping
 from lightning_shard.processes.byte_counter import counted
 from lightning_shard.processes.launch import launch
 from lightning_shard.rehearsal.batches import Data, Stage, feed, first_batches
@@ -41,6 +42,7 @@ class _Task:
     domain: tuple[int, ...]
     shard_dims: ShardDims
     allowed: Sequence[str]
+    thinner: int
     trainer: dict[str, Any]
 
 
@@ -52,6 +54,7 @@ def rehearse(
     stage: Stage = "fit",
     *,
     allowed: Sequence[str] = (),
+    thinner: int = 1,
     **trainer: Any,
 ) -> list[Rehearsal]:
     """Run one step on the CPU, on as many processes as the domain has ranks.
@@ -64,6 +67,7 @@ def rehearse(
         stage: "fit" for a training step, or the Trainer's method that calls another step.
         allowed: Names of custom autograd Functions that run as `allow_function` lets them, and not
             on gathered tensors.
+        thinner: How many times more ranks the domain has that is rehearsed on this one.
         trainer: Arguments of the Trainer, such as its precision.
 
     Returns:
@@ -74,7 +78,8 @@ def rehearse(
     """
     batches = first_batches(module, data, stage)
     own = data if isinstance(data, LightningDataModule) else None
-    task = _Task(module, own, stage, batches, tuple(domain), shard_dims, allowed, trainer)
+    ranks = tuple(domain)
+    task = _Task(module, own, stage, batches, ranks, shard_dims, allowed, thinner, trainer)
     return launch(_step, task, processes=math.prod(domain))
 
 
@@ -87,7 +92,7 @@ def _step(task: _Task) -> Rehearsal:
         trainer = _trainer(task, seen)
         options = {} if task.stage in ("fit", "predict") else {"verbose": False}
         run = getattr(trainer, task.stage)
-        with counted() as traffic:
+        with counted() as traffic, overlapping("auto", task.thinner):
             try:
                 given = feed(task.module, task.data, task.stage, task.batches)
                 run(task.module, **given, **options)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.halo import overlap_mode
+from lightning_shard.domain.halo import thinness
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
@@ -68,7 +68,7 @@ def _while_rows_travel(
     local, weight, bias = _as_autocast(x.local, *parameters)
     if not may_overlap(local, weight, bias, groups):
         return None
-    plan = plan_of(x.layout, split, overlap_mode() == "always")
+    plan = plan_of(x.layout, split, thinness())
     if plan is None:
         return None
     place = x.like(local.new_empty(0))  # without the rows, which autograd keeps

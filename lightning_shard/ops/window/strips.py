@@ -103,23 +103,23 @@ class Strip:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(layout: Layout, windows: tuple[Window, ...], always: bool) -> Plan | None:
+def plan_of(layout: Layout, windows: tuple[Window, ...], thinner: int) -> Plan | None:
     """The plan for a convolution of a tensor of this layout; None where it is to wait instead.
 
     Args:
         layout: Of the input.
         windows: Of the split dims.
-        always: Whether thin parts compute while rows travel, too.
+        thinner: How many times thinner the parts count; with 0 none is too thin.
     """
     axes = layout.axes(*(w.dim for w in windows))
-    if not always and math.prod(layout.shape) < LEAST * layout.grid.parts(axes):
+    if math.prod(layout.shape) < LEAST * layout.grid.parts(axes) * thinner:
         return None
     if not windows or any(len(layout.dims[w.dim]) > 1 for w in windows):
         return None
     if len(windows) > 1 and len(axes) < len(layout.grid.sizes):
         return None  # ranks along some axes of several have no group
     for place in places(layout.grid, axes):
-        if not all(_is_possible(_side(layout, w, place), w, always) for w in windows):
+        if not all(_is_possible(_side(layout, w, place), w, thinner) for w in windows):
             return None
     needs = tuple(
         (w.dim, window_needs(layout.shape[w.dim], layout.grid.parts(layout.axes(w.dim)),
@@ -151,7 +151,7 @@ def _side(layout: Layout, window: Window, place: Grid) -> Side:
     return Side(high - low, rows, padding, at_first, at_last)
 
 
-def _is_possible(side: Side, window: Window, always: bool) -> bool:
+def _is_possible(side: Side, window: Window, thinner: int) -> bool:
     """Whether the rank's rows with zeros around them give as many rows as its part of the output.
 
     And whether it has enough rows for that to be worth its price.
@@ -159,8 +159,8 @@ def _is_possible(side: Side, window: Window, always: bool) -> bool:
     reach = side.rows + 2 * side.padding - window.reach
     if side.padding < 0 or reach < 0 or not side.rows or not side.output:
         return False
-    enough = side.output >= INNER * (side.first + side.last)
-    return reach // window.stride + 1 == side.output and (always or enough)
+    enough = side.output >= INNER * (side.first + side.last) * thinner
+    return reach // window.stride + 1 == side.output and enough
 
 
 def _strips(windows: Sequence[Window], sides: Sequence[Side], halo: Halo) -> list[Strip]:

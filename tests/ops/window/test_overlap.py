@@ -101,19 +101,20 @@ def layout_of(rows, parts, columns=300):
 
 def test_thin_and_small_parts_wait():
     window = (Window(2, 3, 1, 1, 1, 1),)
-    assert plan_of(layout_of(64, 2), window, always=False) is not None
-    assert plan_of(layout_of(6, 2, 9000), window, always=False) is None
-    assert plan_of(layout_of(64, 2, 8), window, always=False) is None
-    assert plan_of(layout_of(6, 2), window, always=True) is not None
-    assert plan_of(layout_of(2, 3), window, always=True) is None  # a rank has no rows
+    assert plan_of(layout_of(64, 2), window, thinner=1) is not None
+    assert plan_of(layout_of(6, 2, 9000), window, thinner=1) is None
+    assert plan_of(layout_of(64, 2, 8), window, thinner=1) is None
+    assert plan_of(layout_of(64, 2), window, thinner=8) is None
+    assert plan_of(layout_of(6, 2), window, thinner=0) is not None
+    assert plan_of(layout_of(2, 3), window, thinner=0) is None  # a rank has no rows
 
 
 def test_border_of_the_first_and_of_an_inner_rank():
     window = (Window(2, 3, 1, 1, 1, 1),)
-    (strip,) = plan_of(layout_of(64, 2), window, always=False).strips
+    (strip,) = plan_of(layout_of(64, 2), window, thinner=1).strips
     assert (strip.output, strip.input, strip.kernel) == (((31, 32),), ((32, 33),), ((2, 3),))
     inner = Layout.of((1, 3, 99, 300), {2: (0,)}, Grid((3,), (1,)))
-    plan = plan_of(inner, window, always=False)
+    plan = plan_of(inner, window, thinner=1)
     assert [strip.output for strip in plan.strips] == [((0, 1),), ((32, 33),)]
     assert [strip.kernel for strip in plan.strips] == [((0, 1),), ((2, 3),)]
     assert plan.halo.receives == (((-1, 0),), None, ((33, 34),))
