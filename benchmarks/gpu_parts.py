@@ -63,8 +63,9 @@ def _step(
     name: str, resolution: int, how: tuple[bool, torch.dtype | None], *, split: bool
 ) -> list[Tensor]:
     """The loss, and the gradients of all parameters."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = how[0]
     kind = device()
+    if kind.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = how[0]
     torch.manual_seed(0)
     net = NETWORKS[name]().to(kind)
     field = torch.randn(1, 3, resolution, resolution).to(kind)

@@ -39,7 +39,8 @@ def overlapping(mode: Mode, thinner: int = 1) -> Generator[None]:
             ranks of a larger domain will.
     """
     global _mode, _thinner
-    before, _mode, _thinner = (_mode, _thinner), mode, thinner
+    before: tuple[Mode, int] = _mode, _thinner
+    _mode, _thinner = mode, thinner
     try:
         yield
     finally:

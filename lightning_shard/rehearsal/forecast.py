@@ -128,9 +128,9 @@ def plan(
         )
     (alone,) = rehearse(module, data, (), shard_dims, **trainer)
     small, seen, activations = (1,) * len(domain), [alone], alone.activations
+    thinner = max(1, ranks // MOST)
     if ranks > 1:
         small = _part(domain, MOST)
-        thinner = max(1, ranks // MOST)
         seen = rehearse(module, data, small, shard_dims, thinner=thinner, **trainer)
         activations = max(rank.activations for rank in seen)
     if ranks > MOST:
