@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,8 @@ class Seen(TorchDispatchMode):
         self._made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, FakeTensor) for t in types):  # DTensor asks for shapes
+            return func(*args, **(kwargs or {}))
         if any(t is not Tensor for t in types):  # a tensor class, which calls plain operators
             return NotImplemented
         if func.namespace in _COLLECTIVES and func._opname not in _NOTHING:
