@@ -69,17 +69,16 @@ def _check_names(trainer: Any, given: Sources) -> None:
 
 def _check_numbers(trainer: Any, given: Sources) -> None:
     for option, least in LEAST.items():
-        value = trainer.get(option)
-        if isinstance(value, int | float) and value < least:
-            raise UsageError(
-                f"trainer.{option} must be {least} or more; got {value}"
-                f"{_at(given, f'trainer.{option}')}"
-            )
+        _require_least(least, trainer.get(option), f"trainer.{option}", given)
     for option, sizes in zip(("domain", "data"), _sizes(trainer), strict=True):
-        for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
-            if isinstance(size, int) and size < 1:
-                key = f"trainer.strategy.{option}_parallel_size"
-                raise UsageError(f"{key} must be 1 or more; got {_size(sizes)}{_at(given, key)}")
+        _require_least(1, sizes, f"trainer.strategy.{option}_parallel_size", given)
+
+
+def _require_least(least: int, value: Any, key: str, given: Sources) -> None:
+    """Refuse a number, or numbers of a list, that are too small; words and null are no numbers."""
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if any(isinstance(number, int | float) and number < least for number in numbers):
+        raise UsageError(f"{key} must be {least} or more; got {_size(value)}{_at(given, key)}")
 
 
 def _check_seed(seed: Any, given: Sources) -> None:
@@ -129,9 +128,7 @@ def _check_devices(trainer: Any, given: Sources) -> None:
             f"{_at(given, 'trainer.devices')}"
         )
     wanted = _count(words)
-    if wanted == 0:
-        place = _at(given, "trainer.devices")
-        raise UsageError(f"trainer.devices must be 1 or more; got {words}{place}")
+    _require_least(1, wanted, "trainer.devices", given)
     kind = _device_kind(trainer.accelerator)
     if kind is None:
         return

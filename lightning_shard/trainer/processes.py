@@ -74,7 +74,9 @@ class Processes:
         """
         domain, self.fits_itself = domain_parallel_size, domain_parallel_size == "auto"
         self.data_parallel_size: int | Literal["auto"] = data_parallel_size
-        self.domain_sizes = () if isinstance(domain, str) else _numbers(domain)
+        self.domain_sizes: tuple[int, ...] = ()
+        if not isinstance(domain, str):
+            self.domain_sizes = tuple(domain) if isinstance(domain, Sequence) else (domain,)
         self.shard_size: int | Literal["node"] | None = shard_size
         self.timeout_s, self.backend = timeout_s, backend
         self.mesh: DeviceMesh | None = None
@@ -214,10 +216,6 @@ class Processes:
                 timeout_s=self.timeout_s,
                 check=check,
             )
-
-
-def _numbers(sizes: Any) -> tuple[Any, ...]:
-    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
 
 
 def _refused(reason: str) -> ValueError:
