@@ -19,7 +19,7 @@ from lightning_shard.rehearsal.batches import (
 from lightning_shard.rehearsal.differences import differences, norm, tolerance_of
 from lightning_shard.rehearsal.seen import Rehearsal
 from lightning_shard.rehearsal.step import rehearse
-from lightning_shard.trainer.batch import ShardDims
+from lightning_shard.tensor.batch import ShardDims
 from lightning_shard.trainer.split_summary import SplitSummary
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_shard.rehearsal.batches import Data
 from lightning_shard.rehearsal.step import rehearse
-from lightning_shard.trainer.batch import ShardDims
+from lightning_shard.tensor.batch import ShardDims
 from lightning_shard.trainer.split_summary import SplitSummary
 
 KIB = 1024

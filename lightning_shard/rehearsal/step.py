@@ -24,8 +24,8 @@ from lightning_shard.rehearsal.batches import Data, Stage, feed, first_batches
 from lightning_shard.rehearsal.seen import Rehearsal
 from lightning_shard.rehearsal.watch import Keep, Watch
 from lightning_shard.tensor.autograd_function import functions_met, functions_to_try
+from lightning_shard.tensor.batch import ShardDims
 from lightning_shard.tensor.escape import allow_gather
-from lightning_shard.trainer.batch import ShardDims
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 _GATHERED = re.compile("(.*) has no rule for split tensors; it runs on gathered ones")

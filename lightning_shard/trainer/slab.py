@@ -5,44 +5,17 @@ returns `slab.part(rows, sample)`. These stay with the part through collation, w
 memory and precision, until the strategy makes a `DomainTensor` of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import default_collate
 
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import domain_of
-from lightning_shard.processes.torch_internals import collate_functions
-from lightning_shard.tensor.placement import from_local
-
-Dims = int | Sequence[int]
-ShardDims = Dims | Mapping[str, Dims | None] | None
-
-
-@dataclass
-class LocalPart:
-    """Holds what one rank has read of a tensor, in place of the whole one.
-
-    Attributes:
-        tensor: This rank's rows.
-        shape: The global shape.
-        samples: Which samples they are of: the ranks of a domain must have read the same.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    samples: tuple[int, ...]
-
-    def pin_memory(self) -> "LocalPart":
-        return LocalPart(self.tensor.pin_memory(), self.shape, self.samples)
-
-    def split(self, mesh: DeviceMesh, dims: Dims) -> Tensor:
-        return from_local(self.tensor, mesh, dims, self.shape)
+from lightning_shard.tensor.batch import LocalPart, dims_of
 
 
 @dataclass(frozen=True)
@@ -115,31 +88,3 @@ def slab_of(
     layout = Layout.of((1, *shape), splits, grid)
     bounds = [factor.bounds(grid) for (factor,) in layout.dims[1:]]
     return Slab(shape, tuple(slice(*b) for b in bounds), is_split=True)
-
-
-def dims_of(
-    shard_dims: ShardDims, entry: str, ndim: int, dtype: torch.dtype, axes: int
-) -> Dims | None:
-    """Find the dims of a batch entry that so many axes of a domain split; None: it stays whole."""
-    if isinstance(shard_dims, Mapping):
-        return next((dims for name, dims in shard_dims.items() if str(name) == entry), None)
-    if not dtype.is_floating_point or ndim < 3 or (shard_dims is None and ndim < 2 + axes):
-        return None
-    return tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
-
-
-def _collate(
-    parts: Sequence[LocalPart], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
-) -> LocalPart:
-    shapes = sorted({part.shape for part in parts})
-    if len(shapes) > 1:
-        raise ValueError(
-            f"the fields of a batch must have one shape; got {shapes[0]} and {shapes[1]}. Use "
-            "batch_size 1, or a dataloader for each shape."
-        )
-    samples = tuple(sample for part in parts for sample in part.samples)
-    rows = default_collate([part.tensor for part in parts])
-    return LocalPart(rows, (len(parts), *parts[0].shape), samples)
-
-
-collate_functions()[LocalPart] = _collate

@@ -31,9 +31,9 @@ from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.tensor.batch import ShardDims, check_same_batch, shard_batch, split_dims
 from lightning_shard.trainer import processes
 from lightning_shard.trainer import sharding as parameters
-from lightning_shard.trainer.batch import ShardDims, check_same_batch, shard_batch, split_dims
 from lightning_shard.trainer.checkpoint_io import complete_io, written_as
 from lightning_shard.trainer.count_once import count_domains_once
 from lightning_shard.trainer.environment import environment_of_launcher

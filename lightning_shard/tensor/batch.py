@@ -2,7 +2,8 @@
 
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +11,41 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import default_collate
 
-from lightning_shard.processes.torch_internals import keystr, tree_flatten_with_path, tree_leaves
+from lightning_shard.processes.torch_internals import (
+    collate_functions,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+)
 from lightning_shard.processes.typed import is_list, is_mapping
 from lightning_shard.tensor.placement import from_local, shard
 from lightning_shard.tensor.tensor import DomainTensor
-from lightning_shard.trainer.slab import Dims, LocalPart, ShardDims, dims_of
+
+Dims = int | Sequence[int]
+ShardDims = Dims | Mapping[str, Dims | None] | None
+
+
+@dataclass
+class LocalPart:
+    """Holds what one rank has read of a tensor, in place of the whole one.
+
+    Attributes:
+        tensor: This rank's rows.
+        shape: The global shape.
+        samples: Which samples they are of: the ranks of a domain must have read the same.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    samples: tuple[int, ...]
+
+    def pin_memory(self) -> "LocalPart":
+        return LocalPart(self.tensor.pin_memory(), self.shape, self.samples)
+
+    def split(self, mesh: DeviceMesh, dims: Dims) -> Tensor:
+        return from_local(self.tensor, mesh, dims, self.shape)
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> Any:
@@ -23,7 +53,7 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
 
     Args:
         batch: Nested dicts, lists and tuples of tensors, equal on all ranks of the domain, or of
-            parts that each rank has read for itself (trainer/slab.py).
+            parts that each rank has read for itself (`LocalPart`).
         mesh: The domain mesh, of one or several axes.
         shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims,
             one for each mesh axis. An int, or one for each mesh axis: these dims of every
@@ -56,25 +86,45 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
         ValueError: They have read different samples, whose parts make up no field.
     """
     leaves = tree_flatten_with_path(batch)[0]
-    read = {keystr(p): _identity(x) for p, x in leaves if isinstance(x, Tensor | LocalPart)}
+    read = {keystr(p): identity_of(x) for p, x in leaves if isinstance(x, Tensor | LocalPart)}
+    if found := first_difference(read, mesh):
+        ranks, entry = found
+        raise ValueError(
+            f"the ranks {ranks} share each sample, but read different batches (entry {entry}); "
+            "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
+            "which replica reads what) and draw augmentations from the same seed."
+        )
+
+
+def first_difference(values: Mapping[str, Any], mesh: DeviceMesh) -> tuple[list[int], str] | None:
+    """The ranks of an axis that differ, and the first name whose values do. All ranks must call."""
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        everywhere: list[dict[str, Any]] = [{}] * mesh.size(axis)
-        dist.all_gather_object(everywhere, read, group)
-        for entry in read:
-            if len({each.get(entry) for each in everywhere}) > 1:
-                raise ValueError(
-                    f"the ranks {dist.get_process_group_ranks(group)} share each sample, but read "
-                    f"different batches (entry {entry}); give them the same samples in the same "
-                    "order (trainer.distributed_sampler_kwargs says which replica reads what) and "
-                    "draw augmentations from the same seed."
-                )
+        everywhere: list[Mapping[str, Any]] = [{}] * mesh.size(axis)
+        dist.all_gather_object(everywhere, values, group)
+        for name in dict.fromkeys(name for each in everywhere for name in each):
+            if any(each.get(name) != everywhere[0].get(name) for each in everywhere):
+                return dist.get_process_group_ranks(group), name
+    return None
 
 
-def _identity(x: Tensor | LocalPart) -> tuple[Any, ...]:
-    """What equals on all ranks that have read the same samples."""
+def dims_of(
+    shard_dims: ShardDims, entry: str, ndim: int, dtype: torch.dtype, axes: int
+) -> Dims | None:
+    """Find the dims of a batch entry that so many axes of a domain split; None: it stays whole."""
+    if isinstance(shard_dims, Mapping):
+        return next((dims for name, dims in shard_dims.items() if str(name) == entry), None)
+    if not dtype.is_floating_point or ndim < 3 or (shard_dims is None and ndim < 2 + axes):
+        return None
+    return tuple(range(2, 2 + axes)) if shard_dims is None else shard_dims
+
+
+def identity_of(x: Tensor | LocalPart) -> tuple[Any, ...]:
+    """What equals on all ranks that have the same samples."""
     if isinstance(x, LocalPart):
         return (x.shape, str(x.tensor.dtype), x.samples)
+    if isinstance(x, DomainTensor):
+        return (tuple(x.shape), str(x.dtype))
     values = torch.view_as_real(x) if x.is_complex() else x
     values = values.detach().cpu().contiguous()
     return (
@@ -182,3 +232,20 @@ def _rebuild(batch: Any, entries: dict[str, Any]) -> Any:
         values = list(entries.values())
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return entries["0"]
+
+
+def _collate(
+    parts: Sequence[LocalPart], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
+) -> LocalPart:
+    shapes = sorted({part.shape for part in parts})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the fields of a batch must have one shape; got {shapes[0]} and {shapes[1]}. Use "
+            "batch_size 1, or a dataloader for each shape."
+        )
+    samples = tuple(sample for part in parts for sample in part.samples)
+    rows = default_collate([part.tensor for part in parts])
+    return LocalPart(rows, (len(parts), *parts[0].shape), samples)
+
+
+collate_functions()[LocalPart] = _collate
