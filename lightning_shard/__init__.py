@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.options import ShardingOptions as ShardingOptions
     from lightning_shard.fsdp.parallelize import parallelize as parallelize
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
+    from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
@@ -84,6 +85,7 @@ _MODULES = {
     "local_map": "tensor.escape",
     "allow_gather": "tensor.escape",
     "allow_function": "tensor.autograd_function",
+    "split_inputs": "fsdp.split_inputs",
     # rules for operations
     "register_rule": "ops.registry",
     "Subdomain": "domain.subdomain",
