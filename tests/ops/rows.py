@@ -94,12 +94,6 @@ REFUSED = {
     "dlpack": Tensor.__dlpack__,
     "apply": lambda x: x.apply_(abs),
     "map": lambda x: x.map_(x, lambda a, b: a),
-    "masked_select": lambda x: torch.masked_select(x, x > 0),
-    "masked_select_method": lambda x: x.masked_select(x > 0),
-    "nonzero": torch.nonzero,
-    "nonzero_method": Tensor.nonzero,
-    "argwhere": torch.argwhere,
-    "argwhere_method": Tensor.argwhere,
     "unique_consecutive": torch.unique_consecutive,
     "unique_consecutive_method": Tensor.unique_consecutive,
 }

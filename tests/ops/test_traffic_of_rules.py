@@ -77,6 +77,10 @@ CASES = {
     "mse": (lambda x: F.mse_loss(x, torch.zeros(SHAPE).double()), NUMBER, NUMBER),
     "cumsum_of_columns": (lambda x: x.cumsum(3), 0, 0),
     "unfold": (lambda x: F.unfold(x, 3, padding=1), ROW, ROW),
+    "mask_of_all": (lambda x: x[0, 0][x[0, 0] > -100], NUMBER, 0),  # the count alone
+    "mask_of_upper_half": (  # half of which goes to the other rank
+        lambda x: x[0, 0][torch.arange(120).reshape(12, 10) < 60], NUMBER + 30 * NUMBER, 0
+    ),
     "sort_of_columns": (lambda x: x.sort(3).values, 0, 0),
     "sort_of_rows": (  # to the columns and back, with the indices
         lambda x: x.sort(2).values, 3 * PART // 2, PART

@@ -15,7 +15,7 @@ from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
-from lightning_shard.ops.registry import implements, is_in_place
+from lightning_shard.ops.registry import implements, is_in_place, rule_for
 from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_internals import (
     OperatorPacket,
@@ -79,9 +79,9 @@ def _pointwise_functions() -> list[Callable[..., Any]]:
 def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Broadcast the layouts, then compute on the local parts."""
     if func is torch.where and len(args) + len(kwargs) < 3:
-        raise UnsupportedOperationError(
-            "where() of a condition alone has an output of unknown extent"
-        )
+        places = rule_for(torch.nonzero)
+        assert places is not None
+        return places.run(torch.nonzero, *args, **kwargs, as_tuple=True)
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Subdomain | Tensor)]
     first = next(o for o in operands if isinstance(o, Subdomain))
     layout = first.layout if len(operands) == 1 else common_layout(operands)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.view.index import expanded_index
+from lightning_shard.ops.view.entries import expanded_index
 
 Positions = tuple[int, ...]
 

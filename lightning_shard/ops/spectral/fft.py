@@ -14,7 +14,8 @@ from lightning_shard.ops.registry import implements, implements_lazily, name_of
 from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
 from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
-from lightning_shard.ops.view.index import expanded_index, getitem
+from lightning_shard.ops.view.entries import expanded_index
+from lightning_shard.ops.view.index import getitem
 from lightning_shard.ops.window.shift import roll
 from lightning_shard.processes.typed import fft
 

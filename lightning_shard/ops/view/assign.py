@@ -13,7 +13,8 @@ from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.registry import implements, rule_for
-from lightning_shard.ops.view.index import expanded_index, range_of, row_of
+from lightning_shard.ops.view.entries import expanded_index
+from lightning_shard.ops.view.index import range_of, row_of
 from lightning_shard.ops.view.reshape import unsqueeze
 
 

@@ -2,19 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
-from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.align import simple, subdomains
 from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
-from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
-from lightning_shard.ops.view.reshape import unsqueeze
-from lightning_shard.processes.typed import integers, typed_torch
+from lightning_shard.ops.view.entries import covers, expanded_index, is_mask
+from lightning_shard.ops.view.lookup import looked_up
+from lightning_shard.ops.view.mask import masked_rows, nonzero
+from lightning_shard.ops.view.reshape import permuted, unsqueeze
+from lightning_shard.processes.typed import integers
+
+Operand = Subdomain | Tensor
+SHORT = 4096  # a plain list of so many rows is read by every rank
 
 
 def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
@@ -72,97 +77,69 @@ def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     return x.like(local, x.layout.with_dim(dim, len(rows)))
 
 
-@implements(Tensor.__getitem__, limits="no split masks; index tensors for one dim, if it is split")
+@implements(Tensor.__getitem__, limits="no mask without dims")
 def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
-    """Index by slices, numbers and None dim by dim, then by lists on dims that lie side by side."""
-    if not isinstance(x, Subdomain):
-        return _rows_of_table(x, index)
+    """Index by slices, numbers and None dim by dim, then by what tensors and masks choose."""
+    if not isinstance(x, Subdomain):  # a table that every rank has
+        owner = subdomains(index)[0]
+        x = owner.like(x, Layout.of(x.shape, {}, owner.layout.grid))
     d = 0
-    lists: list[tuple[int, Tensor]] = []
+    picks: list[tuple[int, Operand]] = []
     for entry in expanded_index(x.ndim, index, lists=True):
         if entry is None:
             x = unsqueeze(func, x, d)
         elif isinstance(entry, int):
             x = single(x, d, row_of(x, d, entry))
             continue
-        elif isinstance(entry, Tensor):
-            lists.append((d, entry))
+        elif isinstance(entry, Tensor | Subdomain):
+            picks.append((d, entry))
         else:
             x = strided(x, d, range_of(x.shape[d], entry))
-        d += 1
-    x = _picked(x, lists) if lists else x
+        d += max(covers(entry), 1)
+    if any(d + covers(entry) < after for (d, entry), (after, _) in pairwise(picks)):
+        x, picks = _in_front(x, picks)
+    x = _picked(x, picks) if picks else x
     return x if x.layout.split_dims else x.local
 
 
-def _picked(x: Subdomain, lists: Sequence[tuple[int, Tensor]]) -> Subdomain:
-    first, count = lists[0][0], len(lists)
-    if count == 1 and lists[0][1].ndim == 1:
-        return take_rows(x, *lists[0])
-    if x.layout.axes(*range(first, first + count)):
-        raise UnsupportedOperationError(
-            "indexing a split dim with several tensors, or one of several dims"
-        )
-    tensors = typed_torch.broadcast_tensors(*(index for _, index in lists))
-    local = x.local[(slice(None),) * first + tensors]
-    added = tuple((Factor(n),) for n in tensors[0].shape)
-    dims = x.layout.dims[:first] + added + x.layout.dims[first + count :]
-    return x.like(local, Layout(dims, x.layout.grid))
+def _in_front(
+    x: Subdomain, picks: Sequence[tuple[int, Operand]]
+) -> tuple[Subdomain, list[tuple[int, Operand]]]:
+    """The dims for which tensors stand become the first ones, as in torch if slices part them."""
+    order: list[int] = []
+    moved: list[tuple[int, Operand]] = []
+    for d, entry in picks:
+        moved.append((len(order), entry))
+        order += range(d, d + covers(entry))
+    return permuted(x, [*order, *(d for d in range(x.ndim) if d not in order)]), moved
 
 
-def _rows_of_table(table: Tensor, index: Any) -> Subdomain:
-    """Rows of a plain tensor by a split tensor of row numbers."""
-    if not isinstance(index, Subdomain) or index.dtype == torch.bool:
-        raise UnsupportedOperationError(
-            "indexing a plain tensor with a split mask, or with several split tensors; mask with "
-            "torch.where(mask, x, value) instead, which keeps the shape"
-        )
-    added = tuple((Factor(n),) for n in table.shape[1:])
-    return index.like(table[index.local], Layout(index.layout.dims + added, index.layout.grid))
+def _picked(x: Subdomain, picks: Sequence[tuple[int, Operand]]) -> Subdomain:
+    """Index dims that lie side by side with tensors and masks."""
+    first, entry = picks[0]
+    if len(picks) == 1 and is_mask(entry):
+        if not _is_short(entry):
+            return masked_rows(x, first, entry)
+    elif len(picks) == 1 and _is_short(entry):
+        return take_rows(x, first, entry)
+    tensors: list[Operand] = []
+    for _, entry in picks:
+        tensors += _places_in(entry) if is_mask(entry) else [entry]
+    if len(tensors) == 1 and _is_short(tensors[0]):
+        return take_rows(x, first, tensors[0])
+    return looked_up(x, first, tensors)
 
 
-def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
-    """One entry for each of `ndim` dims (and None for new ones); the ellipsis written out.
-
-    Entries are ints and slices; with `lists` also plain tensors of row numbers, to which lists and
-    masks are turned.
-    """
-    if isinstance(index, list) and any(isinstance(i, slice | None | type(...)) for i in index):
-        index = tuple(index)
-    entries = [_entry(i, lists=lists) for i in (index if isinstance(index, tuple) else (index,))]
-    index = [e for group in entries for e in group]
-    tensors = [n for n, i in enumerate(index) if isinstance(i, Tensor)]
-    places = [n for n, i in enumerate(index) if isinstance(i, Tensor | int)]
-    if tensors and places[-1] - places[0] >= len(places):
-        raise UnsupportedOperationError(
-            "an index of tensors and numbers with slices between them, which moves their dims to "
-            "the front"
-        )
-    missing = ndim - sum(i is not None and i is not ... for i in index)
-    if missing < 0:
-        raise IndexError(f"too many indices for tensor of dimension {ndim}")
-    where = next((n for n, i in enumerate(index) if i is ...), len(index))
-    return index[:where] + [slice(None)] * missing + index[where + 1 :]
+def _places_in(mask: Operand) -> Sequence[Operand]:
+    """For each dim of a mask where it is true."""
+    if isinstance(mask, Subdomain):
+        return nonzero(torch.nonzero, mask, as_tuple=True)
+    return mask.nonzero(as_tuple=True)
 
 
-def _entry(entry: Any, *, lists: bool) -> list[Any]:
-    """The entry in its simplest form; a mask of several dims gives one tensor for each."""
-    if isinstance(entry, int | slice | None | type(...)) and not isinstance(entry, bool):
-        return [entry]
-    if isinstance(entry, Tensor) and entry.ndim == 0 and not entry.is_floating_point():
-        if entry.dtype != torch.bool:
-            return [int(entry)]
-    elif lists and isinstance(entry, list) and all(isinstance(i, int | bool) for i in entry):
-        return _entry(torch.tensor(entry), lists=True)
-    elif lists and isinstance(entry, Tensor) and entry.dtype == torch.bool:
-        return list(entry.nonzero(as_tuple=True))
-    elif lists and isinstance(entry, Tensor) and not entry.is_floating_point():
-        return [entry]
-    raise UnsupportedOperationError(
-        "indexing with a split tensor or mask: how many elements it picks is not known before; "
-        "mask with torch.where(mask, x, value) instead, which keeps the shape"
-        if isinstance(entry, Subdomain)
-        else "indexing with tensors, lists or masks of this kind"
-    )
+def _is_short(index: Operand) -> TypeGuard[Tensor]:
+    """Whether every rank can read the index and know from it which rows travel."""
+    return isinstance(index, Tensor) and index.ndim == 1 and index.numel() <= SHORT
 
 
 def range_of(extent: int, entry: slice) -> range:

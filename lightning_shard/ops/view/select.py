@@ -153,16 +153,6 @@ def one_hot(func: Callable[..., Any], x: Subdomain, num_classes: int = -1) -> Su
     return x.like(func(x.local, num_classes), Layout(dims, x.layout.grid))
 
 
-@implements(torch.masked_select, Tensor.masked_select, torch.nonzero, Tensor.nonzero,
-            torch.argwhere, Tensor.argwhere, torch.unique_consecutive, Tensor.unique_consecutive,
-            limits="refused: no rank knows how long its part of the result is")  # fmt: skip
-def refuse_counts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedOperationError(
-        "its result has as many rows as the values decide, so no rank knows its part; mask with "
-        "torch.where instead"
-    )
-
-
 def _gather_from_ranks(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     """Each rank picks what it holds and zero for the rest; the sum is split along `dim` again."""
     extent = x.shape[dim]

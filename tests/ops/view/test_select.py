@@ -47,6 +47,9 @@ CASES = {
     "mask_batch": (lambda x: x[torch.arange(6).reshape(2, 3) % 2 > 0], [SHAPE]),
     "pairs": (lambda x: x[torch.tensor([0, 1]), torch.tensor([[2], [0]])], [SHAPE]),
     "list_and_number": (lambda x: x[1, torch.tensor([2, 0]), 1:], [SHAPE]),
+    "lists_apart": (lambda x: (x[0, :, ROWS], x[:, ROWS % 3, :, ROWS] * 2), [SHAPE]),
+    "pairs_of_rows": (lambda x: x[:, :, ROWS, ROWS], [SHAPE]),
+    "table_of_rows": (lambda x: x[:, :, ROWS.reshape(5, 1)], [SHAPE]),
     "index_select": (
         lambda x: (torch.index_select(x, 2, ROWS.abs()), x.index_select(1, ROWS[1:3])),
         [SHAPE],
@@ -160,15 +163,11 @@ def test_meshgrid(indexing):
 def test_refusals():
     x = lightning_shard.shard(torch.randn(SHAPE), mesh_of(3), 2)
     for refused, reason in (
-        (lambda: x[x > 0], r"not known before; mask with torch\.where"),
-        (lambda: x.masked_select(x > 0), "as many rows as the values decide"),
         (lambda: x.gather(2, numbers(x, 3)), "along the split dim 2"),
         (
             lambda: x[..., :1].gather(1, lightning_shard.shard(INDEX[..., :1], mesh_of(3), 1)),
             "split",
         ),
-        (lambda: x[0, :, ROWS], "slices between"),
-        (lambda: x[:, :, ROWS, ROWS], "several tensors"),
         (lambda: x.__setitem__(x > 0, torch.ones(3)), "through a mask"),
     ):
         with pytest.raises(UnsupportedOperationError, match=reason):

@@ -1,0 +1,57 @@
+"""Reads what stands in the brackets of `x[...]`: an entry for each dim, or for a mask's dims."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
+    """Entries for each of `ndim` dims (and None for new ones); the ellipsis written out.
+
+    Entries are ints and slices; with `lists` also tensors of row numbers and masks, split or plain,
+    to which lists are turned. A mask stands for as many dims as it has.
+    """
+    if isinstance(index, list) and any(isinstance(i, slice | None | type(...)) for i in index):
+        index = tuple(index)
+    given = index if isinstance(index, tuple) else (index,)
+    entries = [_entry(i, lists=lists) for i in given]
+    missing = ndim - sum(map(covers, entries))
+    if missing < 0:
+        raise IndexError(f"too many indices for tensor of dimension {ndim}")
+    where = next((n for n, i in enumerate(entries) if i is ...), len(entries))
+    return entries[:where] + [slice(None)] * missing + entries[where + 1 :]
+
+
+def covers(entry: Any) -> int:
+    """For how many dims of the tensor an entry stands."""
+    if entry is None or entry is ...:
+        return 0
+    return entry.ndim if is_mask(entry) else 1
+
+
+def is_mask(entry: Any) -> bool:
+    return isinstance(entry, Tensor | Subdomain) and entry.dtype == torch.bool
+
+
+def _entry(entry: Any, *, lists: bool) -> Any:
+    """The entry in its simplest form."""
+    if isinstance(entry, int | slice | None | type(...)) and not isinstance(entry, bool):
+        return entry
+    if lists and isinstance(entry, list):
+        entry = torch.tensor(entry)
+    if isinstance(entry, Tensor | Subdomain) and not (
+        entry.dtype.is_floating_point or entry.dtype.is_complex
+    ):
+        if isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype not in _MASKS:
+            return int(entry)
+        if lists and entry.ndim and entry.dtype == torch.uint8:  # which torch takes for a mask
+            return entry.like(entry.local.bool()) if isinstance(entry, Subdomain) else entry.bool()
+        if lists and entry.ndim:
+            return entry
+    raise UnsupportedOperationError("indexing with tensors, lists or masks of this kind")

@@ -1,0 +1,113 @@
+"""Rows that index tensors name, split or plain, of a table that is split or plain.
+
+Row numbers travel to the ranks that own the rows, and the rows come back; the gradient goes the
+other way, and the owners add it up. Where more rows are named than the table has, the table is
+gathered instead. Along dims that are whole nothing travels.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part, subdomains, whole
+from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.requests import Complaint, named_rows, rows_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.tracing import is_traced
+from lightning_shard.domain.transfer import transferred
+from lightning_shard.ops.view.mask import in_front
+
+Operand = Subdomain | Tensor
+
+
+def looked_up(x: Subdomain, first: int, indices: Sequence[Operand]) -> Subdomain:
+    """`x` with the dims from `first` on replaced by those of the indices, one index for each dim.
+
+    Raises:
+        IndexError: A number is out of range on some rank; raised on all of them.
+    """
+    count = len(indices)
+    dims = range(first, first + count)
+    carried = [d for d in range(x.ndim) if d not in dims]
+    index = index_layout(x, dims, indices, x.layout.axes(*carried) if carried else ())
+    parts = [_part(i, index).expand(index.local_shape).to(x.local.device) for i in indices]
+    for d in dims if is_traced() else ():
+        x = whole(x, d)  # in a graph the number of rows that travel must be known
+    if x.layout.axes(*dims):
+        table = Layout(
+            (
+                tuple(f for d in dims for f in x.layout.dims[d]),
+                *(x.layout.dims[d] for d in carried),
+            ),
+            x.layout.grid,
+        )
+        extents = x.shape[first : first + count]
+
+        def complaint(value: int, place: int) -> Exception:
+            return IndexError(
+                f"index {value} is out of bounds for dimension {first + place} with size "
+                f"{extents[place]}"
+            )
+
+        rows = rows_named(
+            x.like(in_front(x.local, first, count), table),
+            *rows_of([p.reshape(-1) for p in parts], extents),
+            complaint,
+        )
+        rows = rows.reshape(*index.local_shape, *rows.shape[1:])
+        order = [*range(index.ndim, index.ndim + first), *range(index.ndim)]
+        local = rows.permute(*order, *range(index.ndim + first, rows.ndim))
+    else:
+        local = x.local[(slice(None),) * first + tuple(parts)]
+    layout = (*x.layout.dims[:first], *index.dims, *x.layout.dims[first + count :])
+    return x.like(local, Layout(layout, x.layout.grid))
+
+
+def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Complaint) -> Tensor:
+    """The rows of the table's first dim, which is split, that this rank names.
+
+    Args:
+        table: What they are looked up in.
+        numbers: Which rows.
+        wrong: What `rows_of` says is out of range.
+        complaint: Makes torch's error for that.
+    """
+    named = named_rows(numbers, table.layout, table.domain, wrong, complaint)
+    row = math.prod(table.shape[1:]) * table.dtype.itemsize
+    if named.is_most(row):
+        return whole(table, 0).local.index_select(0, numbers)
+    requests = named.requests()
+    return transferred(table.local, requests.lookup, requests.group)
+
+
+def index_layout(
+    x: Subdomain, dims: Sequence[int], indices: Sequence[Operand], taken: tuple[int, ...]
+) -> Layout:
+    """How the broadcast indices are split.
+
+    They stay split as they are, but for mesh axes that are `taken` by dims that are carried along.
+    Whole indices of split dims are split along their largest dim, as the result is.
+    """
+    grid = x.layout.grid
+    split = subdomains(indices)
+    if split:
+        layout = common_layout(indices)
+        for d in layout.split_dims:
+            if set(layout.axes(d)) & set(taken):
+                layout = layout.with_dim(d, layout.shape[d], ())
+        return layout
+    shape = torch.broadcast_shapes(*(i.shape for i in indices))
+    axes = x.layout.axes(*dims) if dims else ()
+    largest = max(range(len(shape)), key=lambda d: shape[d])
+    return Layout.of(shape, {largest: axes}, grid)
+
+
+def _part(index: Operand, layout: Layout) -> Tensor:
+    """This rank's part of an index in a layout that may be whole where the index is split."""
+    if isinstance(index, Subdomain):
+        for d in index.layout.split_dims:
+            if not layout.axes(layout.ndim - index.ndim + d):
+                index = whole(index, d)
+    return local_part(index, layout)
