@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
+    from lightning_shard.checkpoint.state import save_weights as save_weights
     from lightning_shard.checkpoint.weights import load_weights as load_weights
-    from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.checkpoint.whole_files import UnsafeFileError as UnsafeFileError
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
     from lightning_shard.domain.layout import Layout as Layout
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
@@ -100,8 +100,8 @@ _MODULES = {
     "clip_grad_norm_": "fsdp.clip",
     "clip_grad_value_": "fsdp.clip",
     "load_weights": "checkpoint.weights",
-    "save_weights": "checkpoint.weights",
-    "UnsafeFileError": "checkpoint.errors",
+    "save_weights": "checkpoint.state",
+    "UnsafeFileError": "checkpoint.whole_files",
     # processes and meshes
     "launch": "processes.launch",
     "start_process_group": "processes.group",

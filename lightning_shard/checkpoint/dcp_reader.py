@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_shard.checkpoint.errors import DamagedError, damage_named, inside
 from lightning_shard.checkpoint.stored import Region, StoredTensor
 from lightning_shard.checkpoint.torch_file import read_torch_bytes
+from lightning_shard.checkpoint.whole_files import DamagedError, damage_named, inside
 from lightning_shard.processes.typed import is_dict
 
 METADATA = ".metadata"

@@ -26,32 +26,32 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_shard.checkpoint.atomic import (
-    disk_errors,
-    partial_of,
-    put_in_place,
-    remove,
-    remove_leftovers,
-)
 from lightning_shard.checkpoint.dcp_reader import METADATA, Files, read_dcp
-from lightning_shard.checkpoint.errors import DamagedError, UnsafeFileError
 from lightning_shard.checkpoint.foreign import WEIGHTS_KEYS
-from lightning_shard.checkpoint.manifest import (
+from lightning_shard.checkpoint.state import put_back, take_out
+from lightning_shard.checkpoint.stored import StoredState
+from lightning_shard.checkpoint.torch_file import read_torch_file
+from lightning_shard.checkpoint.whole_files import (
     FORMAT,
     MANIFEST,
     REMEDY,
+    DamagedError,
+    UnsafeFileError,
     compared_with,
     described,
+    disk_errors,
+    partial_of,
     problem_of,
+    put_in_place,
     read_manifest,
+    remove,
+    remove_leftovers,
 )
-from lightning_shard.checkpoint.state import EXTRA, put_back
-from lightning_shard.checkpoint.stored import StoredState
-from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.processes.exchange import all_stop, gather_to_first, together
 from lightning_shard.processes.typed import is_dict
 
 REST = "meta.pt"
+EXTRA = "extra"  # DTensors from elsewhere than weights and optimizers
 Tree = dict[str, Any]
 
 
@@ -259,3 +259,26 @@ def _weights_in(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizers(tree: Mapping[str, Any]) -> list[str]:
     names = [name for name in tree if name.startswith("optimizer_")]
     return sorted(names, key=lambda name: int(name.removeprefix("optimizer_")))
+
+
+def split_off(checkpoint: Mapping[str, Any], names: list[list[str]]) -> tuple[Tree, Tree]:
+    """Part a checkpoint into what torch.distributed.checkpoint writes, and the rest.
+
+    Args:
+        checkpoint: A Lightning checkpoint with DTensors.
+        names: The names of each optimizer's parameters.
+    """
+    rest = dict(checkpoint)
+    tensors: dict[str, Any] = {"state_dict": dict(rest.pop("state_dict"))}
+    for number, state in enumerate(rest.pop("optimizer_states", [])):
+        tensors[f"optimizer_{number}"] = _by_name(state, names[number])
+        rest["optimizers"] = number + 1
+    extra: dict[str, Any] = {}
+    rest = take_out(rest, extra)
+    return tensors | ({EXTRA: extra} if extra else {}), rest
+
+
+def _by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    held: list[Tree] = state["param_groups"]
+    groups = [{**g, "params": [names[i] for i in g["params"]]} for g in held]
+    return {"state": {names[i]: v for i, v in state["state"].items()}, "param_groups": groups}

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 from zlib_ng import zlib_ng
 
-from lightning_shard.checkpoint.errors import DamagedError, damage_named, inside
 from lightning_shard.checkpoint.stored import Region, StoredTensor
+from lightning_shard.checkpoint.whole_files import DamagedError, damage_named, inside
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SAFETENSORS = (".safetensors", INDEX_SUFFIX)  # the ends of the names

@@ -6,24 +6,29 @@ checkpoint/directory.py writes it as it is.
 """
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.foreign import by_index, plain_name
+from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
+from lightning_shard.checkpoint.whole_files import written_file
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
-from lightning_shard.processes.exchange import copy_from_first
+from lightning_shard.processes.exchange import copy_from_first, together
 from lightning_shard.processes.typed import is_dict
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
-EXTRA = "extra"  # DTensors from elsewhere than weights and optimizers
-_MARK = "lightning_shard.extra"
+_MARK = "lightning_shard.extra"  # of a DTensor that is taken out of a tree
+TORCH = (".pt", ".pth", ".bin")
 Tree = dict[str, Any]
 
 
@@ -189,43 +194,20 @@ def _pair_parameters(module: nn.Module) -> set[Tensor]:
     return {p for name, p in module.named_parameters(remove_duplicate=False) if name in names}
 
 
-def split_off(checkpoint: Mapping[str, Any], names: list[list[str]]) -> tuple[Tree, Tree]:
-    """Part a checkpoint into what torch.distributed.checkpoint writes, and the rest.
-
-    Args:
-        checkpoint: A Lightning checkpoint with DTensors.
-        names: The names of each optimizer's parameters.
-    """
-    rest = dict(checkpoint)
-    tensors: dict[str, Any] = {"state_dict": dict(rest.pop("state_dict"))}
-    for number, state in enumerate(rest.pop("optimizer_states", [])):
-        tensors[f"optimizer_{number}"] = _by_name(state, names[number])
-        rest["optimizers"] = number + 1
-    extra: dict[str, Any] = {}
-    rest = _take_out(rest, extra)
-    return tensors | ({EXTRA: extra} if extra else {}), rest
-
-
-def _by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    held: list[Tree] = state["param_groups"]
-    groups = [{**g, "params": [names[i] for i in g["params"]]} for g in held]
-    return {"state": {names[i]: v for i, v in state["state"].items()}, "param_groups": groups}
-
-
-def _take_out(value: Any, extra: dict[str, Any]) -> Any:
-    """`value` with marks in place of its DTensors, which go into `extra`."""
+def take_out(value: Any, extra: dict[str, Any]) -> Any:
+    """Give `value` with marks in place of its DTensors, which go into `extra`."""
     if isinstance(value, DTensor):
         extra[name := str(len(extra))] = value
         return {_MARK: name}
     if is_dict(value):
-        return {key: _take_out(v, extra) for key, v in value.items()}
+        return {key: take_out(v, extra) for key, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_take_out(v, extra) for v in value)
+        return type(value)(take_out(v, extra) for v in value)
     return value
 
 
 def put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
-    """Put back into `value` the DTensors that `split_off` took out of it, whole."""
+    """Put back into `value` the DTensors that `take_out` took out of it, whole."""
     if is_dict(value):
         if value.keys() == {_MARK}:
             return extra[value[_MARK]].whole()
@@ -233,3 +215,69 @@ def put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(put_back(v, extra) for v in value)
     return value
+
+
+def save_weights(module: nn.Module, path: str | Path) -> None:
+    """Write the weights of `module` under the names, shapes and dtypes of the unsharded module.
+
+    All ranks call it. Each parameter is gathered in turn and rank 0 writes, so no other rank holds
+    more than one whole parameter. Neither does rank 0 for safetensors; the other formats are
+    written from CPU memory of rank 0. Complex weights that are stored as pairs are complex again.
+    The file has a checksum, with which `load_weights` compares it.
+
+    Args:
+        module: An ordinary module, or one that `parallelize`, `fully_shard` or a strategy sharded.
+        path: Ends with `.safetensors`, `.pt`, `.pth` or `.bin` (a state dict), or `.ckpt` (a
+            Lightning checkpoint of weights alone). What has the name is replaced.
+
+    Raises:
+        ValueError: The path ends otherwise, or the format has no numbers of some dtype.
+        OSError: It cannot be written; what was there before stays. Other ranks raise a
+            RuntimeError that says so.
+    """
+    path = Path(path)
+    if path.suffix not in (*TORCH, ".ckpt", ".safetensors"):
+        raise ValueError(
+            f"'{path}' ends with none of .safetensors, {', '.join(TORCH)} and .ckpt, which choose "
+            "the format."
+        )
+    state = module_state(module)
+    for name in [name for name, value in state.items() if not _is_weight(name, value)]:
+        del state[name]  # neuralop adds the arguments of its model, with functions among them
+    if path.suffix == ".safetensors":
+        state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        state = {name: state[name] for name in in_order(state, _dtypes(state))}
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    parts = ((name, full(value, keep=first)) for name, value in state.items())
+
+    def write() -> None:
+        try:
+            if first:
+                with written_file(path) as file:
+                    _write(file, path.suffix, state, parts)
+        finally:  # the others gather to the end, also when this rank cannot write
+            for _ in parts:
+                pass
+
+    together(write) if dist.is_initialized() else write()
+
+
+def _is_weight(name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) or name.endswith("_extra_state")
+
+
+def _dtypes(state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in state.items()}
+
+
+def _write(
+    file: IO[bytes], ending: str, state: dict[str, Any], parts: Iterator[tuple[str, Any]]
+) -> None:
+    if ending == ".safetensors":
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        write_safetensors(file, shapes, _dtypes(state), (tensor for _, tensor in parts))
+        return
+    weights = copy.copy(state)  # of its class: a state dict keeps the versions of its modules
+    weights.update(parts)
+    version_key = {"pytorch-lightning_version": version("lightning")}
+    torch.save(version_key | {"state_dict": weights} if ending == ".ckpt" else weights, file)

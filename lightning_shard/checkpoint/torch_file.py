@@ -3,6 +3,10 @@
 Such a file is a zip archive of stored records: one pickle, and the bytes of each tensor. The
 archive holds a CRC-32 of each record, which torch itself does not compare. A flipped bit in a name
 or an offset of the directory makes a record start elsewhere, so names are compared too.
+
+A pickle may hold one list ten times, and that list another one ten times: after twenty levels a
+kilobyte stands for more values than a machine has memory. It may also hold a list that contains
+itself. Both are refused.
 """
 
 import io
@@ -19,12 +23,16 @@ from typing import IO, Any
 import torch
 from zlib_ng import zlib_ng
 
-from lightning_shard.checkpoint.errors import DamagedError, UnsafeFileError, damage_named
-from lightning_shard.checkpoint.repetition import refuse_repetition
+from lightning_shard.checkpoint.whole_files import DamagedError, UnsafeFileError, damage_named
+from lightning_shard.processes.typed import is_dict
 
 KIND, REMEDY = "no file of torch.save", "copy it again, or take an earlier checkpoint"
 THREADS = 8  # zlib-ng leaves the interpreter free while it sums, at about 9 GB/s each
 _SIGNATURE = b"PK\x03\x04"
+LEVELS = 200
+REPEATED = 100  # times as many values as there are in the file; so much is never an accident
+FEW = 2**20  # values that take no time
+_CONTAINERS = (list, tuple, set, frozenset)
 _NAME = 30  # where the name begins in the header of a record
 
 
@@ -140,3 +148,39 @@ def _load(source: Path | IO[bytes], origin: str, weights_only: bool, **options: 
         if found := re.search(r"(?:GLOBAL|class) ([\w.]+) ", str(err.__cause__)):
             raise UnsafeFileError(origin, found[1]) from err.__cause__
         raise
+
+
+def refuse_repetition(value: Any, origin: str) -> None:
+    """Look through nested containers, each of them once.
+
+    Args:
+        value: What was read.
+        origin: The file, for the message.
+
+    Raises:
+        DamagedError: It has too many levels, or more values than it could mean to hold.
+    """
+    sizes: dict[int, int] = {}  # values in a container, counted as often as they are repeated
+    single = 0  # values in the file
+
+    def size(value: Any, level: int) -> int:
+        nonlocal single
+        if is_dict(value):
+            inner = [*value.keys(), *value.values()]
+        elif isinstance(value, _CONTAINERS):
+            inner = value
+        else:
+            return 1
+        if id(value) not in sizes:
+            if level > LEVELS:
+                raise DamagedError(f"'{origin}' holds values of more than {LEVELS} levels.")
+            single += len(inner)
+            sizes[id(value)] = 1 + sum([size(v, level + 1) for v in inner])
+        return sizes[id(value)]
+
+    repeated = size(value, 0)
+    if repeated > max(FEW, REPEATED * single):
+        raise DamagedError(
+            f"'{origin}' repeats its {single:,} values so often that they are {repeated:.0e}; no "
+            "checkpoint does."
+        )

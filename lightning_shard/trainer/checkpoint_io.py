@@ -6,7 +6,7 @@ A file appears whole or not at all: it is written beside its place under another
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,15 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_shard.checkpoint.atomic import remove, written_file
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
+from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
+from lightning_shard.checkpoint.whole_files import remove, written_file
 from lightning_shard.processes.exchange import together
 from lightning_shard.trainer.host import WrappingCheckpointIO
+
+SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0
+Format = Literal["auto", "single", "sharded"]
 
 
 def is_local(path: str | Path) -> bool:
@@ -91,6 +95,57 @@ def written_as(chosen: str, later: bool | None) -> tuple[Any, bool]:
             stacklevel=3,
         )
     return ("sharded", True) if chosen == "async" else (chosen, bool(later))
+
+
+def refuse_other_formats(chosen: str, in_background: bool) -> None:
+    """Refuse a format that there is not, or that cannot be written in the background.
+
+    Raises:
+        ValueError: It is one of these.
+    """
+    if chosen not in ("auto", "single", "sharded"):
+        raise ValueError(
+            f"checkpoint_format must be 'auto', 'single', 'sharded' or 'async'; got {chosen!r}."
+        )
+    if in_background and chosen == "single":
+        raise ValueError(
+            "async_checkpoint writes sharded directories, so checkpoint_format cannot be "
+            "'single'; use 'sharded', or give the Trainer Lightning's AsyncCheckpointIO."
+        )
+
+
+def is_directory(
+    chosen: Format,
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    io: CheckpointIO,
+    *,
+    later: bool,
+    options: Any,
+) -> bool:
+    """Say whether a checkpoint becomes a directory.
+
+    Args:
+        chosen: "auto": by its size.
+        checkpoint: What is written.
+        path: Its name.
+        io: What writes a file.
+        later: Whether it is written in the background.
+        options: Lightning's `storage_options`, which only a file has.
+
+    Raises:
+        ValueError: The format is "sharded" and the path on no mounted file system.
+    """
+    able = is_local(path) and options is None
+    if chosen == "sharded" and not able:
+        raise ValueError(
+            f"checkpoint_format 'sharded' needs a directory on a mounted file system and no "
+            f"storage_options; got '{path}', {options}. Use checkpoint_format 'single'."
+        )
+    if chosen != "auto":
+        return chosen == "sharded"
+    large = bytes_of(checkpoint) > SHARDED_ABOVE_BYTES
+    return able and type(io) is CheckpointFiles and (large or later)
 
 
 def complete_io(io: CheckpointIO | None) -> CheckpointIO:

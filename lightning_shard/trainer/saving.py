@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
@@ -15,9 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.checkpoint import directory as sharded_directory
-from lightning_shard.checkpoint.errors import UnsafeFileError
-from lightning_shard.checkpoint.foreign import as_lightning
-from lightning_shard.checkpoint.known_layout import OWN
+from lightning_shard.checkpoint.foreign import OWN, as_lightning
 from lightning_shard.checkpoint.state import (
     full,
     load_optimizer_state,
@@ -25,14 +23,19 @@ from lightning_shard.checkpoint.state import (
     optimizer_state,
     parameter_names,
     share_buffers,
-    split_off,
 )
-from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.weights import load_module_state
+from lightning_shard.checkpoint.whole_files import UnsafeFileError
 from lightning_shard.processes.exchange import gather_to_first, together
 from lightning_shard.processes.groups import writing_group
 from lightning_shard.processes.mesh import sizes_of
-from lightning_shard.trainer.checkpoint_io import CheckpointFiles, is_local, local_path
+from lightning_shard.trainer.checkpoint_io import (
+    Format,
+    is_directory,
+    is_local,
+    local_path,
+    refuse_other_formats,
+)
 from lightning_shard.trainer.host import plain_optimizer
 from lightning_shard.trainer.random_state import random_state, set_random_state, storable
 
@@ -43,9 +46,6 @@ FORGOTTEN = (
     "Lightning 2.6 forgets weights_only=False for a module on the meta device, so build it on a "
     "real device"
 )
-SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0
-
-Format = Literal["auto", "single", "sharded"]
 
 
 class Saver:
@@ -71,16 +71,7 @@ class Saver:
         Raises:
             ValueError: An option has no such value, or the two exclude each other.
         """
-        if file_format not in ("auto", "single", "sharded"):
-            raise ValueError(
-                "checkpoint_format must be 'auto', 'single', 'sharded' or 'async'; got "
-                f"{file_format!r}."
-            )
-        if in_background and file_format == "single":
-            raise ValueError(
-                "async_checkpoint writes sharded directories, so checkpoint_format cannot be "
-                "'single'; use 'sharded', or give the Trainer Lightning's AsyncCheckpointIO."
-            )
+        refuse_other_formats(file_format, in_background)
         self.format, self.in_background, self.timeout_s = file_format, in_background, timeout_s
         self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
         self._own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
@@ -170,7 +161,9 @@ class Saver:
         """
         self.finish()
         share_buffers(checkpoint.get("state_dict", {}), module)  # of averages, say, of a callback
-        if self._is_directory(checkpoint, path, io, storage_options):
+        if is_directory(
+            self.format, checkpoint, path, io, later=self.in_background, options=storage_options
+        ):
             names = [parameter_names(optimizer, module) for optimizer in optimizers]
             self._write_directory(checkpoint, local_path(path), names)
         else:
@@ -182,24 +175,10 @@ class Saver:
         else:
             self._pending_path = path
 
-    def _is_directory(
-        self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, options: Any
-    ) -> bool:
-        able = is_local(path) and options is None
-        if self.format == "sharded" and not able:
-            raise ValueError(
-                f"checkpoint_format 'sharded' needs a directory on a mounted file system and no "
-                f"storage_options; got '{path}', {options}. Use checkpoint_format 'single'."
-            )
-        if self.format != "auto":
-            return self.format == "sharded"
-        large = bytes_of(checkpoint) > SHARDED_ABOVE_BYTES
-        return able and type(io) is CheckpointFiles and (large or self.in_background)
-
     def _write_directory(
         self, checkpoint: dict[str, Any], path: Path, names: list[list[str]]
     ) -> None:
-        tensors, rest = split_off(checkpoint, names)
+        tensors, rest = sharded_directory.split_off(checkpoint, names)
         rest = full(rest, keep=dist.get_rank() == 0)
         own = checkpoint[OWN]
         about = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}

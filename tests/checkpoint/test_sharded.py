@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy, load_weights
-from lightning_shard.checkpoint import atomic
 from lightning_shard.checkpoint import directory as sharded_directory
+from lightning_shard.checkpoint import whole_files
 from lightning_shard.checkpoint.dcp_reader import read_dcp
-from lightning_shard.trainer import saving as checkpoint_strategy
+from lightning_shard.trainer import checkpoint_io
 from tests.checkpoint.tiny import SaveAt, fit, names, run_with, tiny
 from tests.training import shared_path
 
@@ -220,8 +220,8 @@ def test_an_interrupted_replacement_leaves_a_whole_one():
     if dist.get_rank() == 0:
         for path in folder.iterdir():
             if path != last:
-                atomic.remove(path)
-        last.rename(atomic.replaced_name(last))
+                whole_files.remove(path)
+        last.rename(whole_files.replaced_name(last))
     dist.barrier()
     resumed, _, _ = run_with(ModelCheckpoint(folder), path="last", max_epochs=3)
     assert len(resumed) == 6
@@ -239,15 +239,15 @@ def test_formats_replace_each_other():
 
 @pytest.mark.spmd(2)
 def test_large_states_are_sharded_by_default():
-    limit = checkpoint_strategy.SHARDED_ABOVE_BYTES
+    limit = checkpoint_io.SHARDED_ABOVE_BYTES
     assert limit == 16 * 2**30
     small, large = shared_path("small.ckpt"), shared_path("large.ckpt")
     fit((2,), SaveAt(small, 2), max_epochs=1)
-    checkpoint_strategy.SHARDED_ABOVE_BYTES = 500
+    checkpoint_io.SHARDED_ABOVE_BYTES = 500
     try:
         fit((2,), SaveAt(large, 2), max_epochs=1)
     finally:
-        checkpoint_strategy.SHARDED_ABOVE_BYTES = limit
+        checkpoint_io.SHARDED_ABOVE_BYTES = limit
     assert (small.is_file(), large.is_dir()) == (True, True)
 
 

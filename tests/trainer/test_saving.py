@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
-from lightning_shard.checkpoint.known_layout import OWN
+from lightning_shard.checkpoint.foreign import OWN
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, complete_io
 from lightning_shard.trainer.saving import Saver
