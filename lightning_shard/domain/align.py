@@ -270,27 +270,6 @@ def volume(layout: Layout, dims: Sequence[int]) -> int:
     return math.prod(layout.shape[d] for d in dims)
 
 
-def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """`torch.cat`, also for pieces of one dim without rows, which it drops from the graph.
-
-    A rank whose gradient lacks what the others' have would leave them waiting in a collective.
-    """
-    if pieces[0].ndim > 1:
-        return torch.cat(list(pieces), dim)
-    return torch.cat([piece.unsqueeze(0) for piece in pieces], 1).squeeze(0)
-
-
-def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
-    """A tensor without elements that depends on `sources`.
-
-    A rank without rows must still take part in every collective of the backward pass, and give each
-    parameter a gradient (of zeros).
-    """
-    kept = [s for s in sources if s is not None]
-    total = torch.stack([s.sum().to(kept[0].dtype) for s in kept]).sum()
-    return total * kept[0].new_ones(tuple(shape))
-
-
 def sum_over(x: Subdomain, local: Tensor, dims: Sequence[int]) -> Tensor:
     """Add up partial sums over the ranks that split `dims` of `x`."""
     axes = x.layout.axes(*dims) if dims else ()

@@ -1,6 +1,8 @@
 """Why a run ends: which rank failed first, and how all ranks say so."""
 
+import json
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -37,6 +39,13 @@ class Failure:
             return f"of SIGTERM on rank {self.rank}"
         return f"{'it' if self.rank == rank else 'another rank'} failed first: {self.text}"
 
+    def packed(self) -> str:
+        """As text, for the store in which the ranks meet."""
+        return json.dumps([self.rank, self.text, self.code])
+
+
+STORE_GONE = Failure(0, "rank 0: ended, or is not reached any more: its store does not answer")
+
 
 class RankFailedError(RuntimeError):
     """A rank that this one waits for does not come: it failed, or has ended."""
@@ -54,3 +63,20 @@ def is_lost_connection(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def unpacked(told: bytes) -> Failure:
+    """The failure that a rank has packed."""
+    return Failure(*json.loads(told))
+
+
+def ended(ranks: Sequence[int]) -> Failure:
+    """The failure of ranks that say nothing."""
+    return Failure(ranks[0], f"rank {' and '.join(map(str, ranks))}: {ENDED}")
+
+
+def note_first(error: BaseException, text: str) -> None:
+    """Add to an error, once, which rank failed first."""
+    note = f"The run ends, because one rank failed first: {text}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

@@ -16,7 +16,6 @@ hangs.
 import atexit
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -30,11 +29,14 @@ import torch.distributed as dist
 
 from lightning_shard.processes.agreement import store_of_attempt
 from lightning_shard.processes.failure import (
-    ENDED,
     SIGTERM_CODE,
+    STORE_GONE,
     Failure,
     RankFailedError,
+    ended,
     is_lost_connection,
+    note_first,
+    unpacked,
 )
 from lightning_shard.processes.heartbeats import Heartbeats
 from lightning_shard.processes.stopped_workers import STOPPED_S, StoppedWorkers
@@ -108,7 +110,7 @@ class FailureWatch:
         if lost:
             time.sleep(2 * POLL_S)  # it may have said why
         if self.heard or lost:
-            raise RankFailedError(self.heard or _ended(lost))
+            raise RankFailedError(self.heard or ended(lost))
 
     def reported_alone(self, error: BaseException | None) -> bool:
         """Report that this rank fails; whether others do not, so that no collective may begin.
@@ -127,12 +129,12 @@ class FailureWatch:
             first = self._tell(failure)
             alone = first.code == SIGTERM_CODE or self._others_go_on(lost) or lost
         except (RuntimeError, TimeoutError):  # the store is gone, or does not answer
-            of_store = self._failure_of_store() if lost else None
+            of_store = STORE_GONE if lost and self.rank and not launcher_holds_store() else None
             first = self.heard = self.heard or of_store or failure
             alone = True
         self._last_moment = time.monotonic() + GRACE_S if alone else None
         if alone and error is not None:
-            _note(error, first.text)
+            note_first(error, first.text)
             self._say_at_exit()
         return alone
 
@@ -215,17 +217,12 @@ class FailureWatch:
             if not silent:
                 break
         self._lost = max(1, len(silent))
-        return self.heard or (_ended(silent) if silent else None)
-
-    def _failure_of_store(self) -> Failure | None:
-        if launcher_holds_store() or self.rank == 0:
-            return None
-        return Failure(0, "rank 0: ended, or is not reached any more: its store does not answer")
+        return self.heard or (ended(silent) if silent else None)
 
     def _beat(self) -> None:
         self._hearts.beat()
         if self.heard is None and self._store.check([f"{self._prefix}/reason"]):
-            failure = Failure(*json.loads(self._store.get(f"{self._prefix}/reason")))
+            failure = unpacked(self._store.get(f"{self._prefix}/reason"))
             self.heard = failure
             self._last_moment = self._last_moment or time.monotonic() + GRACE_S
             self._code = failure.code
@@ -238,10 +235,9 @@ class FailureWatch:
 
     def _tell(self, failure: Failure, limit_s: float = ANSWER_S) -> Failure:
         """Tell all ranks, unless one was first; return what was told first."""
-        told = json.dumps([failure.rank, failure.text, failure.code])
-        key = f"{self._prefix}/reason"
+        key, told = f"{self._prefix}/reason", failure.packed()
         first = self._talk.ask(lambda: self._store.compare_set(key, "", told), limit_s)
-        self.heard = Failure(*json.loads(first))
+        self.heard = unpacked(first)
         return self.heard
 
     def _guard(self) -> None:
@@ -304,13 +300,3 @@ class FailureWatch:
     def _say(self, why: str) -> None:
         sys.stderr.write(f"[rank {self.rank}] ended, because {why}\n")
         sys.stderr.flush()
-
-
-def _ended(ranks: Sequence[int]) -> Failure:
-    return Failure(ranks[0], f"rank {' and '.join(map(str, ranks))}: {ENDED}")
-
-
-def _note(error: BaseException, text: str) -> None:
-    note = f"The run ends, because one rank failed first: {text}"
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)

@@ -72,7 +72,8 @@ class Saver:
             ValueError: An option has no such value, or the two exclude each other.
         """
         refuse_other_formats(file_format, in_background)
-        self.format, self.in_background, self.timeout_s = file_format, in_background, timeout_s
+        self.format: Format = file_format
+        self.in_background, self.timeout_s = in_background, timeout_s
         self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
         self._own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole

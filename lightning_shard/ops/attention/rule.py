@@ -39,13 +39,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import (
-    empty_attached,
     places_by_rank,
     rows_by_owner,
     split_moved,
     take_local,
     whole,
 )
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.ops.attention.layout import Operand, Operands, balance, bring, with_last

@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import (
-    broadcasting,
-    common_layout,
-    empty_attached,
-    local_part,
-    subdomains,
-)
+from lightning_shard.domain.align import broadcasting, common_layout, local_part, subdomains
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain

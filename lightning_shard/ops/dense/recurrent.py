@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, local_part
+from lightning_shard.domain.align import local_part
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain

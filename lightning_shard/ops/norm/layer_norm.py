@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, sum_over, take_local, volume
+from lightning_shard.domain.align import sum_over, take_local, volume
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
 from lightning_shard.ops.norm.batch_norm import as_autocast

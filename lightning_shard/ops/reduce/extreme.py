@@ -13,15 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.domain.align import (
-    common_layout,
-    concatenated,
-    local_part,
-    one_of_all,
-    simple,
-    sum_over,
-)
+from lightning_shard.domain.align import common_layout, local_part, one_of_all, simple, sum_over
 from lightning_shard.domain.comm import all_reduce_extreme
+from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.reduce.scan import one_of_each
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed

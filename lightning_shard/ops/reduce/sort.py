@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, simple, split_moved
+from lightning_shard.domain.align import simple, split_moved
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch_all
 from lightning_shard.domain.layout import Factor, Layout, partition

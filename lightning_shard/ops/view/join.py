@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import (
-    broadcasting,
-    common_layout,
-    concatenated,
-    local_part,
-    simple,
-)
+from lightning_shard.domain.align import broadcasting, common_layout, local_part, simple
+from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain

@@ -11,13 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import (
-    concatenated,
-    simple,
-    split_differently,
-    subdomains,
-    take_local,
-)
+from lightning_shard.domain.align import simple, split_differently, subdomains, take_local
+from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import scatter_sum
 from lightning_shard.domain.layout import Factor, Layout

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, one_of_all, simple
+from lightning_shard.domain.align import one_of_all, simple
 from lightning_shard.domain.cache import made_once
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.subdomain import Subdomain

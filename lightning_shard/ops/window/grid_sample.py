@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, local_part, whole
+from lightning_shard.domain.align import local_part, whole
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Dim, Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain

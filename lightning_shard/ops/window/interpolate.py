@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, simple
+from lightning_shard.domain.align import simple
 from lightning_shard.domain.cache import made_once
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.subdomain import Subdomain

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from lightning_shard.domain.align import empty_attached, simple
+from lightning_shard.domain.align import simple
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, simple
+from lightning_shard.domain.align import simple
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Dim, Factor, Layout, merge

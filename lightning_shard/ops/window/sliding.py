@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.domain.align import empty_attached, simple
+from lightning_shard.domain.align import simple
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
