@@ -9,6 +9,7 @@ Run `python benchmarks/attention.py`: a few minutes on 2 cores.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -90,10 +91,10 @@ def step_of(length: int, heads: int, features: int, causal: bool) -> Callable[[]
     shape = (1, heads, length, features)
 
     def step() -> None:
-        operands = [lightning_shard.from_local(x, mesh, 2, shape) for x in locals_]
-        if ranks == 1:
-            operands = locals_
-        out = F.scaled_dot_product_attention(*operands, is_causal=causal)
+        operands: list[Any] = [*locals_]
+        if ranks > 1:
+            operands = [lightning_shard.from_local(x, mesh, 2, shape) for x in locals_]
+        out: Any = F.scaled_dot_product_attention(*operands, is_causal=causal)
         local = out if ranks == 1 else out.to_local()
         torch.autograd.grad(local, locals_, torch.ones_like(local))
 

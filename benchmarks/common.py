@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from lightning_shard.processes.byte_counter import counted
 
@@ -58,7 +59,7 @@ def start(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    mp.spawn(_serve, (ranks, port, results, function, args), nprocs=ranks)
+    spawn(_serve, (ranks, port, results, function, args), nprocs=ranks)
     return results.get()
 
 

@@ -79,10 +79,10 @@ class Journal(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         (self.folder / f"pid_{trainer.global_rank}").write_text(str(os.getpid()))
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self.began_s = time.time()
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.is_global_zero:
             row = {"step": trainer.global_step, "began_s": self.began_s, "ended_s": time.time()}
             with (self.folder / "steps.jsonl").open("a") as file:
@@ -255,7 +255,7 @@ def bound(interval_s: float, save_s: float, restart_s: float, kill_every_s: floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kill-every", type=float, default=40.0, help="seconds of training")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--save-every", type=int, nargs="+", default=[40], help="steps")

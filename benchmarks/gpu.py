@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks import gpu_parts
 from benchmarks.gpu_parts import Rows
@@ -74,7 +75,7 @@ def run_part(part: tuple[int, str, Callable[..., Rows], tuple[Any, ...]], limit_
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     given = (max(ranks, 1), port, backend, results, function, args)
-    started: Any = mp.spawn(_serve, given, nprocs=max(ranks, 1), join=False)
+    started: Any = spawn(_serve, given, nprocs=max(ranks, 1), join=False)
     deadline = time.monotonic() + limit_s
     try:
         while not started.join(timeout=max(0.1, deadline - time.monotonic())):

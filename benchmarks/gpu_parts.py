@@ -110,7 +110,7 @@ class _Clock(Callback):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         on_cpu = trainer.strategy.root_device.type == "cpu"
         if not on_cpu:
             torch.accelerator.synchronize()
@@ -133,7 +133,8 @@ def one_device(resolution: int, steps: int, rounds: int = 3) -> Rows:
                     enable_progress_bar=False, enable_model_summary=False,
                 )  # fmt: skip
                 field = torch.randn(steps + 5, 3, resolution, resolution)
-                trainer.fit(_Module(resolution), DataLoader(field, 1))
+                samples: Any = field  # a tensor has the length and the items of a data set
+                trainer.fit(_Module(resolution), DataLoader(samples, 1))
             spent += [b - a for a, b in zip(clock.ends[4:], clock.ends[5:], strict=False)]
     plain = statistics.median(seconds["plain Lightning"])
     return [

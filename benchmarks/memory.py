@@ -65,7 +65,7 @@ class T5(nn.Module):
         super().__init__()
         config = transformers.T5Config(
             d_model=size, d_ff=4 * size, num_layers=6, num_heads=size // 64,
-            decoder_start_token_id=0,
+            decoder_start_token_id=0,  # pyright: ignore[reportCallIssue] which transformers takes as others
         )  # fmt: skip
         self.network = transformers.T5ForConditionalGeneration(config)
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -76,10 +77,8 @@ def _case(package: str, name: str) -> Case:
     elif package == "segmentation":
         make, more = _one_hot, {"num_classes": 3}
     else:
-        make, more = (
-            MAKERS.get(name, {"regression": _numbers, "image": _images}.get(package, _sound)),
-            {},
-        )
+        of_package = {"regression": _numbers, "image": _images}
+        make, more = {**of_package, **MAKERS}.get(name, of_package.get(package, _sound)), {}
     if name == "PermutationInvariantTraining":
         from torchmetrics.functional.audio import signal_noise_ratio
 
@@ -235,11 +234,9 @@ LPIPS and their like) are not in the table.
 
 
 def main() -> None:
-    import torchmetrics
-
     found = lightning_shard.launch(outcomes, processes=2)
     found = found[0] if isinstance(found, list) else found
-    print(f"{HEAD}\ntorchmetrics {torchmetrics.__version__}, torch {torch.__version__}.")
+    print(f"{HEAD}\ntorchmetrics {version('torchmetrics')}, torch {torch.__version__}.")
     for package, rows in found.items():
         exact = sum(value == EXACT for value in rows.values())
         print(f"\n## {package}: {exact} of {len(rows)} exact\n")

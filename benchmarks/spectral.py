@@ -112,7 +112,7 @@ def _steps(case: Case, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
         backward(layer(local))
 
     def transposed() -> None:
-        weight = layer.weight.tensor
+        weight: Any = layer.weight.tensor  # pyright: ignore[reportAttributeAccessIssue] of neuralop
         backward(spectral_conv(local, weight, case.extents[0], mesh.get_group()))
 
     return ours, stock if mesh.size() == 1 else transposed

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from neuralop.losses import LpLoss
 from neuralop.models import TFNO
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_shard
 from benchmarks.common import MIB, Cost, describe, measured, start, table
@@ -47,7 +48,7 @@ def _step(resolution: int, hidden: int, modes: int) -> Callable[[], None]:
     return step
 
 
-def _split(field: Tensor, mesh: torch.distributed.DeviceMesh) -> Tensor:
+def _split(field: Tensor, mesh: DeviceMesh) -> Tensor:
     local = lightning_shard.shard(field, mesh, 2).to_local().clone()
     return lightning_shard.from_local(local, mesh, 2, field.shape)
 
