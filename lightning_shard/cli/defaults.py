@@ -9,9 +9,9 @@ The parser keeps the arguments of a former class when the new one has them too: 
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
-from lightning_shard.cli.names import class_hints, find_class, parameters
+from lightning_shard.cli.names import class_hints, find_class, parameters, parser_of
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.usage import UsageError, is_mapping
 from lightning_shard.processes.device import accelerators
@@ -59,11 +59,7 @@ def _reset(
     values = spec.get("init_args")
     if cls is None or not values:
         return
-    parser: Any = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(
-        cls, skip={skip} if skip else None, fail_untyped=False, sub_configs=True
-    )
-    own = parser.get_defaults()
+    own = parser_of(cls, skip)[0].get_defaults()
     same = _is_spec(former) and former["class_path"] == spec["class_path"]
     start = former.get("init_args") or own if same else own
     for name, hint in parameters(cls, skip).items():

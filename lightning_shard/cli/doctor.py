@@ -1,5 +1,6 @@
 """What an issue needs to know: versions, devices, launchers, folders, and a try of two ranks."""
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -25,7 +26,7 @@ PACKAGES = (
 ALWAYS_SHOWN = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
-def doctor(_: None) -> None:
+def doctor(_: argparse.Namespace) -> None:
     """Print the report; exits with 1 if two processes cannot form a group."""
     for lines in (_versions(), _devices(), _surroundings(), _folders()):
         print("\n".join(lines))

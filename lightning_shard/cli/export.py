@@ -5,7 +5,7 @@ The end of OUT chooses what is written: `.safetensors` and `.pt`, `.pth` or `.bi
 """
 
 import argparse
-from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -17,8 +17,6 @@ from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_o
 from lightning_shard.checkpoint.weights import Opened, open_checkpoint, weights, with_integer_keys
 from lightning_shard.checkpoint.whole_files import written_file
 from lightning_shard.cli.usage import UsageError, is_mapping, nearest, told_by_user
-
-Read = Callable[[Any], Any]
 
 
 def export(options: argparse.Namespace) -> None:
@@ -35,7 +33,7 @@ def export(options: argparse.Namespace) -> None:
         opened.content["state_dict"] = _without_prefix(weights(opened), options.strip)
     try:
         with told_by_user(ValueError), written_file(options.out) as file:
-            WRITERS[options.out.suffix](opened, file)  # which reads all parts of the checkpoint
+            _write(opened, options.out, file)
     except OSError as err:
         raise UsageError(err.strerror or str(err)) from err
     except (RuntimeError, TypeError) as err:  # torch's, of tensors that the format cannot hold
@@ -55,51 +53,34 @@ def _without_prefix(named: dict[str, Any], prefix: str) -> dict[str, Any]:
     return found
 
 
-def _reader(total: int) -> "tuple[tqdm[Any], Read]":
-    """A progress bar of bytes, and a function that reads nested tensors and moves it on."""
-    bar: tqdm[Any] = tqdm(total=total, unit="B", unit_scale=True, desc="reading")
-
-    def read(value: Any) -> Any:
-        if isinstance(value, Tensor | StoredTensor):
-            whole = value.whole() if isinstance(value, StoredTensor) else value
-            bar.update(whole.numel() * whole.element_size())
-            return whole
-        if isinstance(value, StoredState):
-            value = value.stored
-        if is_mapping(value):
-            return {key: read(v) for key, v in value.items()}
-        return type(value)(map(read, value)) if type(value) in (list, tuple) else value
-
-    return bar, read
-
-
-def _write_weights(opened: Opened, file: IO[bytes]) -> None:
-    bar, read = _reader(bytes_of(weights(opened)))
+def _write(opened: Opened, out: Path, file: IO[bytes]) -> None:
+    """Write the kind of file that the end of `out` chooses, in which all parts are read."""
+    content: dict[str, Any] = weights(opened)
+    if out.suffix == ".ckpt":
+        content = dict(opened.content)
+        states = content.get("optimizer_states", [])
+        content |= {"optimizer_states": [with_integer_keys(s) for s in states]} if states else {}
+    if out.suffix == ".safetensors":
+        content = {k: v for k, v in content.items() if isinstance(v, Tensor | StoredTensor)}
+    bar: tqdm[Any] = tqdm(total=bytes_of(content), unit="B", unit_scale=True, desc="reading")
     with bar:
-        torch.save(read(weights(opened)), file)
+        if out.suffix != ".safetensors":
+            torch.save(_read(content, bar), file)
+            return
+        shapes = {name: tensor.shape for name, tensor in content.items()}
+        dtypes = {name: tensor.dtype for name, tensor in content.items()}
+        parts = (_read(content[name], bar) for name in in_order(content, dtypes))
+        write_safetensors(file, shapes, dtypes, parts)
 
 
-def _write_safetensors(opened: Opened, file: IO[bytes]) -> None:
-    tensors = {k: v for k, v in weights(opened).items() if isinstance(v, Tensor | StoredTensor)}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    bar, read = _reader(bytes_of(tensors))
-    with bar:
-        values = (read(tensors[name]) for name in in_order(tensors, dtypes))
-        write_safetensors(file, shapes, dtypes, values)
-
-
-def _write_checkpoint(opened: Opened, file: IO[bytes]) -> None:
-    content = dict(opened.content)
-    if "optimizer_states" in content:
-        content["optimizer_states"] = [with_integer_keys(s) for s in content["optimizer_states"]]
-    bar, read = _reader(bytes_of(content))
-    with bar:
-        torch.save(read(content), file)
-
-
-WRITERS: dict[str, Callable[[Opened, IO[bytes]], None]] = {
-    ".safetensors": _write_safetensors,
-    **dict.fromkeys((".pt", ".pth", ".bin"), _write_weights),
-    ".ckpt": _write_checkpoint,
-}
+def _read(value: Any, bar: "tqdm[Any]") -> Any:
+    """Nested tensors, read; the bar of bytes moves on."""
+    if isinstance(value, Tensor | StoredTensor):
+        whole = value.whole() if isinstance(value, StoredTensor) else value
+        bar.update(whole.numel() * whole.element_size())
+        return whole
+    if isinstance(value, StoredState):
+        value = value.stored
+    if is_mapping(value):
+        return {key: _read(v, bar) for key, v in value.items()}
+    return type(value)(_read(v, bar) for v in value) if type(value) in (list, tuple) else value

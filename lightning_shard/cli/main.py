@@ -15,7 +15,8 @@ from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.exits import exit_with
 from lightning_shard.cli.help import PAGES, page
 from lightning_shard.cli.sources import ENV_PREFIX, read_sources, split_subcommand
-from lightning_shard.cli.tool_words import doctor_words, export_words, inspect_words, ops_words
+from lightning_shard.cli.tool_words import WORDS as TOOLS
+from lightning_shard.cli.tool_words import read_words
 from lightning_shard.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 REHEARSALS = ("check", "plan")
-TOOLS = {  # of each command that needs no Lightning: its module and function, and its words
-    "ops": ("operations", "report", ops_words),
-    "export": ("export", "export", export_words),
-    "inspect": ("inspect", "inspect", inspect_words),
-    "doctor": ("doctor", "doctor", doctor_words),
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -59,10 +54,9 @@ def main(args: Sequence[str] | None = None) -> None:
         os.environ[f"{ENV_PREFIX}_TRACEBACK"] = "1"
     try:
         if command in TOOLS:
-            module, function, read = TOOLS[command]
-            options = read(words[1:])
-            tool = importlib.import_module(f"lightning_shard.cli.{module}")
-            getattr(tool, function)(options)
+            options = read_words(command, words[1:])
+            tool = importlib.import_module(f"lightning_shard.cli.{command}")
+            getattr(tool, command)(options)
             return
         words = find_configs(words)
         names = (*LIGHTNING, *REHEARSALS, *TOOLS) if command not in REHEARSALS else (command,)

@@ -126,8 +126,7 @@ def find_class(path: str, bases: list[type]) -> tuple[type | None, str]:
 @cache
 def parameters(cls: type, skip: int = 0) -> dict[str, Any]:
     """Names and type hints that the parser accepts for a class, inherited ones included."""
-    parser: Any = ArgumentParser(exit_on_error=False)
-    added = parser.add_class_arguments(cls, skip={skip} if skip else None, fail_untyped=False)
+    added = parser_of(cls, skip)[1]
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if "__init__" in vars(base):
@@ -139,6 +138,19 @@ def parameters(cls: type, skip: int = 0) -> dict[str, Any]:
     return {name: hints.get(name, inspect.Parameter.empty) for name in added}
 
 
+def parser_of(cls: type, skip: int = 0, *without: str) -> tuple[Any, list[str]]:
+    """The parser of a class's arguments, and their names.
+
+    Args:
+        cls: The class.
+        skip: The number of its first arguments that its caller fills in.
+        without: Names of others that are left out.
+    """
+    parser: Any = ArgumentParser(exit_on_error=False)
+    out = {*without, skip} if skip else {*without}
+    return parser, parser.add_class_arguments(cls, skip=out, fail_untyped=False, sub_configs=True)
+
+
 def required(cls: type, skip: int = 0) -> list[str]:
     """Names of a class's own arguments that have no default."""
     own = list(inspect.signature(cls).parameters.values())[skip:]
@@ -148,13 +160,9 @@ def required(cls: type, skip: int = 0) -> list[str]:
 
 def accepts(cls: type, name: str, value: object, skip: int = 0) -> bool:
     """Whether the parser takes this value for one argument of a class."""
-    others: set[str | int] = {other for other in parameters(cls, skip) if other != name}
-    parser: Any = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(
-        cls, skip=others | ({skip} if skip else set()), fail_untyped=False, sub_configs=True
-    )
+    others = {other for other in parameters(cls, skip) if other != name}
     try:
-        parser.parse_object({name: value})
+        parser_of(cls, skip, *others)[0].parse_object({name: value})
     except Exception:
         return False
     return True

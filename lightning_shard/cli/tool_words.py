@@ -4,19 +4,28 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import UsageError, nearest, nearest_file
 
 ENDS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of the file that `export` writes
+SWITCH: dict[str, Any] = {"action": "store_true"}
+WORDS: dict[str, dict[str, dict[str, Any]]] = {  # of each command, as argparse knows them
+    "ops": {"name": {"nargs": "?", "default": ""}, "--markdown": SWITCH},
+    "inspect": {"checkpoint": {"type": Path}, "--trusted": SWITCH},
+    "export": {
+        "checkpoint": {"type": Path},
+        "out": {"type": Path},
+        "--strip": {"metavar": "PREFIX", "default": ""},
+        "--trusted": SWITCH,
+    },
+    "doctor": {},
+}
 
 
 class _Parser(argparse.ArgumentParser):
     """Its help is a page of help.py, and its refusals are one sentence."""
-
-    def __init__(self, command: str) -> None:
-        super().__init__(f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         options, unknown = self.parse_known_args(words)
@@ -30,54 +39,27 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, self.format_usage().strip())
 
 
-def ops_words(words: Sequence[str]) -> argparse.Namespace:
-    """Read `[NAME] [--markdown]`.
-
-    Raises:
-        UsageError: There are other words.
-    """
-    parser = _Parser("ops")
-    parser.add_argument("name", nargs="?", default="")
-    parser.add_argument("--markdown", action="store_true")
-    return parser.read(words)
-
-
-def doctor_words(words: Sequence[str]) -> None:
-    """Read nothing.
-
-    Raises:
-        UsageError: There is a word.
-    """
-    if words:
-        raise UsageError(f"unexpected '{words[0]}': doctor takes no options")
-
-
-def inspect_words(words: Sequence[str]) -> argparse.Namespace:
-    """Read `CKPT [--trusted]`.
-
-    Raises:
-        UsageError: There are other words, or no such checkpoint.
-    """
-    parser = _Parser("inspect")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--trusted", action="store_true")
-    options = parser.read(words)
-    _found(options.checkpoint)
-    return options
-
-
-def export_words(words: Sequence[str]) -> argparse.Namespace:
-    """Read `CKPT OUT [--strip PREFIX] [--trusted]`.
+def read_words(command: str, words: Sequence[str]) -> argparse.Namespace:
+    """Read what follows a command.
 
     Raises:
         UsageError: There are other words, no such checkpoint, or OUT is of no known kind.
     """
-    parser = _Parser("export")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--strip", metavar="PREFIX", default="")
-    parser.add_argument("--trusted", action="store_true")
+    if words and not WORDS[command]:
+        raise UsageError(f"unexpected '{words[0]}': {command} takes no options")
+    parser = _Parser(f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
+    for name, how in WORDS[command].items():
+        parser.add_argument(name, **how)
     options = parser.read(words)
+    if command == "export":
+        _check_export(options)
+    if "checkpoint" in options and not options.checkpoint.exists():
+        close = nearest_file(options.checkpoint)
+        raise UsageError(f"there is no file '{options.checkpoint}'{close}")
+    return options
+
+
+def _check_export(options: argparse.Namespace) -> None:
     if options.out.suffix not in ENDS:
         raise UsageError(
             f"'{options.out}' ends with none of {', '.join(ENDS)}, which choose what is written"
@@ -86,10 +68,3 @@ def export_words(words: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--strip renames weights for other programs; a .ckpt keeps their names")
     if os.path.realpath(options.out) == os.path.realpath(options.checkpoint):
         raise UsageError(f"'{options.out}' is the checkpoint itself; give another name")
-    _found(options.checkpoint)
-    return options
-
-
-def _found(checkpoint: Path) -> None:
-    if not checkpoint.exists():
-        raise UsageError(f"there is no file '{checkpoint}'{nearest_file(checkpoint)}")

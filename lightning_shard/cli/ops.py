@@ -85,7 +85,7 @@ def matching(found: Sequence[Family], word: str) -> list[Family]:
     return chosen
 
 
-def report(options: argparse.Namespace) -> None:
+def ops(options: argparse.Namespace) -> None:
     """Print the table.
 
     Raises:
