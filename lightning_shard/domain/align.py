@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_shard.domain.comm import all_reduce, of_all, transpose
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.fetch import fetch, fetch_all, needs_of, route_of
+from lightning_shard.domain.fetch import fetch, fetch_all, needs_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
@@ -75,8 +75,7 @@ def simple(x: Subdomain, dim: int) -> Subdomain:
     layout = x.layout.with_dim(dim, x.shape[dim])
     parts = layout.grid.parts(layout.axes(dim))
     needs = needs_of(x.shape[dim], parts, lambda low, high: [(low, high)])
-    moved = x.moved or route_of(x, dim, needs).moves
-    return Subdomain(fetch(x, dim, needs), layout, x.domain, moved)
+    return x.copy(fetch(x, dim, needs), layout)
 
 
 def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) -> Subdomain:

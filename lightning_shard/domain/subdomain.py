@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.processes.groups import making_groups
-from lightning_shard.processes.torch_internals import flattened
+from lightning_shard.processes.torch_internals import flattened, version_of
 
 
 class Domain:
@@ -41,17 +41,37 @@ class Domain:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """Where rows come from that were copied from other ranks, while torch would give a view.
+
+    A write into such rows would not reach their source, nor the other way round. So the first is
+    refused, and after the second the rows are stale.
+
+    Attributes:
+        source: The local tensor that they come from.
+        version: How often its memory had been written then.
+    """
+
+    source: Tensor
+    version: int
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the source has been written since."""
+        return self.version != version_of(self.source)
+
+
+@dataclass(frozen=True)
 class Subdomain:
     """This rank's part of a split tensor: the local tensor, its layout, and the groups to ask.
 
-    `moved` marks rows that were copied from other ranks where torch would give a view: writing into
-    them in place would not reach their source, so that is refused.
+    Of rows that are a copy where torch would give a view, `copied` says of what.
     """
 
     local: Tensor
     layout: Layout
     domain: Domain
-    moved: bool = False
+    copied: Copied | None = None
     lazy: ClassVar[bool] = False
 
     @property
@@ -76,7 +96,19 @@ class Subdomain:
 
     def view(self, local: Tensor, layout: Layout) -> "Subdomain":
         """Wrap another view of the same rows."""
-        return Subdomain(local, layout, self.domain, self.moved)
+        return Subdomain(local, layout, self.domain, self.copied)
+
+    def copy(self, local: Tensor, layout: Layout, *, moved: bool = True) -> "Subdomain":
+        """Wrap rows of which torch would give a view: a copy of them, or where none `moved` a view.
+
+        Args:
+            local: The rows.
+            layout: How they are split.
+            moved: Whether any rank got rows of another; the same on all ranks.
+        """
+        if not moved or self.copied:
+            return self.view(local, layout)
+        return Subdomain(local, layout, self.domain, Copied(self.local, version_of(self.local)))
 
 
 def domain_of(mesh: DeviceMesh) -> Domain:

@@ -38,7 +38,7 @@ def split_inputs(
     Args:
         module: A network, or what holds one and calls it, on the device of the mesh.
         mesh: The domain mesh, of one or several axes.
-        shard_dims: None: of every floating-point argument (B, C, *spatial) the first spatial dims,
+        shard_dims: None: of every floating-point argument (B, C, H, W, ...) the first spatial dims,
             one for each mesh axis. An int, or one for each mesh axis: these dims of every
             floating-point argument of 3 dims or more. A mapping: the dims of each argument by its
             name, such as `{"sample": 2}`; arguments that are not named stay whole.

@@ -45,6 +45,7 @@ INTERNALS = {
     "torch._C._VariableFunctions.meshgrid": "torch.meshgrid has a rule",
     "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
     "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
+    "torch.Tensor._version": "writes into copies of rows are not noticed",
     "torch._C._storage_Use_Count": "a tensor whose memory others see does not become split",
     # autograd.Functions (tensor/autograd_function.py)
     "torch.autograd.Function._backward_cls": "a Function's node of the graph is known by its class",
@@ -222,6 +223,12 @@ def collate_functions() -> dict[Any, Callable[..., Any]]:
 def storage_users(x: Tensor) -> int:
     """Count the objects that hold the memory of `x`, among them the storage object of this line."""
     return internal("torch._C._storage_Use_Count")(x.untyped_storage()._cdata)
+
+
+def version_of(x: Tensor) -> int:
+    """Count the writes into the memory of `x`; 0 in inference mode, which does not count."""
+    assert "torch.Tensor._version" in INTERNALS
+    return 0 if x.is_inference() else x._version
 
 
 def node_class(function: Any) -> Any:

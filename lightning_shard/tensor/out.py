@@ -54,7 +54,7 @@ def _prepared(result: Any, target: Any, kind: type[Tensor]) -> tuple[Tensor, Ten
             raise UnsupportedOperationError("out= is a plain tensor and the result is split")
         return target, result
     part = part_of(target).read()
-    if part.moved:
+    if part.copied:
         raise UnsupportedOperationError("out= is a copy of rows that came from other ranks")
     rows = part_of(result).read() if isinstance(result, kind) else result
     return part.local, local_part(rows, part.layout)

@@ -10,6 +10,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_internals import without_rules
+from lightning_shard.tensor.copies import check_copies, refuse_stale, watched
 
 # How to read a tensor with a history of its own, by the class of its grad_fn. The module
 # autograd_function.py enters the Functions that it serves.
@@ -51,12 +52,18 @@ def part_of(tensor: Any) -> Part:
     """The part of a split tensor.
 
     Raises:
-        UnsupportedOperationError: A foreign autograd.Function put its history on the wrapper.
+        UnsupportedOperationError: A foreign autograd.Function put its history on the wrapper. Or
+            the rows are a copy, and were written in place, or what they come from was.
     """
+    if watched:
+        check_copies()
     with without_rules():
         foreign = tensor.grad_fn
     if foreign is None:
-        return tensor._part
+        part = tensor._part
+        if isinstance(part, Subdomain) and part.copied is not None and part.copied.is_stale:
+            refuse_stale()
+        return part
     follow = followed.get(type(foreign))
     if follow is None:
         name = type(foreign).__name__.removesuffix("Backward")

@@ -28,6 +28,7 @@ from lightning_shard.processes.torch_internals import (
     untraced,
     without_rules,
 )
+from lightning_shard.tensor.copies import plain_rows
 from lightning_shard.tensor.facts import FACTS
 from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors, split_in, writes
 from lightning_shard.tensor.out import write_out
@@ -164,7 +165,7 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             break
     if rule is None:
         raise UnsupportedOperationError("it has no rule for split tensors")
-    if is_in_place(func):
+    if is_in_place(func) or func is Tensor.__setitem__:
         _refuse_copy(local_args[0])
     result = _wrap(run_rule(rule, func, local_args, local_kwargs), wrappers)
     if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
@@ -183,7 +184,7 @@ def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 def _refuse_copy(target: Any) -> None:
-    if isinstance(target, Subdomain) and target.moved:
+    if isinstance(target, Subdomain) and target.copied:
         raise UnsupportedOperationError(
             "it would write into a copy, not into the tensor that the rows came from; assign with "
             "x[index] = value"
@@ -242,6 +243,8 @@ def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
 
 def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
     if isinstance(value, Subdomain):
+        if value.copied and not value.layout.split_dims:
+            return plain_rows(value)
         same = wrappers.get(id(value.local))
         if same is not None and not same._part.lazy and same._part.layout == value.layout:
             _show_requires_grad(same)

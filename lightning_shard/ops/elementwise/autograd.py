@@ -105,7 +105,7 @@ def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
     """Copy the gradient of one process; the accumulated one is the sum over replicas."""
     if x.local.grad is None:
         return None
-    return Subdomain(x.local.grad / ranks_of(x.domain), x.layout, x.domain, moved=True)
+    return x.like(x.local.grad).copy(x.local.grad / ranks_of(x.domain), x.layout)
 
 
 @implements(_GRAD.__set__, checked=False)

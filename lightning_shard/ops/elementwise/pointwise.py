@@ -141,6 +141,8 @@ def copy(
     func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any
 ) -> Subdomain | Became:
     """Copy the rows that this rank holds."""
+    if not isinstance(source, Subdomain | Tensor):
+        return x.like(func(x.local, source))
     layout = common_layout([x, source])
     if not isinstance(x, Subdomain) and layout.shape == x.shape:
         return become_split(x, source.like(x, layout), lambda part: copy(func, part, source))

@@ -6,10 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import local_part, simple, split_differently, subdomains, whole
+from lightning_shard.domain.align import (
+    local_part,
+    simple,
+    split_differently,
+    subdomains,
+    take_local,
+    whole,
+)
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Span, fetch, needs_of
-from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.layout import Factor, Layout, merge
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.registry import implements, rule_for
@@ -32,14 +39,19 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became 
     if isinstance(value, Subdomain | Tensor) and value.ndim:
         value = _with_dims(func, value, [isinstance(e, int) for e in entries])
     value = _split_as(x, value) if isinstance(value, Subdomain) else value
-    place: list[slice] = []
+    place: list[slice | Tensor] = []
     for d, chosen in enumerate(rows):
         if not x.layout.axes(d):
             place.append(slice(chosen.start, chosen.stop, chosen.step))
             continue
-        x = simple(x, d)
-        value, where = _owned(x, d, chosen, value)
+        factors = merge(x.layout.dims[d])
+        x = x.view(x.local, x.layout.with_dims({d: factors}))
+        value, where = (_owned if len(factors) == 1 else _owned_of_product)(x, d, chosen, value)
         place.append(where)
+    if sum(isinstance(where, Tensor) for where in place) > 1:
+        raise UnsupportedOperationError(
+            "assignment to some rows of two split dims that were both made of several dims"
+        )
     x.local[tuple(place)] = value.local if isinstance(value, Subdomain) else value
     return None
 
@@ -115,6 +127,36 @@ def _with_dims(func: Callable[..., Any], value: Any, single_rows: Sequence[bool]
         else:
             own -= 1
     return value
+
+
+def _owned_of_product(
+    x: Subdomain, dim: int, rows: range, value: Any
+) -> tuple[Any, slice | Tensor]:
+    """As `_owned`, of a dim that several dims were flattened to: a rank's rows lie apart."""
+    factors, grid = x.layout.dims[dim], x.layout.grid
+    own = dim - x.ndim if isinstance(value, Subdomain | Tensor) else 0
+    given = bool(own) and value.ndim >= -own and (value.shape[own] > 1 or len(rows) == 1)
+    if rows == range(x.shape[dim]):
+        place: slice | Tensor = slice(None)
+        mine = None
+    else:
+        held = take_local(torch.arange(x.shape[dim]), 0, factors, grid)
+        chosen = (held >= rows.start) & (held < rows.stop) & ((held - rows.start) % rows.step == 0)
+        place = chosen.nonzero().flatten().to(x.local.device)
+        mine = (held[chosen] - rows.start) // rows.step
+    if not given:
+        return value, place
+    d = value.ndim + own
+    if isinstance(value, Subdomain):
+        if mine is None and merge(value.layout.dims[d]) == factors:
+            return value, place
+        value = whole(value, d)
+    local = value.local if isinstance(value, Subdomain) else value
+    if mine is None:
+        local = take_local(local, d, factors, grid)
+    else:
+        local = local.index_select(d, mine.to(local.device))
+    return value.like(local) if isinstance(value, Subdomain) else local, place
 
 
 def _owned(x: Subdomain, dim: int, rows: range, value: Any) -> tuple[Any, slice]:

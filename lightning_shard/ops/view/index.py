@@ -40,18 +40,18 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
     needs = needs_of(len(rows), grid.parts(factor.axes), span)
     moved = route_of(x, dim, needs).moves
     local = fetch(x, dim, needs)[(slice(None),) * dim + (slice(None, None, rows.step),)]
-    return Subdomain(local, layout, x.domain, x.moved or moved)
+    return x.copy(local, layout, moved=moved)
 
 
 def single(x: Subdomain, dim: int, row: int) -> Subdomain:
     """Take row `row` of `dim` to every rank; the dim itself goes."""
-    local, moved = x.local, x.moved
+    local, moved = x.local, False
     if x.layout.axes(dim):
         x = simple(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
-        local, row, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1 or moved
+        local, row, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
-    return Subdomain(local.select(dim, row), Layout(dims, x.layout.grid), x.domain, moved)
+    return x.copy(local.select(dim, row), Layout(dims, x.layout.grid), moved=moved)
 
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:
@@ -99,7 +99,7 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
     if any(d + covers(entry) < after for (d, entry), (after, _) in pairwise(picks)):
         x, picks = _in_front(x, picks)
     x = _picked(x, picks) if picks else x
-    return x if x.layout.split_dims else x.local
+    return x if x.layout.split_dims or x.copied else x.local
 
 
 def _in_front(

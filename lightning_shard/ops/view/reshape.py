@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, local_part, simple, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
-from lightning_shard.domain.layout import Dim, Factor, Layout, merge, partition
+from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_internals import accessors
@@ -32,9 +32,9 @@ def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:
         return x
     layout = _kept.get((x.layout, shape))
     if layout is not None:
-        return x.view(x.local.reshape(layout.local_shape), layout)
+        return _laid_out(x, layout)
     result = _regrouped(x, shape)
-    if shape and not result.moved:
+    if shape and not result.copied:
         if len(_kept) >= _LIMIT:
             _kept.clear()
         _kept[x.layout, shape] = result.layout
@@ -45,10 +45,43 @@ _LIMIT = 4096
 _kept: dict[tuple[Layout, tuple[int, ...]], Layout] = {}  # reshapes for which no row moves
 
 
+def _laid_out(x: Subdomain, layout: Layout) -> Subdomain:
+    """`x` with its dims regrouped, each element on its rank."""
+    local = x.local.reshape(layout.local_shape)
+    strides = x.local.stride()
+    if strides == _dense_strides(tuple(x.local.shape)):
+        return x.view(local, layout)
+    # rows that lie apart in memory, as those of a slice of the whole do; on all ranks alike
+    copied = not _is_view(_first_part(x.layout), strides, _first_part(layout))
+    return x.copy(local, layout, moved=copied and _is_view(x.shape, strides, layout.shape))
+
+
+@lru_cache(maxsize=4096)
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+@lru_cache(maxsize=4096)
+def _first_part(layout: Layout) -> tuple[int, ...]:
+    """The shape of the first rank's part, which is the largest."""
+    grid = Grid(layout.grid.sizes, (0,) * len(layout.grid.sizes))
+    return Layout(layout.dims, grid).local_shape
+
+
+@lru_cache(maxsize=4096)
+def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether torch gives a view of `target` of a tensor of these strides."""
+    try:
+        torch.empty_strided(shape, strides, device="meta").view(target)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     factors = list(merge([f for dim in x.layout.dims for f in dim]))
     flat = x.view(x.local, Layout(tuple((f,) for f in factors), x.layout.grid))
-    flat = flat.view(x.local.reshape(flat.layout.local_shape), flat.layout)
+    flat = _laid_out(flat, flat.layout)
     dims: list[Dim] = []
     done = 0  # factors of `flat` already taken
     for extent in shape:
@@ -67,7 +100,7 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     elif rest:
         flat = whole(flat, 0)
     layout = Layout(tuple(dims), x.layout.grid)
-    return flat.view(flat.local.reshape(layout.local_shape), layout)
+    return _laid_out(flat, layout)
 
 
 def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
@@ -79,19 +112,19 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
         dims = [*flat.layout.dims]
         dims[dim : dim + 2] = [merge([*dims[dim], *dims[dim + 1]])]
         layout = Layout(tuple(dims), flat.layout.grid)
-        flat = simple(flat.view(flat.local.reshape(layout.local_shape), layout), dim)
+        flat = simple(_laid_out(flat, layout), dim)
     ((factor,), grid) = flat.layout.dims[dim], flat.layout.grid
     inner = factor.extent // outer
-    local, moved = flat.local, flat.moved
+    local, moved = flat.local, False
     if factor.axes:
         offsets = [inner * n for n in partition(outer, grid.parts(factor.axes))]
         needs = tuple(((low, high),) if high > low else () for low, high in pairwise(offsets))
-        moved |= route_of(flat, dim, needs).moves
+        moved = route_of(flat, dim, needs).moves
         local = fetch(flat, dim, needs)
     dims = [*flat.layout.dims]
     dims[dim : dim + 1] = [(Factor(outer, factor.axes),), (Factor(inner),)]
     layout = Layout(tuple(dims), grid)
-    return Subdomain(local.reshape(layout.local_shape), layout, flat.domain, moved)
+    return flat.copy(local.reshape(layout.local_shape), layout, moved=moved)
 
 
 @lru_cache(maxsize=4096)
@@ -129,7 +162,7 @@ def flatten(
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     merged = merge([f for dim in x.layout.dims[first : last + 1] for f in dim])
     layout = Layout((*x.layout.dims[:first], merged, *x.layout.dims[last + 1 :]), x.layout.grid)
-    return x.view(x.local.reshape(layout.local_shape), layout)
+    return _laid_out(x, layout)
 
 
 @implements(torch.unflatten, Tensor.unflatten)

@@ -26,14 +26,14 @@ def windows(
     if size > x.shape[d] or size < 0 or step <= 0:
         raise RuntimeError(f"unfold of dim {d} with {x.shape[d]} rows: size {size}, step {step}")
     count = (x.shape[d] - size) // step + 1
-    local, moved = x.local, x.moved
+    local, source, moved = x.local, x, False
     layout = x.layout.with_dim(d, count)
     if x.layout.axes(d):
         x = simple(x, d)
         parts = x.layout.grid.parts(x.layout.axes(d))
         needs = window_needs(x.shape[d], parts, count, size, step, 0, 1)
-        local, moved = fetch(x, d, needs), moved or route_of(x, d, needs).moves
+        local, source, moved = fetch(x, d, needs), x, route_of(x, d, needs).moves
     layout = Layout((*layout.dims, (Factor(size),)), layout.grid)
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, local), layout)
-    return Subdomain(local.unfold(d, size, step), layout, x.domain, moved)
+    return source.copy(local.unfold(d, size, step), layout, moved=moved)

@@ -1,0 +1,142 @@
+"""Where torch gives a view, a write is seen on both sides, or refused: never lost.
+
+Rows that come from other ranks are copies, so what is written into them does not reach the tensor
+that they come from, nor the other way round.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_shard
+from lightning_shard import UnsupportedOperationError
+from tests.parity import mesh_of
+
+SHAPE = (7, 3, 4)
+VIEWS = {
+    "slice": lambda x: x[1:5],
+    "slice_of_columns": lambda x: x[:, 1:],
+    "steps": lambda x: x[::2, ::2],
+    "row": lambda x: x[2],
+    "column": lambda x: x[:, 1],
+    "number": lambda x: x[2, 1, 3],
+    "select": lambda x: x.select(0, 3),
+    "narrow": lambda x: x.narrow(0, 2, 3),
+    "unbind": lambda x: x.unbind(0)[2],
+    "chunk": lambda x: x.chunk(2, 0)[1],
+    "split": lambda x: x.split(2, 1)[1],
+    "tensor_split": lambda x: x.tensor_split(3, 0)[1],
+    "iterate": lambda x: list(x)[4],
+    "flatten_front": lambda x: x.flatten(0, 1),
+    "flatten_back": lambda x: x.flatten(1, 2),
+    "view_whole": lambda x: x.view(-1),
+    "view_other": lambda x: x.view(3, 7, 4),
+    "reshape": lambda x: x.reshape(21, 2, 2),
+    "slice_of_flat": lambda x: x.flatten(0, 1)[2:9],
+    "rows_of_flat": lambda x: x.flatten(0, 1)[3],
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "slice_of_transpose": lambda x: x.transpose(0, 1)[1:],
+    "unsqueeze": lambda x: x.unsqueeze(1)[1:],
+    "unfold": lambda x: x.unfold(0, 1, 2),
+    "expand": lambda x: x.expand(1, *SHAPE)[0],
+    "movedim": lambda x: x.movedim(0, -1)[..., 1:3],
+    "detach": lambda x: x.detach()[2:],
+    "twice": lambda x: x[1:6][2:],
+    "heads": lambda x: x.unflatten(0, (7, 1))[3:, 0],
+    "view_of_row": lambda x: x[2].view(-1),
+}
+COPIES = {
+    "reshape_of_transpose": lambda x: x.transpose(0, 1).reshape(21, 4),
+    "flatten_of_columns": lambda x: x[:, 1:].flatten(1),
+    "clone": lambda x: x[1:5].clone(),
+    "roll": lambda x: x.roll(1, 0),
+    "flip": lambda x: x.flip(0),
+    "cat": lambda x: torch.cat([x, x]),
+    "pad": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, 1)),
+    "gather": lambda x: x.index_select(0, torch.tensor([3, 1, 1])),
+}
+
+
+def write_in_place(x: Tensor, y: Tensor) -> None:
+    y.mul_(3)
+
+
+def write_one_value(x: Tensor, y: Tensor) -> None:
+    y[...] = 5.0
+
+
+def write_first_row(x: Tensor, y: Tensor) -> None:
+    y[0] = 6.0
+
+
+def write_some_rows(x: Tensor, y: Tensor) -> None:
+    y[1:] += 2
+
+
+def write_below(x: Tensor, y: Tensor) -> None:
+    x.add_(1)
+
+
+def write_a_row_below(x: Tensor, y: Tensor) -> None:
+    x[3] = 9.0
+
+
+def write_all_below(x: Tensor, y: Tensor) -> None:
+    x[:, :2] = 4.0
+
+
+def write_a_temporary(x: Tensor, y: Tensor) -> None:
+    x[2:4].zero_()
+    x[5].fill_(2.0)
+    x[:, 0].mul_(2)
+
+
+WRITES = [f for name, f in list(globals().items()) if name.startswith("write_")]
+
+
+def after(view, write, x: Tensor) -> list[Tensor]:
+    """Both tensors as they are used after the write."""
+    y = view(x)
+    if write is write_first_row and y.ndim == 0:
+        y = y.view(1)
+    write(x, y)
+    return [lightning_shard.gather(x * 1), lightning_shard.gather(y * x.sum())]
+
+
+def assert_seen_or_refused(view, write, mesh, dim: int) -> bool:
+    """Whether it ran; then it gave what one process gives."""
+    whole = torch.arange(84.0, dtype=torch.float64).view(SHAPE)
+    x = lightning_shard.shard(whole.clone(), mesh, dim)
+    try:
+        expected = after(view, write, whole.clone())
+    except (RuntimeError, IndexError):  # torch refuses writes of this kind
+        return True
+    try:
+        found = after(view, write, x)
+    except UnsupportedOperationError as error:
+        refusal = str(error)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        return True
+    assert "in place" in refusal or "write" in refusal, refusal
+    return False
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_views(write, dim):
+    for name, view in VIEWS.items():
+        try:
+            assert_seen_or_refused(view, write, mesh_of(2), dim)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
+def test_copies_are_written_freely(write):
+    """But for rows of other ranks, which `y[1:] += 2` takes, adds to and assigns."""
+    ran = {name: assert_seen_or_refused(f, write, mesh_of(3), 0) for name, f in COPIES.items()}
+    assert all(ran.values()) or write in (write_some_rows, write_a_temporary), ran
