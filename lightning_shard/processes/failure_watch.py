@@ -287,9 +287,8 @@ class FailureWatch:
         threading.Thread(target=self._guard, daemon=True, name="failure-guard").start()
 
     def _why(self) -> str:
-        if self.heard is None:
-            return "it failed, and did not end by itself"
-        return self.heard.told_by(self.rank)
+        alone = "it failed, and did not end by itself"
+        return self.heard.told_by(self.rank) if self.heard else alone
 
     def _end(self, why: str) -> None:
         self._say(why)

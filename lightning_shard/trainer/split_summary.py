@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_shard.processes.torch_internals import tree_flatten_with_path
@@ -43,6 +45,28 @@ class SplitSummary:
             "computes the whole step, and the domain saves nothing. Name what to split, such as "
             f"shard_dims={{{name!r}: 1}}, or use domain_parallel_size 1."
         )
+
+
+class Announcements:
+    """Say once in a run what is split, and warn of a domain for which nothing is."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[TrainerFn | None, str]] = set()
+
+    def say(self, summary: SplitSummary, stage: TrainerFn | None, ranks: int) -> None:
+        """Say it on the first rank, unless it was said of this stage.
+
+        Args:
+            summary: Of a batch.
+            stage: What the Trainer does.
+            ranks: Those that share each sample.
+        """
+        if (stage, str(summary)) in self._said:
+            return
+        self._said.add((stage, str(summary)))
+        rank_zero_info(str(summary))
+        if not summary.split:
+            rank_zero_warn(summary.advice(ranks))
 
 
 def split_summary(batch: Any) -> SplitSummary:

@@ -17,7 +17,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -59,7 +58,7 @@ from lightning_shard.trainer.requeue import save_before_requeue
 from lightning_shard.trainer.sample_order import SampleOrder
 from lightning_shard.trainer.saving import Saver
 from lightning_shard.trainer.sigterm import leave_together_on_sigterm
-from lightning_shard.trainer.split_summary import SplitSummary, split_summary
+from lightning_shard.trainer.split_summary import Announcements, split_summary
 from lightning_shard.trainer.steps import Steps, use_no_grad
 from lightning_shard.trainer.streams import end_alone, end_together
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
@@ -164,7 +163,7 @@ class HybridShardStrategy(NotCompiled):
         self._moved: parameters.Moved = {}  # new parameters by old ones
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
-        self._announced: set[tuple[TrainerFn | None, str]] = set()
+        self._announced = Announcements()
 
     # What the mesh is, for others to ask.
 
@@ -434,19 +433,8 @@ class HybridShardStrategy(NotCompiled):
         batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
         if read != self._last_checked:
             self._last_checked = read
-            self._announce(split_summary(batch))
+            self._announced.say(split_summary(batch), trainer.state.fn, self.domain_size)
         return batch
-
-    def _announce(self, summary: SplitSummary) -> None:
-        """Say once in a run what is split, and warn of a domain for which nothing is."""
-        assert self.lightning_module is not None
-        said = (self.lightning_module.trainer.state.fn, str(summary))
-        if said in self._announced:
-            return
-        self._announced.add(said)
-        rank_zero_info(str(summary))
-        if not summary.split:
-            rank_zero_warn(summary.advice(self.domain_size))
 
     @override
     def on_train_start(self) -> None:
