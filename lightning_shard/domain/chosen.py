@@ -69,7 +69,8 @@ def chosen_by(mask: Subdomain) -> Chosen:
     places = mask.local.reshape(-1).nonzero().squeeze(1)
     axes = mask.layout.axes()
     if not axes:
-        return Chosen(places, places, Factor(len(places)), None)
+        numbers = torch.arange(len(places), device=places.device)
+        return Chosen(places, numbers, Factor(len(places)), None)
     grid, device = mask.layout.grid, mask.local.device
     runs, length = _runs(merge([f for dim in mask.layout.dims for f in dim]), grid)
     layout = Layout((runs,), grid)

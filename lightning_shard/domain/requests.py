@@ -114,25 +114,29 @@ def named_rows(
 
     Raises:
         Exception: What `complaint` makes of a number out of range, on every rank.
-        UnsupportedOperationError: The call is being compiled.
     """
-    if is_traced():
-        raise UnsupportedOperationError(
-            "which rows travel is known only when it runs, so no graph can hold it; leave the "
-            "block uncompiled"
-        )
     grid, axes = domain.grid, table.axes(0)
     owner, row = _owners(numbers, table.dims[0], grid)
     own = torch.cat([_head(wrong), torch.bincount(owner, minlength=grid.parts(axes))])
     everyone = domain.group(tuple(range(len(grid.sizes))))
     told = of_all(own, everyone).cpu()
-    for there, value, place in map(integers, told[:, :3]):
-        if there:
-            raise complaint(value, place)
+    _refuse(told[:, :3], complaint)
     others = tuple(a for a in range(len(grid.sizes)) if a not in axes)
     counts = told[:, 3:].reshape(*grid.sizes, -1).permute(*others, *axes, len(grid.sizes))
     counts = counts.reshape(grid.parts(others), grid.parts(axes), -1)
     return Named(owner, row, counts, table, domain)
+
+
+def refuse_out_of_range(domain: Domain, wrong: Tensor, complaint: Complaint) -> None:
+    """Raise on every rank of the domain where one of them has a number out of range."""
+    everyone = domain.group(tuple(range(len(domain.grid.sizes))))
+    _refuse(of_all(_head(wrong), everyone).cpu(), complaint)
+
+
+def _refuse(heads: Tensor, complaint: Complaint) -> None:
+    for there, value, place in map(integers, heads):
+        if there:
+            raise complaint(value, place)
 
 
 def _head(wrong: Tensor) -> Tensor:
@@ -165,18 +169,33 @@ def _owners(numbers: Tensor, factors: Dim, grid: Grid) -> tuple[Tensor, Tensor]:
     return owner, row
 
 
-def rows_of(parts: Sequence[Tensor], extents: Sequence[int]) -> tuple[Tensor, Tensor]:
+def rows_of(
+    parts: Sequence[Tensor], extents: Sequence[int], *, negative: bool = True
+) -> tuple[Tensor, Tensor]:
     """The flat row numbers that indices name in a product of dims, one index for each dim.
+
+    Args:
+        parts: The indices, alike in shape.
+        extents: Those of the dims.
+        negative: Whether a number may be counted from the end.
 
     Returns:
         The numbers; and a number that is out of range with the place of its index, or nothing.
+
+    Raises:
+        UnsupportedOperationError: The call is being compiled.
     """
+    if is_traced():
+        raise UnsupportedOperationError(
+            "which rows travel is known only when it runs, so no graph can hold it; leave the "
+            "block uncompiled"
+        )
     device = parts[0].device
     numbers = torch.zeros(parts[0].shape, dtype=torch.long, device=device)
     wrong = numbers.new_zeros(0)
     for place, (part, extent) in enumerate(zip(parts, extents, strict=True)):
         part = part.long()
-        outside = part[(part >= extent) | (part < -extent)][:1]
+        outside = part[(part >= extent) | (part < (-extent if negative else 0))][:1]
         if len(outside) and not len(wrong):
             wrong = torch.cat([outside, outside.new_tensor([place])])
         part = torch.where(part < 0, part + extent, part).clamp(0, max(extent - 1, 0))

@@ -31,6 +31,13 @@ FEW = 2**14  # elements up to which a kernel is tried first
 LARGEST = 2**22  # elements up to which a call that meta tensors refuse is tried on real ones
 KEPT = 2**14  # calls to remember
 
+# functions that write as many values as a mask chooses
+_WRITES_CHOSEN = {
+    Tensor.__setitem__, torch.index_put, Tensor.index_put, Tensor.index_put_, torch.index_put_,
+    torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_,
+}  # fmt: skip
+_MASKS = (torch.bool, torch.uint8)
+
 _accepted: set[Any] = set()
 
 
@@ -55,6 +62,8 @@ def refuse_wrong_call(
         return
     if modes_on_stack():  # someone counts what runs: not this
         return
+    if func in _WRITES_CHOSEN and any(t.dtype in _MASKS for t in split_in(args[1:], Tensor)):
+        return  # a mask decides how many values it takes
     _try(func, args, kwargs)
     if len(_accepted) >= KEPT:
         _accepted.clear()

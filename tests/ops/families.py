@@ -15,7 +15,7 @@ from tests.ops.dense import test_linear
 from tests.ops.elementwise import test_pointwise
 from tests.ops.norm import test_batch_norm
 from tests.ops.reduce import test_loss, test_softmax, test_sums
-from tests.ops.view import test_become, test_mask, test_reshape, test_select
+from tests.ops.view import test_become, test_lookup, test_mask, test_reshape, test_select
 from tests.ops.window import test_conv, test_conv_transpose, test_pixel_shuffle, test_pool
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
@@ -52,6 +52,7 @@ FAMILIES = {
     "linear": Family(test_linear.CASES, smooth=test_linear.SMOOTH),
     "loss": Family(test_loss.CASES, smooth=test_loss.SMOOTH),
     "loss_of_split_targets": Family(test_loss.CASES, every_tensor=True),
+    "lookup": Family(test_lookup.CASES, (0, 2, 3), test_lookup.SMOOTH),
     "mask": Family(test_mask.CASES, (0, 2, 3), test_mask.SMOOTH),
     "norm": Family(test_batch_norm.CASES, (0, 2, 3), test_batch_norm.SMOOTH),
     "pixel_shuffle": Family(test_pixel_shuffle.CASES, (-1, -2), test_pixel_shuffle.SMOOTH),

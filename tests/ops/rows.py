@@ -94,8 +94,6 @@ REFUSED = {
     "dlpack": Tensor.__dlpack__,
     "apply": lambda x: x.apply_(abs),
     "map": lambda x: x.map_(x, lambda a, b: a),
-    "unique_consecutive": torch.unique_consecutive,
-    "unique_consecutive_method": Tensor.unique_consecutive,
 }
 
 
@@ -148,7 +146,16 @@ ROWS: dict[str, Row] = {
         matrices(2.5),
     ),
     "distinct": Row([lambda x: torch.unique(x.detach()), lambda x: x.detach().round().unique(),
-                   lambda x: torch.unique(x.detach().round(), return_counts=True)], matrices()),
+                   lambda x: torch.unique(x.detach().round(), return_counts=True),
+                   lambda x: x.detach().round().unique(return_inverse=True, return_counts=True),
+                   lambda x: torch.unique(x.detach() > 0, return_inverse=True),
+                   lambda x: torch.unique_consecutive(x.detach().round()),
+                   lambda x: Tensor.unique_consecutive(x.round(), True, True)], matrices()),
+    "counted": Row(
+        [lambda x: torch.bincount((x[:, 0] * 3).long().abs(), x[:, 1], 4),
+         lambda x: torch.bincount((x[:, 0] * 3).long().abs(), torch.arange(len(x)).double()),
+         lambda x: torch.bincount(torch.arange(len(x)) % 3, x[:, 0])], matrices(),
+    ),
     "setitem": Row([assigned], matrices()),
     "copy": Row([lambda x: torch.empty_like(x).copy_(x), lambda x: x.new_tensor([1.0, 2.0])],
                 matrices()),

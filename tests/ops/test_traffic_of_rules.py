@@ -22,6 +22,13 @@ def kernel(*shape):
     return torch.ones(shape, dtype=torch.float64)
 
 
+def zeros(x):
+    """Twelve row numbers, split as the rows, which all name row 0 of rank 0."""
+    return (x[0, 0, :, 0].detach() * 0).long()
+
+
+TOLD = 5 * NUMBER  # whether a number is out of range, and how many rows are wanted of each rank
+
 # name: function of the split tensor, bytes forward, bytes backward (None: no gradient)
 CASES = {
     "relu": (torch.relu, 0, 0),
@@ -80,6 +87,15 @@ CASES = {
     "mask_of_all": (lambda x: x[0, 0][x[0, 0] > -100], NUMBER, 0),  # the count alone
     "mask_of_upper_half": (  # half of which goes to the other rank
         lambda x: x[0, 0][torch.arange(120).reshape(12, 10) < 60], NUMBER + 30 * NUMBER, 0
+    ),
+    "rows_by_index": (lambda x: x[0, 0][zeros(x)], TOLD + 6 * 10 * NUMBER, 0),
+    "gather": (lambda x: x[0, 0].gather(0, zeros(x)[:, None]), TOLD + 6 * NUMBER, 0),
+    "index_add": (lambda x: x[0, 0].index_add(0, zeros(x), x[0, 1]), TOLD, 6 * 10 * NUMBER),
+    "index_add_to_plain": (
+        lambda x: kernel(4).index_add(0, zeros(x), x[0, 0, :, 0]), 7 * NUMBER, 4 * NUMBER
+    ),
+    "assigned_by_mask": (
+        lambda x: x[0, 0].masked_scatter(x[0, 0] > -100, x[0, 1]), NUMBER, 0
     ),
     "sort_of_columns": (lambda x: x.sort(3).values, 0, 0),
     "sort_of_rows": (  # to the columns and back, with the indices

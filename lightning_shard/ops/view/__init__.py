@@ -6,5 +6,6 @@ from lightning_shard.ops.view import join as join
 from lightning_shard.ops.view import mask as mask
 from lightning_shard.ops.view import repeat as repeat
 from lightning_shard.ops.view import reshape as reshape
+from lightning_shard.ops.view import scatter as scatter
 from lightning_shard.ops.view import select as select
 from lightning_shard.ops.view import split as split

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import (
-    local_part,
     simple,
     split_differently,
     subdomains,
@@ -20,21 +19,23 @@ from lightning_shard.domain.layout import Factor, Layout, merge
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.registry import implements, rule_for
-from lightning_shard.ops.view.entries import expanded_index
-from lightning_shard.ops.view.index import range_of, row_of
+from lightning_shard.ops.view.aligned import as_split
+from lightning_shard.ops.view.assign_chosen import assign_chosen, picks_of
+from lightning_shard.ops.view.entries import covers, expanded_index
+from lightning_shard.ops.view.index import getitem, range_of, row_of
 from lightning_shard.ops.view.reshape import unsqueeze
 
 
-@implements(Tensor.__setitem__, limits="no None; a mask takes one value")
+@implements(Tensor.__setitem__, limits="no None")
 def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became | None:
     """Each rank writes the assigned rows that it owns."""
     if not isinstance(x, Subdomain):
         return _written_to_plain(func, x, index, value)
-    if isinstance(index, Subdomain | Tensor) and index.dtype == torch.bool and index.ndim:
-        return _fill_where(x, index, value)
-    entries = expanded_index(x.ndim, index)
+    entries = expanded_index(x.ndim, index, lists=True)
     if None in entries:
         raise UnsupportedOperationError("assignment through an index with None")
+    if any(isinstance(entry, Subdomain | Tensor) for entry in entries):
+        return _assign_picked(func, x, entries, value)
     rows = [_rows(x, d, entry) for d, entry in enumerate(entries)]
     if isinstance(value, Subdomain | Tensor) and value.ndim:
         value = _with_dims(func, value, [isinstance(e, int) for e in entries])
@@ -56,11 +57,47 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became 
     return None
 
 
-def _written_to_plain(func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Became:
-    """The plain tensor `x` becomes split; a complex one becomes a spectrum of assigned modes."""
+def _assign_picked(
+    func: Callable[..., Any], x: Subdomain, entries: Sequence[Any], value: Any
+) -> None:
+    """Write where tensors among the entries say; what slices choose is written back as a whole."""
+    picks = picks_of(entries)
+    if picks is not None:
+        assign_chosen(x, picks, value)
+        return
+    basic: list[Any] = []
+    inner: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, Subdomain | Tensor):
+            basic += [slice(None)] * covers(entry)
+            inner.append(entry)
+        else:
+            basic.append(entry)
+            inner += [] if isinstance(entry, int) else [slice(None)]
+    part = getitem(func, x, tuple(basic))
+    owner = part if isinstance(part, Subdomain) else as_split(part, x)
+    part = owner.like(owner.local.clone())
+    setitem(func, part, tuple(inner), value)
+    setitem(func, x, tuple(basic), part if part.layout.split_dims else part.local)
+
+
+def _written_to_plain(func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Became | None:
+    """The plain tensor `x` becomes split; a complex one becomes a spectrum of assigned modes.
+
+    It stays whole where a split index says which of its rows are written.
+    """
     spectral = rule_for(func, lazy=True)
     if spectral is not None and x.is_complex() and isinstance(value, Subdomain):
         return spectral.run(func, x, index, value)
+    masks = isinstance(index, Subdomain) and index.dtype == torch.bool
+    if not masks and any(
+        isinstance(entry, Subdomain | Tensor) for entry in expanded_index(x.ndim, index, lists=True)
+    ):
+        part = as_split(x, subdomains([index, value])[0])
+        part = part.like(x.clone())
+        setitem(func, part, index, value)
+        x.copy_(part.local)
+        return None
     target = subdomains([index, value])[0].like(x, _layout_of_target(x, index, value))
     return become_split(x, target, lambda part: setitem(func, part, index, value))
 
@@ -83,22 +120,6 @@ def _rows(x: Subdomain, dim: int, entry: int | slice) -> range:
         return range_of(x.shape[dim], entry)
     row = row_of(x, dim, entry)
     return range(row, row + 1)
-
-
-def _fill_where(x: Subdomain, mask: Any, value: Any) -> None:
-    """Write one number where the mask, of the first dims of `x`, is true."""
-    if isinstance(value, Subdomain) or (isinstance(value, Tensor) and value.ndim):
-        raise UnsupportedOperationError(
-            "assignment of many values through a mask: which of them go to this rank is not known "
-            "before; assign with torch.where(mask, values of the whole shape, x) instead"
-        )
-    for _ in range(x.ndim - mask.ndim):
-        mask = (
-            unsqueeze(torch.unsqueeze, mask, mask.ndim)
-            if isinstance(mask, Subdomain)
-            else mask.unsqueeze(-1)
-        )
-    x.local.masked_fill_(local_part(mask, x.layout), value)
 
 
 def _split_as(x: Subdomain, value: Subdomain) -> Subdomain:

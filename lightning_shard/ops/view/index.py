@@ -12,13 +12,13 @@ from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view.aligned import Operand, as_split
 from lightning_shard.ops.view.entries import covers, expanded_index, is_mask
 from lightning_shard.ops.view.lookup import looked_up
 from lightning_shard.ops.view.mask import masked_rows, nonzero
 from lightning_shard.ops.view.reshape import permuted, unsqueeze
 from lightning_shard.processes.typed import integers
 
-Operand = Subdomain | Tensor
 SHORT = 4096  # a plain list of so many rows is read by every rank
 
 
@@ -81,8 +81,7 @@ def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
 def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
     """Index by slices, numbers and None dim by dim, then by what tensors and masks choose."""
     if not isinstance(x, Subdomain):  # a table that every rank has
-        owner = subdomains(index)[0]
-        x = owner.like(x, Layout.of(x.shape, {}, owner.layout.grid))
+        x = as_split(x, subdomains(index)[0])
     d = 0
     picks: list[tuple[int, Operand]] = []
     for entry in expanded_index(x.ndim, index, lists=True):
@@ -97,12 +96,12 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
             x = strided(x, d, range_of(x.shape[d], entry))
         d += max(covers(entry), 1)
     if any(d + covers(entry) < after for (d, entry), (after, _) in pairwise(picks)):
-        x, picks = _in_front(x, picks)
+        x, picks = brought_in_front(x, picks)
     x = _picked(x, picks) if picks else x
     return x if x.layout.split_dims or x.copied else x.local
 
 
-def _in_front(
+def brought_in_front(
     x: Subdomain, picks: Sequence[tuple[int, Operand]]
 ) -> tuple[Subdomain, list[tuple[int, Operand]]]:
     """The dims for which tensors stand become the first ones, as in torch if slices part them."""
@@ -118,26 +117,26 @@ def _picked(x: Subdomain, picks: Sequence[tuple[int, Operand]]) -> Subdomain:
     """Index dims that lie side by side with tensors and masks."""
     first, entry = picks[0]
     if len(picks) == 1 and is_mask(entry):
-        if not _is_short(entry):
+        if not is_short(entry):
             return masked_rows(x, first, entry)
-    elif len(picks) == 1 and _is_short(entry):
+    elif len(picks) == 1 and is_short(entry):
         return take_rows(x, first, entry)
     tensors: list[Operand] = []
     for _, entry in picks:
-        tensors += _places_in(entry) if is_mask(entry) else [entry]
-    if len(tensors) == 1 and _is_short(tensors[0]):
+        tensors += places_in(entry) if is_mask(entry) else [entry]
+    if len(tensors) == 1 and is_short(tensors[0]):
         return take_rows(x, first, tensors[0])
     return looked_up(x, first, tensors)
 
 
-def _places_in(mask: Operand) -> Sequence[Operand]:
+def places_in(mask: Operand) -> Sequence[Operand]:
     """For each dim of a mask where it is true."""
     if isinstance(mask, Subdomain):
         return nonzero(torch.nonzero, mask, as_tuple=True)
     return mask.nonzero(as_tuple=True)
 
 
-def _is_short(index: Operand) -> TypeGuard[Tensor]:
+def is_short(index: Operand) -> TypeGuard[Tensor]:
     """Whether every rank can read the index and know from it which rows travel."""
     return isinstance(index, Tensor) and index.ndim == 1 and index.numel() <= SHORT
 

@@ -6,24 +6,35 @@ gathered instead. Along dims that are whole nothing travels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains, whole
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.requests import Complaint, named_rows, rows_of
+from lightning_shard.domain.requests import Complaint, named_rows, refuse_out_of_range, rows_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import transferred
+from lightning_shard.ops.view.aligned import Operand
 from lightning_shard.ops.view.mask import in_front
 
-Operand = Subdomain | Tensor
 
-
-def looked_up(x: Subdomain, first: int, indices: Sequence[Operand]) -> Subdomain:
+def looked_up(
+    x: Subdomain,
+    first: int,
+    indices: Sequence[Operand],
+    error: Callable[[int], Exception] | None = None,
+) -> Subdomain:
     """`x` with the dims from `first` on replaced by those of the indices, one index for each dim.
+
+    Args:
+        x: The table, split or whole.
+        first: The first of the dims that are indexed.
+        indices: Split or plain, broadcast together; numbers may be counted from the end.
+        error: What is raised for a number that is out of range, where that is not torch's error of
+            `x[index]`.
 
     Raises:
         IndexError: A number is out of range on some rank; raised on all of them.
@@ -32,7 +43,7 @@ def looked_up(x: Subdomain, first: int, indices: Sequence[Operand]) -> Subdomain
     dims = range(first, first + count)
     carried = [d for d in range(x.ndim) if d not in dims]
     index = index_layout(x, dims, indices, x.layout.axes(*carried) if carried else ())
-    parts = [_part(i, index).expand(index.local_shape).to(x.local.device) for i in indices]
+    parts = [index_part(i, index).expand(index.local_shape).to(x.local.device) for i in indices]
     for d in dims if is_traced() else ():
         x = whole(x, d)  # in a graph the number of rows that travel must be known
     if x.layout.axes(*dims):
@@ -46,9 +57,13 @@ def looked_up(x: Subdomain, first: int, indices: Sequence[Operand]) -> Subdomain
         extents = x.shape[first : first + count]
 
         def complaint(value: int, place: int) -> Exception:
-            return IndexError(
-                f"index {value} is out of bounds for dimension {first + place} with size "
-                f"{extents[place]}"
+            return (
+                error(value)
+                if error
+                else IndexError(
+                    f"index {value} is out of bounds for dimension {first + place} with size "
+                    f"{extents[place]}"
+                )
             )
 
         rows = rows_named(
@@ -66,7 +81,7 @@ def looked_up(x: Subdomain, first: int, indices: Sequence[Operand]) -> Subdomain
 
 
 def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Complaint) -> Tensor:
-    """The rows of the table's first dim, which is split, that this rank names.
+    """The rows of the table's first dim that this rank names.
 
     Args:
         table: What they are looked up in.
@@ -74,6 +89,9 @@ def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Comp
         wrong: What `rows_of` says is out of range.
         complaint: Makes torch's error for that.
     """
+    if not table.layout.axes(0):
+        refuse_out_of_range(table.domain, wrong, complaint)
+        return table.local.index_select(0, numbers)
     named = named_rows(numbers, table.layout, table.domain, wrong, complaint)
     row = math.prod(table.shape[1:]) * table.dtype.itemsize
     if named.is_most(row):
@@ -104,7 +122,7 @@ def index_layout(
     return Layout.of(shape, {largest: axes}, grid)
 
 
-def _part(index: Operand, layout: Layout) -> Tensor:
+def index_part(index: Operand, layout: Layout) -> Tensor:
     """This rank's part of an index in a layout that may be whole where the index is split."""
     if isinstance(index, Subdomain):
         for d in index.layout.split_dims:

@@ -16,9 +16,8 @@ from lightning_shard.domain.chosen import Chosen, chosen_by, flat_places
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view.aligned import Operand
 from lightning_shard.ops.view.reshape import unsqueeze
-
-Operand = Subdomain | Tensor
 
 
 def masked_rows(x: Operand, first: int, mask: Operand) -> Subdomain:

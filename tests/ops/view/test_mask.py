@@ -17,7 +17,66 @@ def weighted(rows):
     return rows * torch.arange(1.0, len(rows) + 1, dtype=rows.dtype)
 
 
+def written(x, *places_and_values):
+    """A copy of `x` with some assignments."""
+    y = x * 1
+    for place, value in places_and_values:
+        y[place] = value
+    return y
+
+
+def written_in_place(x, y):
+    out, again = x * 1, x * 1
+    out[out > 0] *= 2
+    out[out < -1] += y[out < -1]
+    with torch.no_grad():
+        again[again > 0] = y[again > 0]
+    return out * again.detach()
+
+
 CASES = {
+    "assigned": (lambda x, y: written(x, (x > 0, y[x > 0])), [SHAPE, SHAPE]),
+    "assigned_rows": (
+        lambda x, y: written(x, (x[..., 0] > 0, y[x[..., 0] > 0]), (x[..., 1] > 1, y[0, 0, 0])),
+        [SHAPE, SHAPE],
+    ),
+    "assigned_inside": (
+        lambda x, y: written(
+            x,
+            ((slice(None), slice(None), x[0, 0] > 0), y[:, :1, x[0, 0] > 0]),
+            ((1, x[1] > 0), y[0][x[1] > 0]),
+        ),
+        [SHAPE, SHAPE],
+    ),
+    "assigned_plain": (
+        lambda x: written(
+            x,
+            (x > 0, 2.0),
+            (x < -1, torch.arange(float((x < -1).sum())).double()),
+            (x > 9, torch.ones(0).double()),
+            ([True, False], 1.0),
+        ),
+        [SHAPE],
+    ),
+    "assigned_through_plain": (
+        lambda x, y: written(
+            x,
+            (torch.arange(210).reshape(SHAPE) % 3 > 0, y[torch.arange(210).reshape(SHAPE) % 3 > 0]),
+        ),
+        [SHAPE, SHAPE],
+    ),
+    "written_in_place": (written_in_place, [SHAPE, SHAPE]),
+    "masked_scatter": (
+        lambda x, y: (
+            x.masked_scatter(x > 0, y),
+            torch.masked_scatter(x, x[:1, :1] > 0, y.flatten()),
+        ),
+        [SHAPE, SHAPE],
+    ),
+    "masked_scatter_of_chosen": (
+        lambda x, y: x.masked_scatter(x > 0, (x * y)[x > 0]),
+        [SHAPE, SHAPE],
+    ),
     "elements": (lambda x: x[x > 0], [SHAPE]),
     "leading_dims": (lambda x: x[x[..., 0] > 0] ** 2, [SHAPE]),
     "rows_of_a_dim": (lambda x: x[:, :, x[0, 0, :, 0] > 0], [SHAPE]),
@@ -76,7 +135,17 @@ CASES = {
     "joined": (lambda x: torch.cat([x[x > 0], x[x < 0], x[x > 1]]).cumsum(0), [SHAPE]),
     "weighted": (lambda x: weighted(x[x > 0]), [SHAPE]),
 }
-SMOOTH = ["elements", "leading_dims", "last_dims", "masked_select", "chained", "loss", "joined"]
+SMOOTH = [
+    "assigned",
+    "masked_scatter",
+    "elements",
+    "leading_dims",
+    "last_dims",
+    "masked_select",
+    "chained",
+    "loss",
+    "joined",
+]
 
 
 def random_case(seed):
@@ -189,6 +258,13 @@ def test_wrong_masks():
     for mask in (torch.ones(2, 5).bool(), (x > 0)[:, :3], (x > 0)[:1]):
         with pytest.raises(IndexError, match="The shape of the mask"):
             x[mask]
+    for value in (torch.ones(3), lightning_shard.shard(torch.ones(9, 2), mesh_of(2), 0)):
+        with pytest.raises(RuntimeError, match="shape mismatch: value tensor of shape"):
+            x[torch.ones(2, 4).bool()] = value
+    with pytest.raises(RuntimeError, match="dtypes match, got float32"):
+        x[torch.ones(2, 4).bool()] = torch.ones(8).double()
+    with pytest.raises(RuntimeError, match="Number of elements of source < number of ones"):
+        x.masked_scatter(torch.ones(2, 4).bool(), torch.ones(7))
     with pytest.raises(IndexError, match="too many indices"):
         x[(x > 0)[None]]
     with pytest.raises(UnsupportedOperationError, match="of this kind"):

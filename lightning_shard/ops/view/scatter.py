@@ -1,0 +1,230 @@
+"""Writes elements and rows where an index tensor says, along one dim.
+
+Where the dim is whole and operand, index and source are split alike, every rank writes its own.
+Otherwise what is written travels to the ranks that own the places (write.py).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part, subdomains
+from lightning_shard.domain.chosen import global_rows
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.requests import rows_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.become import Became, become_split
+from lightning_shard.ops.registry import implements, is_in_place, name_of
+from lightning_shard.ops.view.aligned import (
+    Operand,
+    aligned_layout,
+    as_table,
+    brought,
+    dim_of,
+    part_of_row,
+    places_of,
+)
+from lightning_shard.ops.view.index import strided
+from lightning_shard.ops.view.mask import in_front
+from lightning_shard.ops.view.write import Rows, Writing, written
+
+_SCATTERS = (
+    torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add, Tensor.scatter_add,
+    Tensor.scatter_add_, torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_,
+)  # fmt: skip
+_WRITES = (
+    torch.index_add, Tensor.index_add, Tensor.index_add_, torch.index_copy, Tensor.index_copy,
+    Tensor.index_copy_, torch.index_fill, Tensor.index_fill, Tensor.index_fill_, torch.index_reduce,
+    Tensor.index_reduce, Tensor.index_reduce_,
+)  # fmt: skip
+
+
+@implements(*_SCATTERS)
+def scatter(
+    func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
+) -> Operand | Became:
+    """Write `source`, an element for each of the index, or one number."""
+    source = args[0] if args else kwargs.pop("src" if "src" in kwargs else "value")
+    rest = args[1:]
+    d = dim_of(x, dim, index)
+    operands = [o for o in (x, index, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
+    layout = aligned_layout(d, x.shape, operands)
+    if layout is None or any(o.layout.axes(d) for o in subdomains(operands)):
+        return _scattered(func, x, d, index, source, *rest, **kwargs)
+    in_place = is_in_place(func)
+    if in_place and isinstance(x, Tensor):
+        part = subdomains(operands)[0].like(x, layout)
+        return become_split(
+            x, part, lambda part: scatter(func, part, d, index, source, *rest, **kwargs)
+        )
+    if in_place and not (isinstance(x, Subdomain) and x.layout == layout):
+        raise UnsupportedOperationError(
+            "an in-place scatter into a tensor that is not split as its index is"
+        )
+    rows = source if len(operands) < 3 else part_of_row(source, layout, d)
+    own = part_of_row(x, layout, d), part_of_row(index, layout, d)
+    return subdomains(operands)[0].like(func(own[0], d, own[1], rows, *rest, **kwargs), layout)
+
+
+def _scattered(
+    func: Callable[..., Any],
+    x: Operand,
+    d: int,
+    index: Operand,
+    source: Any,
+    *rest: Any,
+    **kwargs: Any,
+) -> Operand:
+    """Send each element with the flat number of its place."""
+    name = name_of(func).rpartition(".")[2].removesuffix("_")
+    values = _cut(source, index.shape) if isinstance(source, Subdomain | Tensor) else None
+    values = values if values is not None and values.ndim else None
+    owner = subdomains([x, index, source])[0]
+    sent = [index] if values is None else [index, values]
+    layout = Layout.of(index.shape, {}, owner.layout.grid)
+    layout = common_layout(sent) if subdomains(sent) else layout
+    own = local_part(index, layout)
+    places = places_of(layout, own, d)
+    extents = x.shape
+    numbers, wrong = rows_of([p.reshape(-1) for p in places], extents, negative=False)
+    flat = as_table(x, owner)
+    if is_in_place(func):  # what is written over must not have been saved for backward
+        flat = flat.like(flat.local.clone())
+    rows = None if values is None else local_part(values, layout).reshape(-1)
+    reduce = rest[0] if rest else kwargs.get("reduce")
+    order = None
+    if name == "scatter" and rows is not None and reduce is None:
+        order = rows_of([p.reshape(-1) for p in places_of(layout, own)], layout.shape)[0]
+
+    def run(target: Tensor, ids: Tensor, given: Tensor | None) -> Tensor:
+        what = source if given is None else given
+        return getattr(torch, name)(target, 0, ids, what, *rest, **kwargs)
+
+    def complaint(value: int, place: int) -> Exception:
+        size = extents[d]
+        return RuntimeError(f"index {value} is out of bounds for dimension {d} with size {size}")
+
+    included = kwargs.get("include_self", True)
+    adds = name == "scatter_add" or (reduce in ("sum", "add") and included)
+    writing = Writing(run, complaint, adds)
+    found = written(flat, Rows(numbers, wrong, rows, layout.axes(), order), writing)
+    return given_back(func, x, found.reshape(local_of(x).shape))
+
+
+def _cut(source: Operand, shape: Sequence[int]) -> Operand:
+    """The first rows of each dim of `source`, as many as the index has."""
+    for d, n in enumerate(shape if source.ndim else ()):
+        if source.shape[d] != n:
+            source = (
+                strided(source, d, range(n))
+                if isinstance(source, Subdomain)
+                else source.narrow(d, 0, n)
+            )
+    return source
+
+
+def local_of(x: Operand) -> Tensor:
+    return x.local if isinstance(x, Subdomain) else x
+
+
+def given_back(func: Callable[..., Any], x: Operand, found: Tensor) -> Operand:
+    """The result like `x`; an in-place function writes it there."""
+    if is_in_place(func):
+        found = local_of(x).copy_(found)
+    return x.like(found) if isinstance(x, Subdomain) else found
+
+
+@implements(*_WRITES)
+def write_rows(
+    func: Callable[..., Any],
+    x: Operand,
+    dim: int,
+    index: Operand,
+    source: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Operand:
+    """Write rows of `dim`, one for each number of the index, or one number into all of them."""
+    d = dim_of(x, dim)
+    owner = subdomains([x, index, source])[0]
+    values = source if isinstance(source, Subdomain | Tensor) and source.ndim else None
+    layout = _rows_layout(x, d, index, values)
+    carried = layout.with_dims(
+        {d: x.layout.dims[d] if isinstance(x, Subdomain) else (Factor(x.shape[d]),)}
+    )
+    if isinstance(x, Subdomain) and is_in_place(func) and carried != x.layout:
+        raise UnsupportedOperationError(f"{name_of(func)} of rows that are split otherwise")
+    if isinstance(x, Tensor) and is_in_place(func) and carried.split_dims:
+        raise UnsupportedOperationError(f"{name_of(func)} of split rows into a plain tensor")
+    rows = None if values is None else brought(values, layout)
+    if not layout.axes(d) and not (isinstance(x, Subdomain) and x.layout.axes(d)):
+        own = local_part(x, carried), brought(index, Layout((layout.dims[d],), layout.grid))
+        found = func(own[0], d, own[1], source if rows is None else rows, *args, **kwargs)
+        return owner.like(found, carried) if carried.split_dims else found
+    name = name_of(func).rpartition(".")[2].removesuffix("_")
+    extent = x.shape[d]
+    own = brought(index, Layout((layout.dims[d],), layout.grid))
+    numbers, wrong = rows_of([own], [extent], negative=name == "index_fill")
+    target = in_front(local_part(x, carried), d, 1)
+    target = target.clone() if is_in_place(func) else target
+    order = [d, *(e for e in range(x.ndim) if e != d)]
+    table = owner.like(target, Layout(tuple(carried.dims[e] for e in order), carried.grid))
+    rows = None if rows is None else in_front(rows, d, 1)
+
+    def run(target: Tensor, ids: Tensor, given: Tensor | None) -> Tensor:
+        what = source if given is None else given
+        return getattr(torch, name)(target, 0, ids, what, *args, **kwargs)
+
+    def complaint(value: int, place: int) -> Exception:
+        return _out_of_range(name, value, d, extent)
+
+    places = global_rows(layout.dims[d], layout.grid, numbers.device)
+    writing = Writing(run, complaint, name == "index_add")
+    found = written(
+        table,
+        Rows(numbers, wrong, rows, layout.axes(d), places if name == "index_copy" else None),
+        writing,
+    )
+    found = found.reshape(target.shape).movedim(0, d)
+    if not carried.split_dims:
+        return given_back(func, x, found)
+    if is_in_place(func):
+        return given_back(func, x, found)
+    return owner.like(found, carried)
+
+
+def _out_of_range(name: str, value: int, dim: int, extent: int) -> Exception:
+    words = f"index {value} is out of bounds for dimension {dim} with size {extent}"
+    if name == "index_add":
+        return RuntimeError(words)
+    if name == "index_reduce":
+        return IndexError("index out of range in self")
+    return IndexError(f"index_copy_(): {words}" if name == "index_copy" else words)
+
+
+def _rows_layout(x: Operand, d: int, index: Operand, values: Operand | None) -> Layout:
+    """How rows that are written to `x` lie: other dims as those of `x`, `d` as they or the index.
+
+    A mesh axis that splits the rows of `x` cannot split another dim of what is written: that dim
+    becomes whole, and the rows are split instead.
+    """
+    grid = subdomains([x, index, values])[0].layout.grid
+    own = x.layout if isinstance(x, Subdomain) else Layout.of(x.shape, {}, grid)
+    layout = own.with_dim(d, index.shape[0], ())
+    given = values.layout if isinstance(values, Subdomain) else None
+    rows = [given.dims[d]] if given else []
+    rows += [index.layout.dims[0]] if isinstance(index, Subdomain) else []
+    for e in given.split_dims if given else ():
+        if not set(layout.axes()) & set(given.axes(e)) and e != d:
+            if set(own.axes(d)) & set(given.axes(e)):
+                rows.append((Factor(index.shape[0], given.axes(e)),))
+            else:
+                layout = layout.with_dims({e: given.dims[e]})
+    for factors in rows:
+        axes = {a for f in factors for a in f.axes}
+        if axes and not axes & set(layout.axes()):
+            return layout.with_dims({d: factors})
+    return layout
