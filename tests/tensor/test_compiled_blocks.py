@@ -234,6 +234,45 @@ def test_what_draws_random_numbers_runs_uncompiled():
     assert lightning_shard.gather(found).equal(lightning_shard.gather(block(fields)))
 
 
+class Masked(nn.Module):
+    def forward(self, x):
+        return x - x[x > 0].mean()
+
+
+class Scattered(nn.Module):
+    def forward(self, x):
+        rows = (x.detach()[0, 0, :, 0] * 10).long().abs() % x.shape[2]
+        return x.index_add(2, rows, x)
+
+
+class LookedUp(nn.Module):
+    def forward(self, x):
+        rows = (x.detach() * 10).long().abs() % x.shape[2]
+        return x[:, :, rows[0, 0, :, 0]] + x.gather(2, rows)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (Masked(), "how many rows a mask chooses"),
+        (Scattered(), "which rows travel"),
+        (LookedUp(), ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_rows_that_values_decide(block, reason):
+    forget()
+    compiled_block = copy.deepcopy(block)
+    compiled_block.forward = CompiledBlock(compiled_block, compiled_block.forward, AS_COMPILER)
+    fields = lightning_shard.shard(torch.randn(2, 4, 9, 8).double(), mesh_of(2), 2)
+    expected = run(block, fields)
+    warned = pytest.warns(UserWarning, match=f"runs uncompiled.*{reason}")
+    with warned if reason else contextlib.nullcontext():
+        found = run(compiled_block, fields)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.spmd(2)
 def test_too_many_layouts_run_uncompiled():
     block = nn.Conv2d(1, 1, 3, padding=1)

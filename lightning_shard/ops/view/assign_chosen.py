@@ -59,8 +59,9 @@ def _assign_masked(x: Subdomain, first: int, mask: Operand, value: Any) -> None:
     if same.layout != x.layout:
         raise UnsupportedOperationError("a mask that is split otherwise than what it is written to")
     place = (slice(None),) * first + (marks.local,)
-    if not isinstance(value, Subdomain | Tensor) or not value.ndim:
-        x.local[place] = value
+    if not (isinstance(value, Subdomain | Tensor) and value.ndim):
+        one: Any = value
+        x.local[place] = one
         return
     chosen = chosen_by(marks)
     layout = _target(x, first, ((chosen.factor,),), mask.ndim, value)

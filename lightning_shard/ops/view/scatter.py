@@ -4,6 +4,7 @@ Where the dim is whole and operand, index and source are split alike, every rank
 Otherwise what is written travels to the ranks that own the places (write.py).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,17 +100,10 @@ def _scattered(
     if name == "scatter" and rows is not None and reduce is None:
         order = rows_of([p.reshape(-1) for p in places_of(layout, own)], layout.shape)[0]
 
-    def run(target: Tensor, ids: Tensor, given: Tensor | None) -> Tensor:
-        what = source if given is None else given
-        return getattr(torch, name)(target, 0, ids, what, *rest, **kwargs)
-
-    def complaint(value: int, place: int) -> Exception:
-        size = extents[d]
-        return RuntimeError(f"index {value} is out of bounds for dimension {d} with size {size}")
-
     included = kwargs.get("include_self", True)
     adds = name == "scatter_add" or (reduce in ("sum", "add") and included)
-    writing = Writing(run, complaint, adds)
+    run = functools.partial(_run, name, source, rest, kwargs)
+    writing = Writing(run, lambda value, _: _out_of_range(name, value, d, extents[d]), adds)
     found = written(flat, Rows(numbers, wrong, rows, layout.axes(), order), writing)
     return given_back(func, x, found.reshape(local_of(x).shape))
 
@@ -164,6 +158,22 @@ def write_rows(
         own = local_part(x, carried), brought(index, Layout((layout.dims[d],), layout.grid))
         found = func(own[0], d, own[1], source if rows is None else rows, *args, **kwargs)
         return owner.like(found, carried) if carried.split_dims else found
+    return _sent_rows(func, x, d, index, source, rows, (layout, carried), args, kwargs)
+
+
+def _sent_rows(
+    func: Callable[..., Any],
+    x: Operand,
+    d: int,
+    index: Operand,
+    source: Any,
+    rows: Tensor | None,
+    layouts: tuple[Layout, Layout],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Operand:
+    """Send the rows, which lie as the first layout says, to `x`, which lies as the second says."""
+    owner, (layout, carried) = subdomains([x, index, source])[0], layouts
     name = name_of(func).rpartition(".")[2].removesuffix("_")
     extent = x.shape[d]
     own = brought(index, Layout((layout.dims[d],), layout.grid))
@@ -174,31 +184,36 @@ def write_rows(
     table = owner.like(target, Layout(tuple(carried.dims[e] for e in order), carried.grid))
     rows = None if rows is None else in_front(rows, d, 1)
 
-    def run(target: Tensor, ids: Tensor, given: Tensor | None) -> Tensor:
-        what = source if given is None else given
-        return getattr(torch, name)(target, 0, ids, what, *args, **kwargs)
-
-    def complaint(value: int, place: int) -> Exception:
-        return _out_of_range(name, value, d, extent)
-
     places = global_rows(layout.dims[d], layout.grid, numbers.device)
-    writing = Writing(run, complaint, name == "index_add")
-    found = written(
-        table,
-        Rows(numbers, wrong, rows, layout.axes(d), places if name == "index_copy" else None),
-        writing,
+    order_of_rows = places if name == "index_copy" else None
+    sent = Rows(numbers, wrong, rows, layout.axes(d), order_of_rows)
+    run = functools.partial(_run, name, source, args, kwargs)
+    writing = Writing(
+        run, lambda value, _: _out_of_range(name, value, d, extent), name == "index_add"
     )
-    found = found.reshape(target.shape).movedim(0, d)
-    if not carried.split_dims:
-        return given_back(func, x, found)
-    if is_in_place(func):
+    found = written(table, sent, writing).reshape(target.shape).movedim(0, d)
+    if is_in_place(func) or not carried.split_dims:
         return given_back(func, x, found)
     return owner.like(found, carried)
 
 
+def _run(
+    name: str,
+    source: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Tensor,
+    ids: Tensor,
+    given: Tensor | None,
+) -> Tensor:
+    """Call torch's own function along the first dim."""
+    what = source if given is None else given
+    return getattr(torch, name)(target, 0, ids, what, *args, **kwargs)
+
+
 def _out_of_range(name: str, value: int, dim: int, extent: int) -> Exception:
     words = f"index {value} is out of bounds for dimension {dim} with size {extent}"
-    if name == "index_add":
+    if name == "index_add" or name.startswith("scatter"):
         return RuntimeError(words)
     if name == "index_reduce":
         return IndexError("index out of range in self")
@@ -214,10 +229,10 @@ def _rows_layout(x: Operand, d: int, index: Operand, values: Operand | None) -> 
     grid = subdomains([x, index, values])[0].layout.grid
     own = x.layout if isinstance(x, Subdomain) else Layout.of(x.shape, {}, grid)
     layout = own.with_dim(d, index.shape[0], ())
-    given = values.layout if isinstance(values, Subdomain) else None
-    rows = [given.dims[d]] if given else []
+    given = values.layout if isinstance(values, Subdomain) else layout
+    rows = [given.dims[d]]
     rows += [index.layout.dims[0]] if isinstance(index, Subdomain) else []
-    for e in given.split_dims if given else ():
+    for e in given.split_dims:
         if not set(layout.axes()) & set(given.axes(e)) and e != d:
             if set(own.axes(d)) & set(given.axes(e)):
                 rows.append((Factor(index.shape[0], given.axes(e)),))

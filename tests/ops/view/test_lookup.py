@@ -1,5 +1,6 @@
 """Index tensors that are split: rows are looked up, and written, where they belong."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -214,7 +215,7 @@ def compare_random(seeds, mesh, gathers):
                 both = torch.take_along_dim(added, index_of(x, x.shape[dim]), dim)
                 return picked * 2, added, both
 
-            split = {0: dims} if kinds[1] or not kinds[0] else {1: dims}
+            split: Any = {0: dims} if kinds[1] or not kinds[0] else {1: dims}
             try:
                 assert_parity(call, [shape, source], split, mesh_of(*mesh))
                 assert_double_backward(
