@@ -34,10 +34,10 @@ def test_a_part_that_fails_or_hangs_is_a_row():
     context = mock.Mock(
         join=mock.Mock(side_effect=RuntimeError("on rank 0:\n\nno NCCL")), processes=[]
     )
-    with mock.patch.object(gpu.mp, "spawn", return_value=context):
+    with mock.patch.object(gpu, "spawn", return_value=context):
         assert gpu.run_part((1, "nccl", gpu_parts.collective, (64,)), 9) == [{"failed": "no NCCL"}]
     context = mock.Mock(join=mock.Mock(return_value=False), processes=[mock.Mock()])
-    with mock.patch.object(gpu.mp, "spawn", return_value=context):
+    with mock.patch.object(gpu, "spawn", return_value=context):
         rows = gpu.run_part((1, "nccl", gpu_parts.collective, (64,)), 0)
     assert rows == [{"failed": "no end after 0 s"}]
     assert context.processes[0].kill.called
