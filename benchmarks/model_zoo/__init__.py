@@ -23,6 +23,7 @@ LIBRARIES = {
         "handwritten_steps",
         "handwritten_attention",
         "handwritten_losses",
+        "handwritten_rows",
     ),
 }
 

@@ -13,6 +13,7 @@ from tests.models.check import check
         "fpn",
         pytest.param("manet", marks=pytest.mark.slow),
         "segformer",
+        "focal_ignore",
     ],
 )
 def test_model(name):
