@@ -9,11 +9,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import _dtensor_spec, _sharding_prop
 from torch.distributed.tensor._ops import utils
 
 Spec: Any = _dtensor_spec.DTensorSpec
 Propagator: Any = _sharding_prop.ShardingPropagator
+KEEPS = {f"aten::{name}" for name in ("zeros_like", "clone", "sqrt", "add", "sub", "mul", "div")}
 meta_of_torch = Propagator._propagate_tensor_meta_non_cached
 
 
@@ -53,12 +56,33 @@ def _stays(placements: list[Any], held: list[Any]) -> bool:
 
 
 def _meta(self: Any, schema: Any) -> Any:
-    """Shape, strides and dtype of the result: in place, those of the tensor."""
+    """Shape, strides and dtype of the result: in place, and where all fit, those of the tensor."""
     first = schema.args_schema[0] if schema.args_schema else None
+    if not isinstance(first, Spec):
+        return meta_of_torch(self, schema)
     base = schema.op._schema.name
-    if base.endswith("_") and not base.endswith("__") and isinstance(first, Spec):
+    in_place = base.endswith("_") and not base.endswith("__")
+    if in_place or base == "aten::detach" or (base in KEEPS and _all_fit(first, schema)):
         return first.tensor_meta
     return meta_of_torch(self, schema)
+
+
+def _all_fit(first: Any, schema: Any) -> bool:
+    """The tensors are real, contiguous and alike, and what stands beside them changes no dtype."""
+    meta = first.tensor_meta
+    if not meta.dtype.is_floating_point:
+        return False
+    if tuple(meta.stride) != make_contiguous_strides_for(meta.shape):
+        return False
+    alike = all(
+        x.tensor_meta == meta if isinstance(x, Spec) else type(x) in (int, float)
+        for x in schema.args_schema
+    )
+    options = {"pin_memory": False, "memory_format": torch.preserve_format}
+    given = schema.kwargs_schema.items()
+    return alike and all(
+        options.get(k) == v or (k == "alpha" and type(v) in (int, float)) for k, v in given
+    )
 
 
 def _verify(self: Any, verify: Any, known: set[Any], order: Any) -> None:

@@ -45,6 +45,20 @@ def test_same_decisions(placements):
         z = torch.zeros_like(x.detach())
         for result in (x.sqrt() / y, x + y, x @ y.t(), (x * y).sum(), y.exp().mean(0), z.mul(2)):
             assert isinstance(result, DTensor)
+        t, halves = x.t(), x.to(torch.bfloat16)
+        for result in (t.sqrt(), t / 3, t.clone(), t + 1, halves * 2.5, halves + x, x.int() / 2):
+            assert isinstance(result, DTensor)
+        more = [
+            x + 1j,
+            x.int() + 1,
+            torch.add(x, y, alpha=0.5),
+            torch.div(x, 2, rounding_mode="floor"),
+        ]
+        more += [
+            torch.zeros_like(x, dtype=torch.int),
+            t.clone(memory_format=torch.contiguous_format),
+        ]
+        assert all(isinstance(result, DTensor) for result in more)
         if made[0].placements == made[-1].placements:
             z.lerp_(y, 0.5).mul_(2).addcmul_(x, y).add_(y).addcdiv_(x, y)
         assert len(seen) > 8
