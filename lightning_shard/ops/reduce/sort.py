@@ -1,7 +1,8 @@
 """Order statistics run locally along whole dims; `topk` of a split dim compares the ranks' best.
 
 A sort, a median or a quantile over a split dim needs all its rows in order on one rank: an
-all-to-all moves the split to another dim. Where no other dim is whole it is refused.
+all-to-all moves the split to another dim. Where there is no other dim, `sort` and `argsort` compare
+samples (sort_rows.py), and the others are refused.
 """
 
 from collections.abc import Callable
@@ -18,19 +19,25 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch_all
 from lightning_shard.domain.layout import Factor, Layout, partition
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.reduce.sort_rows import sorted_rows
 from lightning_shard.ops.registry import implements, name_of
 
 _ORDERED = "over a split dim only if another dim of 2 or more rows is whole"
+_ONE_ROW = f"{_ORDERED}, or it is the only one"
 
 
-@implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.cummax, Tensor.cummax,
-            torch.cummin, Tensor.cummin, limits=_ORDERED)  # fmt: skip
+@implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, limits=_ONE_ROW)
+def sort(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    return _ordered_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
+
+
+@implements(torch.cummax, Tensor.cummax, torch.cummin, Tensor.cummin, limits=_ORDERED)
 def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Apply a function along one whole dim that keeps the shape."""
     return _ordered_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
 
 
-@implements(torch.msort, Tensor.msort, limits=_ORDERED)
+@implements(torch.msort, Tensor.msort, limits=_ONE_ROW)
 def msort(func: Callable[..., Any], x: Subdomain) -> Any:
     return _ordered_along(func, x, 0)
 
@@ -39,6 +46,8 @@ def _ordered_along(
     func: Callable[..., Any], x: Subdomain, along: int | None, *args: Any, **kwargs: Any
 ) -> Any:
     d = _sorted_dim(func, x, along)
+    if func in _SORTS and _is_one_row(x, d):
+        return _sorted_row(func, x, d, *args, **kwargs)
     other = _spare_dim(func, x, d)
     turned = x if other is None else split_moved(x, d, other)
     found = func(turned.local, *args, **kwargs)
@@ -47,6 +56,30 @@ def _ordered_along(
         return turned.like(value) if other is None else split_moved(turned.like(value), other, d)
 
     return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
+
+
+_SORTS = {torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.msort, Tensor.msort}
+
+
+def _is_one_row(x: Subdomain, dim: int) -> bool:
+    """Whether `dim` is split, and all others are of extent 1 and whole."""
+    others = [d for d in range(x.ndim) if d != dim]
+    alone = all(x.shape[d] == 1 and not x.layout.axes(d) for d in others)
+    return alone and bool(x.layout.axes(dim))
+
+
+def _sorted_row(func: Callable[..., Any], x: Subdomain, dim: int, *args: Any, **kwargs: Any) -> Any:
+    descending = kwargs.get("descending", args[1] if len(args) > 1 else False)
+    x = simple(x, dim)
+    row = Layout((x.layout.dims[dim],), x.layout.grid)
+    found = sorted_rows(x.like(x.local.reshape(-1), row), descending=bool(descending))
+    values, places = (x.like(f.local.reshape(x.local.shape)) for f in found)
+    if func in (torch.argsort, Tensor.argsort):
+        return places
+    if func in (torch.msort, Tensor.msort):
+        return values
+    kind: Any = torch.return_types.sort
+    return kind((values, places))
 
 
 @dataclass(frozen=True)
