@@ -6,11 +6,12 @@ below 1e-10, or below 1e-5 for models that compute in float32 themselves, which 
 `refused` gives the operation and its reason, `wrong` the worst tensor, `error` any other exception.
 
 Run `python benchmarks/models.py`: half an hour on 2 cores; `--library timm` is one library. It
-prints docs/models.md.
+prints docs/models.md. `--mesh 2x2` is another mesh than 2 ranks; several take turns.
 """
 
 import argparse
 import contextlib
+import math
 import re
 import sys
 from collections import Counter
@@ -33,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Unmodified models split over ranks.")
     parser.add_argument("--library", choices=LIBRARIES, action="append", help="default: all")
     parser.add_argument("--model", help="only those whose names contain this")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mesh", nargs="+", default=["2"], help="such as 2 3 2x2")
     options = parser.parse_args()
     print("# Models\n")
     describe()
@@ -41,21 +42,28 @@ def main() -> None:
         title = library
         if library != "handwritten":
             title = f"{library} {version(PACKAGES.get(library, library))}"
-        print(f"\n## {title}, {options.ranks} ranks\n")
-        rows = start(options.ranks, run, library, options.model or "")
-        table(("model", "split dim", "result", ""), rows)
-        counts = Counter(row[2].split(" ")[0] for row in rows)
-        print("\n" + ", ".join(f"{n} {result}" for result, n in counts.most_common()))
+        for shape in options.mesh:
+            print(f"\n## {title}, {shape} ranks\n")
+            sizes = tuple(map(int, shape.split("x")))
+            rows = start(math.prod(sizes), run, library, options.model or "", sizes)
+            table(("model", "split dims", "result", ""), rows)
+            counts = Counter(row[2].split(" ")[0] for row in rows)
+            print("\n" + ", ".join(f"{n} {result}" for result, n in counts.most_common()))
 
 
-def run(library: str, part: str) -> list[tuple[str, int, str, str]]:
-    """Model, split dim, result and its reason, of each model of a library; called on each rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def run(library: str, part: str, sizes: tuple[int, ...]) -> list[tuple[str, str, str, str]]:
+    """Model, split dims, result and its reason, of each model of a library; called on each rank.
+
+    Models that a mesh of so many axes cannot split are left out.
+    """
+    names = tuple(f"domain_{axis}" for axis in range(len(sizes)))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     rows = []
     for name, case in cases(library).items():
-        if part in name:
+        if part in name and len(case.dims) >= len(sizes):
+            dims = ", ".join(map(str, case.dims[: len(sizes)]))
             with contextlib.redirect_stdout(None):  # some models print
-                rows.append((name, case.dims[0], *outcome(case, mesh)))
+                rows.append((name, dims, *outcome(case, mesh)))
             if dist.get_rank() == 0:
                 print(*rows[-1], file=sys.stderr, flush=True)
     return rows
@@ -64,7 +72,7 @@ def run(library: str, part: str) -> list[tuple[str, int, str, str]]:
 def outcome(case: Case, mesh: DeviceMesh) -> tuple[str, str]:
     """The result, and its reason; called on each rank, equal on all."""
     try:
-        errors = differences(case, mesh, case.dims[:1])
+        errors = differences(case, mesh, case.dims[: mesh.ndim])
     except UnsupportedOperationError as error:
         found = ("refused", short(error))
     except Exception as error:
@@ -72,7 +80,7 @@ def outcome(case: Case, mesh: DeviceMesh) -> tuple[str, str]:
     else:
         worst = max(errors, key=lambda name: errors[name])
         kind = "exact" if errors[worst] <= case.tolerance else "wrong"
-        kind += " (float32)" if case.tolerance == FLOAT32 else ""
+        kind += " (float32)" if case.tolerance >= FLOAT32 else ""
         found = (kind, f"{errors[worst]:.0e}" + (f" {worst}" if kind[0] == "w" else ""))
     everyone = [found] * dist.get_world_size()
     dist.all_gather_object(everyone, found)

@@ -18,6 +18,7 @@ LIBRARIES = {
     "timm": ("timm",),
     "monai": ("monai_networks", "monai_losses"),
     "smp": ("smp",),
+    "diffusers": ("diffusers_networks", "diffusers_coders"),
     "handwritten": (
         "handwritten_fields",
         "handwritten_steps",
@@ -36,7 +37,8 @@ class Case:
         make: Makes the module.
         inputs: For each split input its shape, or a function that makes the tensor.
         dims: The dims that a mesh may split, first the one that a mesh of one axis splits.
-        tolerance: Relative: 1e-5 where the model computes in float32 whatever its weights are.
+        tolerance: Relative: 1e-5 or more where the model computes in float32 whatever its weights
+            are.
     """
 
     make: Callable[[], nn.Module]

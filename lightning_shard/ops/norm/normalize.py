@@ -209,8 +209,13 @@ def _each_channel(x: Tensor, groups: Groups, *values: Tensor) -> list[Tensor]:
 
 
 def repeated(values: Tensor, dim: int, times: int) -> Tensor:
-    """(n) -> (n * times): each value `times` in a row (dim 1), or all of them in a row (dim 0)."""
-    return values.unsqueeze(dim).expand((times, -1) if dim == 0 else (-1, times)).flatten()
+    """(n) -> (n * times): each value `times` in a row (dim 1), or all of them in a row (dim 0).
+
+    They lie in memory one after the other: torch's kernels on the CPU do not look at the stride,
+    which is 0 where one value is expanded.
+    """
+    repeats = values.unsqueeze(dim).expand((times, -1) if dim == 0 else (-1, times))
+    return repeats.flatten().contiguous()
 
 
 def _scaled(

@@ -51,6 +51,7 @@ TINY = {
     "batch_norm": (CASES["batch_norm"][0], [(2, 4, 3, 2), (4,), (4,)]),
     "batch_norm_vector": (CASES["batch_norm"][0], [(2, 4, 2), (4,), (4,)]),
     "group_norm": (CASES["group_norm"][0], [(2, 4, 3), (4,), (4,)]),
+    "one_group_of_one_sample": (lambda x, w: F.group_norm(x, 1, w), [(1, 32, 6), (32,)]),
     "instance_norm": (CASES["instance_norm"][0], [(2, 4, 2), (4,), (4,)]),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (4, 3), w, b), [(2, 4, 3), (4, 3), (4, 3)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (4, 3), w), [(2, 4, 3), (4, 3)]),
