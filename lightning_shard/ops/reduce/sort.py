@@ -47,7 +47,7 @@ def _ordered_along(
 ) -> Any:
     d = _sorted_dim(func, x, along)
     if func in _SORTS and _is_one_row(x, d):
-        return _sorted_row(func, x, d, *args, **kwargs)
+        return _sorted_row(func, x, d, descending=_is_descending(args, kwargs))
     other = _spare_dim(func, x, d)
     turned = x if other is None else split_moved(x, d, other)
     found = func(turned.local, *args, **kwargs)
@@ -68,11 +68,14 @@ def _is_one_row(x: Subdomain, dim: int) -> bool:
     return alone and bool(x.layout.axes(dim))
 
 
-def _sorted_row(func: Callable[..., Any], x: Subdomain, dim: int, *args: Any, **kwargs: Any) -> Any:
-    descending = kwargs.get("descending", args[1] if len(args) > 1 else False)
+def _is_descending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("descending", args[1] if len(args) > 1 else False))
+
+
+def _sorted_row(func: Callable[..., Any], x: Subdomain, dim: int, *, descending: bool) -> Any:
     x = simple(x, dim)
     row = Layout((x.layout.dims[dim],), x.layout.grid)
-    found = sorted_rows(x.like(x.local.reshape(-1), row), descending=bool(descending))
+    found = sorted_rows(x.like(x.local.reshape(-1), row), descending=descending)
     values, places = (x.like(f.local.reshape(x.local.shape)) for f in found)
     if func in (torch.argsort, Tensor.argsort):
         return places

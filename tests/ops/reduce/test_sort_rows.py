@@ -50,7 +50,7 @@ def test_order_of_one_process(name, descending):
     whole = SAMPLES[name]
     x = lightning_shard.shard(whole, mesh_of(3), 0)
     expected = whole.sort(stable=True, descending=descending)
-    found = x.sort(stable=True, descending=descending)
+    found = x.sort(dim=0, stable=True, descending=descending)
     for own, value in zip(found, expected, strict=True):
         torch.testing.assert_close(
             lightning_shard.gather(own), value, equal_nan=True, rtol=0, atol=0
