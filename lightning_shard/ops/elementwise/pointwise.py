@@ -144,7 +144,7 @@ def copy(
     if not isinstance(source, Subdomain | Tensor):
         return x.like(func(x.local, source))
     layout = common_layout([x, source])
-    if not isinstance(x, Subdomain) and layout.shape == x.shape:
+    if isinstance(source, Subdomain) and not isinstance(x, Subdomain) and layout.shape == x.shape:
         return become_split(x, source.like(x, layout), lambda part: copy(func, part, source))
     _refuse_in_place(x, layout)
     return x.like(func(x.local, local_part(source, layout), *args, **kwargs))
