@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_shard.domain.align import local_part, split_moved, subdomains, take_local, whole
+from lightning_shard.domain.align import (
+    local_part,
+    split_differently,
+    split_moved,
+    subdomains,
+    take_local,
+    whole,
+)
 from lightning_shard.domain.chosen import global_rows
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
@@ -20,11 +27,19 @@ def dim_of(x: Operand, dim: int, index: Operand | None = None) -> int:
     return dim % x.ndim
 
 
+def refuse_other_domains(*operands: object) -> None:
+    """Raise where operands are split over the ranks of several meshes."""
+    split = subdomains(list(operands))
+    if any(s.domain is not split[0].domain for s in split):
+        raise split_differently(split)
+
+
 def aligned_layout(dim: int, shape: Sequence[int], operands: Sequence[Operand]) -> Layout | None:
     """The layout of a result of `shape`: every dim but `dim` split where any operand is.
 
     None where the operands do not have the same rows along such dims.
     """
+    refuse_other_domains(*operands)
     split = subdomains(operands)
     if any(o.ndim != len(shape) for o in operands):
         return None

@@ -15,7 +15,13 @@ from lightning_shard.domain.requests import rows_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.registry import implements, is_in_place
-from lightning_shard.ops.view.aligned import Operand, as_split, as_table, places_of
+from lightning_shard.ops.view.aligned import (
+    Operand,
+    as_split,
+    as_table,
+    places_of,
+    refuse_other_domains,
+)
 from lightning_shard.ops.view.entries import covers, is_mask
 from lightning_shard.ops.view.index import brought_in_front, places_in, strided
 from lightning_shard.ops.view.lookup import index_layout, index_part
@@ -109,6 +115,7 @@ def _rows_for(chosen: Chosen, value: Operand, layout: Layout, first: int, x: Sub
 def _assign_rows(
     x: Subdomain, first: int, indices: Sequence[Operand], value: Any, *, add: bool
 ) -> None:
+    refuse_other_domains(x, *indices, value)
     count = len(indices)
     dims = range(first, first + count)
     carried = [d for d in range(x.ndim) if d not in dims]

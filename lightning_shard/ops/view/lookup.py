@@ -17,7 +17,7 @@ from lightning_shard.domain.requests import Complaint, named_rows, refuse_out_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import transferred
-from lightning_shard.ops.view.aligned import Operand
+from lightning_shard.ops.view.aligned import Operand, refuse_other_domains
 from lightning_shard.ops.view.mask import in_front
 
 
@@ -39,6 +39,7 @@ def looked_up(
     Raises:
         IndexError: A number is out of range on some rank; raised on all of them.
     """
+    refuse_other_domains(x, *indices)
     count = len(indices)
     dims = range(first, first + count)
     carried = [d for d in range(x.ndim) if d not in dims]

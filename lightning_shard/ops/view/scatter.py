@@ -27,6 +27,7 @@ from lightning_shard.ops.view.aligned import (
     dim_of,
     part_of_row,
     places_of,
+    refuse_other_domains,
 )
 from lightning_shard.ops.view.index import strided
 from lightning_shard.ops.view.mask import in_front
@@ -226,6 +227,7 @@ def _rows_layout(x: Operand, d: int, index: Operand, values: Operand | None) -> 
     A mesh axis that splits the rows of `x` cannot split another dim of what is written: that dim
     becomes whole, and the rows are split instead.
     """
+    refuse_other_domains(x, index, values)
     grid = subdomains([x, index, values])[0].layout.grid
     own = x.layout if isinstance(x, Subdomain) else Layout.of(x.shape, {}, grid)
     layout = own.with_dim(d, index.shape[0], ())

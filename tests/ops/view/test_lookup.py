@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import lightning_shard
-from lightning_shard import DomainTensor
+from lightning_shard import DomainTensor, UnsupportedOperationError
 from lightning_shard.domain.requests import Named
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
@@ -324,3 +324,21 @@ def test_the_last_of_several_writes_stays():
     written_to = x * 0
     written_to[i] = x
     assert torch.equal(lightning_shard.gather(written_to), expected)
+
+
+@pytest.mark.spmd(2)
+def test_an_index_of_another_mesh_is_refused():
+    x = lightning_shard.shard(torch.randn(7, 4), mesh_of(2), 0)
+    i = lightning_shard.shard(torch.zeros(7, 4).long(), mesh_of(1, 2), [0, 1])
+    plain = torch.zeros(7, 4)
+    for call in (
+        lambda: x[i],
+        lambda: x.gather(0, i),
+        lambda: x.take(i),
+        lambda: x.scatter_add(0, i, x),
+        lambda: plain.scatter_add(0, i, x),
+        lambda: x.index_add(0, i[:, 0], x),
+        lambda: x.__setitem__(i, 1.0),
+    ):
+        with pytest.raises(UnsupportedOperationError, match="split differently"):
+            call()
