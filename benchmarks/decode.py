@@ -25,16 +25,17 @@ from benchmarks.common import MIB, Cost, describe, measured, start, table
 from lightning_shard import init_mesh, split_inputs
 
 WIDTHS = (32, 64, 128, 128)
+models: Any = diffusers  # which imports lazily, and says tuple[int] of several
 
 
 def _image() -> tuple[Any, Tensor]:
     down, up = ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4
-    coder = diffusers.AutoencoderKL(3, 3, down, up, WIDTHS, 2, sample_size=256)
+    coder = models.AutoencoderKL(3, 3, down, up, WIDTHS, 2, sample_size=256)
     return coder, torch.randn(1, 4, 64, 64)
 
 
 def _video() -> tuple[Any, Tensor]:
-    coder = diffusers.AutoencoderKLHunyuanVideo(
+    coder = models.AutoencoderKLHunyuanVideo(
         block_out_channels=WIDTHS, layers_per_block=1, latent_channels=8
     )
     coder.tile_sample_min_height = coder.tile_sample_min_width = 128
