@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
 
 from lightning_shard.processes.byte_counter import counted
+from lightning_shard.processes.group import let_threads_run_on
 
 REPEATS = 3
 MIB = 2**20
@@ -69,6 +70,7 @@ def _serve(
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
+    let_threads_run_on()  # as the strategy does on CPUs
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     result = function(*args)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_shard.processes.group import let_threads_run_on
+
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
 INSIDE = "LIGHTNING_SHARD_SLOW_LINKS"  # set in the process that holds the bridge
 LINK = "slow0"
@@ -124,6 +126,7 @@ def _serve(
     _run("ip", "link", "set", LINK, "up")
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
     torch.set_num_threads(1)
+    let_threads_run_on()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     torch.manual_seed(0)
     result = function(*args)
