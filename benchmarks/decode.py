@@ -41,7 +41,7 @@ def _video() -> tuple[Any, Tensor]:
     coder.tile_sample_min_height = coder.tile_sample_min_width = 128
     coder.tile_sample_stride_height = coder.tile_sample_stride_width = 96
     coder.tile_sample_min_num_frames = 64
-    return coder, torch.randn(1, 8, 3, 24, 24)
+    return coder, torch.randn(1, 8, 2, 20, 20)
 
 
 CODERS = {"image": (_image, 2), "video": (_video, 3)}
