@@ -41,7 +41,7 @@ def _video() -> tuple[Any, Tensor]:
     coder.tile_sample_min_height = coder.tile_sample_min_width = 128
     coder.tile_sample_stride_height = coder.tile_sample_stride_width = 96
     coder.tile_sample_min_num_frames = 64
-    return coder, torch.randn(1, 8, 2, 20, 20)
+    return coder, torch.randn(1, 8, 2, 64, 24)
 
 
 CODERS = {"image": (_image, 2), "video": (_video, 3)}
@@ -56,7 +56,7 @@ def decoded(name: str, way: str, dtype: torch.dtype, path: Path) -> Cost:
         coder.enable_tiling()
     mesh = init_mesh({"domain": dist.get_world_size()})
     split = split_inputs(coder, mesh, dim, methods=["decode"]) if way == "split" else None
-    small = latents[..., :16, :16]
+    small = latents[..., :16, :]
     with torch.inference_mode(), split or contextlib.nullcontext():
         cost = measured(lambda: coder.decode(latents), lambda: coder.decode(small))
         image = coder.decode(latents).sample
