@@ -60,7 +60,7 @@ def run(library: str, part: str, sizes: tuple[int, ...]) -> list[tuple[str, str,
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     rows = []
     for name, case in cases(library).items():
-        if part in name and len(case.dims) >= len(sizes):
+        if part in name and len(case.each[0] if case.each else case.dims) >= len(sizes):
             dims = ", ".join(map(str, case.dims[: len(sizes)]))
             with contextlib.redirect_stdout(None):  # some models print
                 rows.append((name, dims, *outcome(case, mesh)))

@@ -19,6 +19,7 @@ LIBRARIES = {
     "monai": ("monai_networks", "monai_losses"),
     "smp": ("smp",),
     "diffusers": ("diffusers_networks", "diffusers_coders"),
+    "torch_geometric": ("graphs",),
     "handwritten": (
         "handwritten_fields",
         "handwritten_steps",
@@ -39,12 +40,15 @@ class Case:
         dims: The dims that a mesh may split, first the one that a mesh of one axis splits.
         tolerance: Relative: 1e-5 or more where the model computes in float32 whatever its weights
             are.
+        each: For each input the dims that the axes of a mesh split, where they differ: of nodes the
+            first, of `edge_index` the second. A dim may be split by both axes.
     """
 
     make: Callable[[], nn.Module]
     inputs: Sequence[Any]
     dims: Sequence[int] = (2,)
     tolerance: float = 1e-10
+    each: Sequence[Sequence[int]] = ()
 
     def tensors(self) -> list[Tensor]:
         """The inputs, whole and in float64 where they are not integers."""

@@ -39,7 +39,9 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
     whole = [_leaf(x) for x in inputs]
     expected = _backward(model, whole)
     leaves = [_leaf(x) for x in inputs]
-    split = [lightning_shard.shard(x, mesh, [dim - most + x.ndim for dim in dims]) for x in leaves]
+    each = [[dim - most + x.ndim for dim in dims] for x in leaves]
+    each = [own[: mesh.ndim] for own in case.each] or each
+    split = [lightning_shard.shard(x, mesh, own) for x, own in zip(leaves, each, strict=True)]
     found = _backward(split_model, split)
 
     if len(found) != len(expected):

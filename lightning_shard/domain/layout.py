@@ -183,7 +183,10 @@ def merge(dim: Sequence[Factor]) -> Dim:
 def splits_of(
     ndim: int, sizes: Sequence[int], dims: int | Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that split each tensor dim, from the dim that each mesh axis splits."""
+    """The mesh axes that split each tensor dim, from the dim that each mesh axis splits.
+
+    All axes may split one dim, such as the nodes of a graph.
+    """
     chosen = [dims] if isinstance(dims, int) else list(dims)
     if len(chosen) != len(sizes):
         raise ValueError(
@@ -193,7 +196,11 @@ def splits_of(
         raise ValueError(
             f"dims {chosen} must lie in a tensor of {ndim} dims: -{ndim} to {ndim - 1}."
         )
-    splits = {d % ndim: (axis,) for axis, d in enumerate(chosen)}
-    if len(splits) < len(chosen):
-        raise ValueError(f"each mesh axis must split a dim of its own; got dims {chosen}.")
+    splits: dict[int, tuple[int, ...]] = {}
+    for axis, d in enumerate(chosen):
+        splits[d % ndim] = (*splits.get(d % ndim, ()), axis)
+    if 1 < len(splits) < len(chosen):
+        raise ValueError(
+            f"each mesh axis must split a dim of its own, or all axes one dim; got dims {chosen}."
+        )
     return splits

@@ -1,7 +1,7 @@
 """Moves rows between parts of any size and the canonical partition."""
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_shard.domain.comm import exchange
 from lightning_shard.domain.fetch import Segment, Span, route
-from lightning_shard.domain.layout import partition
+from lightning_shard.domain.layout import Grid, partition
 from lightning_shard.domain.subdomain import Domain
 
 
@@ -48,15 +48,15 @@ def told_to_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def to_canonical(
-    local: Tensor, domain: Domain, dims: Sequence[int]
+    local: Tensor, domain: Domain, splits: Mapping[int, tuple[int, ...]]
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Parts of any size, moved to the canonical partition; with the global shape.
 
     Args:
-        local: This rank's part. Ranks at the same place along a mesh axis have as many rows of its
-            dim.
+        local: This rank's part. Ranks at the same place along the axes that split a dim have as
+            many rows of it.
         domain: The ranks.
-        dims: The dim that each mesh axis splits, counted from the front.
+        splits: The mesh axes that split each dim, counted from the front.
 
     Raises:
         ValueError: The parts do not make up a whole; raised on all ranks.
@@ -65,15 +65,15 @@ def to_canonical(
     own = tuple(local.shape), str(local.dtype)
     told = told_to_all(own, domain.group(tuple(range(len(grid.sizes)))))
     shapes = [shape for shape, _ in told]
-    check_parts(shapes, dims)
+    check_parts(shapes, [*splits])
     if len({dtype for _, dtype in told}) > 1:
         raise ValueError(f"the ranks' parts have the dtypes {[dtype for _, dtype in told]}.")
     shape = list(local.shape)
-    for axis, dim in enumerate(dims):
-        sizes = _sizes_along(axis, dim, shapes, grid.sizes)
+    for dim, axes in splits.items():
+        sizes = _sizes_along(axes, dim, shapes, grid)
         shape[dim] = sum(sizes)
-        canonical = list(pairwise(partition(shape[dim], grid.sizes[axis])))
-        local = exchange_rows(local, dim, spans_of(sizes), canonical, domain.group((axis,)))
+        canonical = list(pairwise(partition(shape[dim], len(sizes))))
+        local = exchange_rows(local, dim, spans_of(sizes), canonical, domain.group(axes))
     return local, tuple(shape)
 
 
@@ -88,17 +88,15 @@ def check_parts(shapes: Sequence[tuple[int, ...]], dims: Sequence[int]) -> None:
 
 
 def _sizes_along(
-    axis: int, dim: int, shapes: Sequence[tuple[int, ...]], sizes: tuple[int, ...]
+    axes: tuple[int, ...], dim: int, shapes: Sequence[tuple[int, ...]], grid: Grid
 ) -> list[int]:
-    """The rows of `dim` at each place along a mesh axis, alike wherever else a rank is."""
-    stride = 1
-    for size in sizes[axis + 1 :]:
-        stride *= size
-    found = [{s[dim] for r, s in enumerate(shapes) if r // stride % sizes[axis] == place}
-             for place in range(sizes[axis])]  # fmt: skip
+    """The rows of `dim` at each place along mesh axes, alike wherever else a rank is."""
+    found: list[set[int]] = [set() for _ in range(grid.parts(axes))]
+    for coord, shape in zip(product(*map(range, grid.sizes)), shapes, strict=True):
+        found[Grid(grid.sizes, coord).index(axes)].add(shape[dim])
     if any(len(rows) > 1 for rows in found):
         raise ValueError(
-            f"ranks at the same place along mesh axis {axis} must hold as many rows of dim {dim}; "
-            f"the ranks' shapes are {list(shapes)}."
+            f"ranks at the same place along mesh axis {axes[0]} must hold as many rows of dim "
+            f"{dim}; the ranks' shapes are {list(shapes)}."
         )
     return [rows.pop() for rows in found]

@@ -19,7 +19,8 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
     Args:
         tensor: The full tensor, equal on all ranks of `mesh`.
         mesh: The domain mesh, of one or several axes.
-        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis.
+        dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis. All
+            axes may split the same one.
 
     Returns:
         The same values as a `DomainTensor`; each rank keeps its rows (a view of `tensor`). Any
@@ -57,7 +58,7 @@ def from_local(
     domain = domain_of(mesh)
     if shape is None:
         splits = splits_of(local.ndim, domain.grid.sizes, dims)
-        local, shape = to_canonical(local, domain, [*splits])
+        local, shape = to_canonical(local, domain, splits)
     layout = Layout.of(shape, splits_of(len(shape), domain.grid.sizes, dims), domain.grid)
     if tuple(local.shape) != layout.local_shape:
         raise ValueError(

@@ -149,6 +149,7 @@ ROWS: dict[str, Row] = {
                    lambda x: torch.unique(x.detach().round(), return_counts=True),
                    lambda x: x.detach().round().unique(return_inverse=True, return_counts=True),
                    lambda x: torch.unique(x.detach() > 0, return_inverse=True),
+                   lambda x: torch.unique(x.detach().round(), True, True, True, dim=-1),
                    lambda x: torch.unique_consecutive(x.detach().round()),
                    lambda x: Tensor.unique_consecutive(x.round(), True, True)], matrices()),
     "counted": Row(

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import lightning_shard
 from lightning_shard.tensor import functional
-from tests.parity import mesh_of
+from tests.parity import assert_parity, mesh_of
 
 SHAPE = (3, 7, 5)
 MESHES = {"rows": ((4,), (1,)), "columns": ((4,), (2,)), "both": ((2, 2), (2, 1))}
@@ -170,6 +170,20 @@ def test_from_local_takes_any_sizes():
         )
         (x * x).sum().backward()
         torch.testing.assert_close(local.grad, 8 * local.detach())  # 4 ranks start backward
+
+
+@pytest.mark.spmd(4)
+def test_both_axes_split_one_dim():
+    """As nodes of a graph on a mesh of two by two."""
+    mesh, rank = mesh_of(2, 2), dist.get_rank()
+    whole = torch.arange(22.0).reshape(11, 2)
+    x = lightning_shard.shard(whole, mesh, [0, -2])
+    assert torch.equal(x.to_local(), whole.tensor_split(4)[rank])
+    assert torch.equal(lightning_shard.gather(x), whole)
+    parts = whole.split([5, 0, 2, 4])
+    y = lightning_shard.from_local(parts[rank], mesh, [0, 0])
+    assert torch.equal(y.to_local(), x.to_local())
+    assert_parity(lambda x, y: (x @ y, x.sum(0)), [(11, 2), (2, 3)], {0: [0, 0]}, mesh)
 
 
 @pytest.mark.spmd(4)

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, subdomains, sum_over
+from lightning_shard.domain.align import (
+    common_layout,
+    local_part,
+    split_moved,
+    subdomains,
+    sum_over,
+)
+from lightning_shard.domain.chosen import chosen_by
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.uneven import exchange_rows, spans_of, told_to_all
 from lightning_shard.ops.reduce.extreme import extreme
@@ -62,7 +70,7 @@ def bincount(
     return sum_over(numbers, counts, [0])
 
 
-@implements(typed_torch.unique, Tensor.unique, limits="no dim")
+@implements(typed_torch.unique, Tensor.unique, limits="no dim where slices are split themselves")
 def unique(
     func: Callable[..., Any],
     x: Subdomain,
@@ -71,32 +79,79 @@ def unique(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:
-    """Find the distinct values of all ranks, sorted, and how often each occurs: plain tensors.
+    """Find the distinct values, or slices along `dim`, of all ranks, sorted: plain tensors.
 
-    The inverse is split as `x` is: each element's place among the values.
+    So is how often each occurs. The inverse is split as `x` is: the place of each among them.
     """
+    x = x.like(x.local.detach())
     if dim is not None:
-        raise UnsupportedOperationError("distinct slices along a dim; leave dim out")
-    own, numbers = typed_torch.unique(x.local, return_counts=True)
-    group = x.domain.group(x.layout.axes())
-    owned = spans_of(told_to_all(len(own), group))
-    whole = [(0, owned[-1][1])] * len(owned)
-    found = exchange_rows(own, 0, owned, whole, group)
-    values, places = typed_torch.unique(found, return_inverse=True)
+        x = _slices_of_ranks(x, x.layout.dim(dim))
+    axes = x.layout.axes()
+    along = x.layout.dim(dim) if dim is not None else 0
+    own, places, numbers = _distinct(x, dim)
+    group = x.domain.group(axes) if axes else None
+    found, owned, offset = own, [(0, own.shape[along])], 0
+    if group is not None:
+        owned = spans_of(told_to_all(own.shape[along], group))
+        everything = [(0, owned[-1][1])] * len(owned)
+        found = exchange_rows(own, along, owned, everything, group)
+        numbers = exchange_rows(numbers, 0, owned, everything, group)
+        offset = owned[x.layout.grid.index(axes)][0]
+    values, merged = typed_torch.unique(found, return_inverse=True, dim=dim)
     result: list[Any] = [values]
     if return_inverse:
-        if x.dtype.is_floating_point and bool(values.isnan().any()):
-            raise UnsupportedOperationError("places of NaN, of which each is a value of its own")
-        if x.dtype == torch.bool:
-            place = torch.searchsorted(values.int(), x.local.int())
-        else:
-            place = torch.searchsorted(values, x.local.contiguous())
-        result.append(x.like(place))
+        inverse = merged[offset + places]
+        layout = x.layout if dim is None else Layout((x.layout.dims[along],), x.layout.grid)
+        inverse = x.like(inverse, layout)
+        result.append(_numbered(x, inverse, values) if dim is None else inverse)
     if return_counts:
-        numbers = exchange_rows(numbers, 0, owned, whole, group)
-        counts = torch.zeros(len(values), dtype=torch.long, device=values.device)
-        result.append(counts.index_add_(0, places, numbers))
+        counts = torch.zeros(values.shape[along], dtype=torch.long, device=values.device)
+        result.append(counts.index_add_(0, merged, numbers))
+    if return_inverse and not result[1].layout.split_dims:
+        result[1] = result[1].local
     return tuple(result) if len(result) > 1 else values
+
+
+def _distinct(x: Subdomain, dim: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's distinct values or slices, the place of each of its own, and how many are so."""
+    if x.local.numel():
+        found = typed_torch.unique(x.local, return_inverse=True, return_counts=True, dim=dim)
+        return found[0], found[1], found[2]
+    shape = (0,) if dim is None else x.local.shape
+    places = torch.zeros(x.local.shape if dim is None else (0,), dtype=torch.long)
+    places = places.to(x.local.device)
+    return x.local.reshape(shape), places, places.reshape(-1)
+
+
+def _slices_of_ranks(x: Subdomain, dim: int) -> Subdomain:
+    """`x` with no other dim split than `dim`: each rank has whole slices.
+
+    Raises:
+        UnsupportedOperationError: Two axes split it, of which one splits the slices; or there is
+            NaN in them, so that they have no order.
+    """
+    if any(n == 0 for d, n in enumerate(x.shape) if d != dim):
+        typed_torch.unique(x.local.new_zeros(x.shape), dim=dim)  # which raises torch's own error
+    others = [d for d in x.layout.split_dims if d != dim]
+    if len(x.layout.split_dims) > 1:
+        raise UnsupportedOperationError("distinct slices that are split themselves, and their dim")
+    if others:
+        x = split_moved(x, others[0], dim)
+    nans = sum_over(x, x.local.isnan().sum(), range(x.ndim))
+    if int(nans):
+        raise UnsupportedOperationError("distinct slices with NaN, which has no place in an order")
+    return x
+
+
+def _numbered(x: Subdomain, inverse: Subdomain, values: Tensor) -> Subdomain:
+    """Give each NaN, which is a value of its own, its place: in the order of all elements."""
+    nans = values.isnan().sum()
+    if not int(nans):
+        return inverse
+    chosen = chosen_by(x.like(x.local.isnan()))
+    places = inverse.local.reshape(-1).clone()
+    places[chosen.places] = len(values) - nans + chosen.numbers
+    return inverse.like(places.reshape(inverse.local.shape))
 
 
 @composes(torch.unique_consecutive, Tensor.unique_consecutive, limits="no dim")

@@ -1,8 +1,8 @@
 """Order statistics run locally along whole dims; `topk` of a split dim compares the ranks' best.
 
 A sort, a median or a quantile over a split dim needs all its rows in order on one rank: an
-all-to-all moves the split to another dim. Where there is no other dim, `sort` and `argsort` compare
-samples (sort_rows.py), and the others are refused.
+all-to-all moves the split to another dim. Where there is no other dim, ranks compare samples, and
+together put the one row in order (sort_rows.py, ranked.py).
 """
 
 from collections.abc import Callable
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, split_moved
+from lightning_shard.domain.align import gathered, simple, split_moved
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch_all
 from lightning_shard.domain.layout import Factor, Layout, partition
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.reduce.ranked import kth_of_row, quantile_of_row
 from lightning_shard.ops.reduce.sort_rows import sorted_rows
 from lightning_shard.ops.registry import implements, name_of
 
@@ -105,12 +106,16 @@ _STATISTICS: dict[Callable[..., Any], _Statistic] = {
 }  # fmt: skip
 
 
-@implements(*_STATISTICS, limits="name a dim; over a split one only if another dim is whole")
+@implements(*_STATISTICS, limits=_ONE_ROW)
 def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Reduce one whole dim; `quantile` of several q has them as the first dim."""
     kind = _STATISTICS[func]
+    args = tuple(gathered(a) if isinstance(a, Subdomain) else a for a in args)
+    kwargs = {n: gathered(a) if isinstance(a, Subdomain) else a for n, a in kwargs.items()}
     after_leading = args if kind.leading is None or kind.leading in kwargs else args[1:]
     asked = _named_dim(after_leading, kwargs, kind.default_dim)
+    if kind is not _MODE and (asked is None or _is_one_row(x, x.layout.dim(asked))):
+        return _of_one_row(func, x, asked, args, kwargs)
     d = _sorted_dim(func, x, asked)
     other = _spare_dim(func, x, d)
     x = x if other is None else split_moved(x, d, other)
@@ -135,6 +140,26 @@ def statistic(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any)
         return x.like(value, layout)
 
     return own(found) if isinstance(found, Tensor) else type(found)([own(f) for f in found])
+
+
+def _of_one_row(
+    func: Callable[..., Any],
+    x: Subdomain,
+    dim: int | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Bind the arguments of a statistic of one row, or of all elements."""
+    if 0 in x.shape:  # NaN, or torch's own error
+        return func(x.local.new_zeros(x.shape), *args, **kwargs)
+    kind = _STATISTICS[func]
+    names = [*([kind.leading] if kind.leading else []), "dim", "keepdim"]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    keepdim = bool(given.get("keepdim", False))
+    if kind is _QUANTILE:
+        given = {k: v for k, v in given.items() if k not in ("dim", "keepdim")}
+        return quantile_of_row(func, x, keepdim=keepdim, **given)
+    return kth_of_row(func, x, dim, keepdim, given.get("k"))
 
 
 @implements(torch.topk, Tensor.topk)

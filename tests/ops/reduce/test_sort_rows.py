@@ -67,3 +67,82 @@ def test_of_what_a_mask_chooses_and_of_flattened_dims():
 
     assert_parity(call, [(2, 7, 5)], {0: [1, 2]}, mesh_of(2, 2))
     assert_parity(call, [(2, 7, 5)], {0: [2]}, mesh_of(4))
+
+
+def statistics(x):
+    quarters = torch.tensor([0.1, 0.5, 1.0], dtype=x.dtype)
+    modes = ["linear", "lower", "higher", "midpoint", "nearest"]
+    return (
+        *(x.quantile(quarters, 0, interpolation=mode) for mode in modes),
+        x.quantile(0.3),
+        torch.nanquantile(x, quarters, keepdim=True),
+        torch.quantile(x, 0.7, dim=0, keepdim=True),
+        *x.median(0),
+        *torch.nanmedian(x, 0, keepdim=True),
+        x.median(),
+        torch.nanmedian(x),
+        *x.kthvalue(4, 0),
+        *torch.kthvalue(x, 2, keepdim=True),
+    )
+
+
+def compare_statistics(mesh, dims):
+    def of_row(x):
+        return (
+            statistics(x.flatten()),
+            x.median(),
+            x.quantile(0.4),
+            x[:1].quantile(0.2, keepdim=True),
+        )
+
+    def flat(x):
+        first, *rest = of_row(x)
+        return *first, *rest
+
+    shape = (2, *([7, 5] if len(dims) > 1 else [13]))
+    assert_parity(flat, [shape], {0: dims}, mesh_of(*mesh))
+    assert_double_backward(
+        lambda x: [t for t in flat(x) if t.is_floating_point()], [shape], {0: dims}, mesh_of(*mesh)
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_statistics_of_one_row(ranks, run_each):
+    run_each(ranks, compare_statistics, {"": {"mesh": (ranks,), "dims": [1]}})
+
+
+def test_statistics_of_all_elements(run_each):
+    run_each(4, compare_statistics, {"": {"mesh": (2, 2), "dims": [1, 2]}})
+
+
+@pytest.mark.spmd(3)
+def test_statistics_of_rows_with_nan_and_of_equal_elements():
+    for values in ([float("nan"), 1, 0, float("nan"), 5], [float("nan")] * 4, [1.0, 1, 2, 1, 2]):
+        for function in (torch.median, torch.nanmedian):
+            whole = torch.tensor(values, requires_grad=True)
+            given = whole.detach().clone().requires_grad_()
+            expected, found = function(whole), function(lightning_shard.shard(given, mesh_of(3), 0))
+            torch.testing.assert_close(found, expected, equal_nan=True)
+            expected.backward()
+            found.backward()
+            assert given.grad is not None
+            torch.distributed.all_reduce(given.grad)
+            torch.testing.assert_close(given.grad / 3, whole.grad)
+        row = lightning_shard.shard(torch.tensor(values), mesh_of(3), 0)
+        for function in (torch.quantile, torch.nanquantile):
+            q = torch.tensor([0.2, 0.9])
+            expected = function(torch.tensor(values), q)
+            torch.testing.assert_close(function(row, q), expected, equal_nan=True)
+
+
+@pytest.mark.spmd(3)
+def test_statistics_of_nothing_and_wrong_arguments():
+    x = lightning_shard.shard(torch.zeros(0), mesh_of(3), 0)
+    assert x.median().isnan()
+    for call in (lambda: x.quantile(0.5), lambda: x.median(0), lambda: x.kthvalue(1)):
+        with pytest.raises(
+            (RuntimeError, IndexError), match=r"non-empty|non-zero size|out of range"
+        ):
+            call()
+    with pytest.raises(RuntimeError, match=r"range \[0, 1\]"):
+        lightning_shard.shard(torch.ones(4), mesh_of(3), 0).quantile(1.5)

@@ -114,7 +114,7 @@ def test_the_mean_beside_a_variance_needs_no_collective(keepdim):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("name", ["median", "cummax"])
+@pytest.mark.parametrize("name", ["mode", "cummax"])
 def test_order_over_a_split_dim_needs_another_dim(name):
     assert_parity(lambda x: getattr(x, name)(2), [SHAPE], {0: [2]}, mesh_of(3))
     split = lightning_shard.shard(torch.randn(7, 1), mesh_of(3), 0)
@@ -140,8 +140,40 @@ def test_distinct_values(shape):
         assert torch.equal(
             lightning_shard.gather(places), torch.unique(given, return_inverse=True)[1]
         )
-    double = lightning_shard.shard(torch.full((2, 3), float("nan")), mesh_of(3), 1)
-    with pytest.raises(UnsupportedOperationError, match="places of NaN"):
-        double.unique(return_inverse=True)
-    with pytest.raises(UnsupportedOperationError, match=r"torch\.unique.*along a dim"):
-        torch.unique(double, dim=0)
+
+
+@pytest.mark.spmd(3)
+def test_places_of_nan_are_in_order():
+    given = torch.tensor([[float("nan"), 1, 0, float("nan")], [1, float("nan"), 2, 1]])
+    split = lightning_shard.shard(given, mesh_of(3), 1)
+    values, places = torch.unique(split, return_inverse=True)
+    assert values.isnan().sum() == 3
+    assert torch.equal(lightning_shard.gather(places), torch.tensor([[3, 1, 0, 4], [1, 5, 2, 1]]))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("shape", [(8, 2), (2, 2), (0, 2), (7, 3, 1)], ids=str)
+def test_distinct_slices(shape):
+    whole = torch.randint(2, shape)
+    for given, split_dim, dim in (
+        (whole, 0, 0), (whole, 1, 0), (whole.double(), 0, -len(shape)),
+        (whole.transpose(0, 1), 1, 1),
+    ):  # fmt: skip
+        split = lightning_shard.shard(given.contiguous(), mesh_of(3), split_dim)
+        expected = torch.unique(given, return_inverse=True, return_counts=True, dim=dim)
+        found = torch.unique(split, return_inverse=True, return_counts=True, dim=dim)
+        for own, value in zip(found, expected, strict=True):
+            assert torch.equal(lightning_shard.gather(own), value)
+
+
+@pytest.mark.spmd(4)
+def test_distinct_slices_that_are_refused():
+    x = lightning_shard.shard(torch.zeros(4, 4), mesh_of(2, 2), [0, 1])
+    with pytest.raises(UnsupportedOperationError, match="split themselves"):
+        x.unique(dim=0)
+    x = lightning_shard.shard(torch.full((4, 4), float("nan")), mesh_of(4), 0)
+    with pytest.raises(UnsupportedOperationError, match="with NaN"):
+        x.unique(dim=0)
+    x = lightning_shard.shard(torch.zeros(4, 0), mesh_of(4), 0)
+    with pytest.raises(RuntimeError, match="0 sized dimensions"):
+        x.unique(dim=0)

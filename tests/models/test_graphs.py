@@ -1,0 +1,25 @@
+"""Graph networks of torch_geometric, on split nodes and split edges."""
+
+import pytest
+
+from tests.models.check import check
+
+pytest.importorskip("torch_geometric", reason="torch_geometric is not installed")
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat", "pna", "reductions", "graphs"])
+def test_two_ranks(name):
+    check("torch_geometric", name, 2)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("name", ["gat_v2", "transformer", "mesh_graph_net", "graph_cast"])
+def test_three_ranks(name):
+    check("torch_geometric", name, 3)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", ["gine", "sage_max", "mesh_graph_net", "graph_cast"])
+def test_nodes_over_two_by_two_ranks(name):
+    check("torch_geometric", name, 2, 2)
