@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from lightning_modules.mnist.model import MNISTModule as MNISTModule
     from lightning_modules.mnist.model import MNISTNet as MNISTNet
     from lightning_modules.shared.fields import FieldDataset as FieldDataset
+    from lightning_modules.shared.series import SeriesDataModule as SeriesDataModule
+    from lightning_modules.shared.series import SeriesDataset as SeriesDataset
+    from lightning_modules.shared.volumes import VolumeDataset as VolumeDataset
     from lightning_modules.t5.corpus import Corpus as Corpus
     from lightning_modules.t5.data import SummarizationDataModule as SummarizationDataModule
     from lightning_modules.t5.docstrings import Docstrings as Docstrings
@@ -46,6 +49,9 @@ _MODULES = {
     "MNISTModule": "mnist.model",
     "MNISTNet": "mnist.model",
     "FieldDataset": "shared.fields",
+    "SeriesDataModule": "shared.series",
+    "SeriesDataset": "shared.series",
+    "VolumeDataset": "shared.volumes",
     "Corpus": "t5.corpus",
     "SummarizationDataModule": "t5.data",
     "Docstrings": "t5.docstrings",

@@ -13,7 +13,7 @@ import pytest
 
 OPTIONAL = (
     "neuralop transformers torchvision tokenizers zarr h5py scipy sklearn matplotlib threadpoolctl "
-    "tltorch tensorly"
+    "tltorch tensorly xarray nibabel"
 ).split()
 
 # docs/devices.md says in which orders of imports Lightning knows the names

@@ -61,40 +61,61 @@ def open_fields(path: Path, group: str = "") -> Any:
         raise ValueError(f"{path} must end in {', '.join(HDF5 + ZARR)}, which say its format.")
     if not path.exists():
         raise FileNotFoundError(f"the file of fields {path} does not exist; check its name.")
-    library = _library(path)
     try:
-        if path.suffix in HDF5:
-            root: Any = library.File(path, "r")
-        else:
-            store = library.storage.LocalStore(path, read_only=True)
-            root = library.open_group(store, mode="r")
-    except (OSError, ValueError, KeyError) as error:
+        root = open_hdf5(path) if path.suffix in HDF5 else _open_zarr(path)
+    except (OSError, KeyError) as error:
         raise ValueError(
             f"{path} is not a whole {'HDF5 file' if path.suffix in HDF5 else 'Zarr group'} "
             f"({error}); restore it, or remove it if it was generated."
         ) from error
+    if not (group and group in root):
+        return root
     if path.suffix in HDF5:
-        _refuse_outside(library, root, root, path)
-    arrays = root[group] if group and group in root else root
-    if arrays is not root and path.suffix in HDF5:
-        _refuse_outside(library, root, arrays, path)
-    return arrays
+        for name in root[group]:
+            inside(root, f"{group}/{name}", path)
+    return root[group]
 
 
-def _refuse_outside(library: Any, root: Any, arrays: Any, path: Path) -> None:
-    """A file of HDF5 can name any other file of this machine to be read in place of its own data.
+def open_hdf5(path: Path) -> Any:
+    """The root of an HDF5 file, to read, whose arrays are all in the file.
 
     Raises:
-        ValueError: An array of the file is outside of it.
+        OSError: It is damaged, or of another format.
+        ValueError: An array is outside of it.
     """
-    for name in arrays:
-        link = arrays.get(name, getlink=True)
-        external = isinstance(link, library.ExternalLink)
-        if external or _is_outside(library, arrays.get(name), root):
-            raise ValueError(
-                f"{path} keeps '{name}' outside of it (an external file, a link or a virtual "
-                "dataset), which is not read; copy the data into the file."
-            )
+    root = optional("h5py", f"the file {path}").File(path, "r")
+    for name in root:
+        inside(root, name, path)
+    return root
+
+
+def _open_zarr(path: Path) -> Any:
+    library = optional("zarr", f"the file {path}")
+    store = library.storage.LocalStore(path, read_only=True)
+    try:
+        return library.open_group(store, mode="r")
+    except ValueError as error:
+        raise OSError(error) from error
+
+
+def inside(root: Any, name: str, path: Path) -> Any:
+    """An array or a group of an HDF5 file, by its path in the file.
+
+    A file of HDF5 can name any other file of this machine to be read in place of its own data.
+
+    Raises:
+        ValueError: It is outside of the file.
+    """
+    library = optional("h5py", f"the file {path}")
+    parts = name.split("/")
+    links = [root.get("/".join(parts[:n]), getlink=True) for n in range(1, len(parts) + 1)]
+    external = any(isinstance(link, library.ExternalLink) for link in links)
+    if external or _is_outside(library, root.get(name), root):
+        raise ValueError(
+            f"{path} keeps '{parts[-1]}' outside of it (an external file, a link or a virtual "
+            "dataset), which is not read; copy the data into the file."
+        )
+    return root.get(name)
 
 
 def _is_outside(library: Any, found: Any, root: Any) -> bool:

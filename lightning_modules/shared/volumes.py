@@ -1,0 +1,136 @@
+"""Volumes of medicine in NIfTI files, of which each rank reads only the part that it needs.
+
+Shapes: C channels, X x Y x Z voxels, in the order of the file.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_modules.shared.optional import optional
+from lightning_shard import slab_of
+
+SUFFIXES = (".nii", ".nii.gz", ".img", ".hdr")
+
+
+class VolumeDataset(Dataset[dict[str, Any]]):
+    """Samples `{key: (C, X, Y, Z)}` of NIfTI files: of each volume this rank's part alone.
+
+    A file of three dims is one channel; the fourth dim holds channels. Values are scaled as the
+    file says. The orientation is that of the file. All files of a sample have one grid; the grids
+    of two samples may differ, with one sample in a batch. A compressed file (.nii.gz) is
+    decompressed up to the end of the part; an uncompressed one is read at the part alone.
+
+    Args:
+        files: For each key of a sample its files, one for each sample, or a folder of them:
+            `{"image": "imagesTr", "label": "labelsTr"}`. Files are matched by their order, which is
+            that of their names in a folder.
+        trainer: The trainer that will use the samples; None for whole volumes.
+        labels: Keys whose values are whole numbers. Name them in `shard_dims` of the strategy,
+            `{"image": [2], "label": [2]}`, since only floating point is split by default.
+        dtype: What other values are converted to.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A file is no NIfTI file, or the files of a sample do not fit together.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, str | Path | Sequence[str | Path]],
+        trainer: Trainer | None = None,
+        labels: Sequence[str] = ("label",),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.files = {key: _files(where) for key, where in files.items()}
+        self.dtypes = {key: torch.int64 if key in labels else dtype for key in files}
+        counts = {key: len(found) for key, found in self.files.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"each key needs as many files as the others; got {counts}.")
+        self.slabs: list[dict[str, Any]] = []
+        for sample in zip(*self.files.values(), strict=True):
+            shapes = [_shape(path) for path in sample]
+            if len({shape[1:] for shape in shapes}) > 1:
+                raise ValueError(
+                    f"the volumes of a sample must have one grid; got "
+                    f"{' and '.join(f'{p} {s[1:]}' for p, s in zip(sample, shapes, strict=True))}."
+                )
+            self.slabs.append(
+                {
+                    key: slab_of(trainer, key, shape, self.dtypes[key])
+                    for key, shape in zip(self.files, shapes, strict=True)
+                }
+            )
+
+    def __len__(self) -> int:
+        return len(self.slabs)
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            key: slab.part(_read(self.files[key][index], slab.index, self.dtypes[key]), index)
+            for key, slab in self.slabs[index].items()
+        }
+
+
+def _files(where: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Files in the order given, or those of a folder in the order of their names.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    if not isinstance(where, (str, Path)):
+        return [Path(path) for path in where]
+    folder = Path(where)
+    if not folder.is_dir():
+        return [folder]
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES))
+    if not found:
+        raise FileNotFoundError(
+            f"the folder {folder} has no file that ends in {', '.join(SUFFIXES)}; name another."
+        )
+    return found
+
+
+def _open(path: Path) -> Any:
+    nibabel = optional("nibabel", f"the file {path}")
+    if not path.exists():
+        raise FileNotFoundError(f"the volume {path} does not exist; check its name.")
+    try:
+        return nibabel.load(path)
+    except (nibabel.filebasedimages.ImageFileError, OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole NIfTI file ({error}).") from error
+
+
+def _shape(path: Path) -> tuple[int, ...]:
+    """(C, X, Y, Z) of a volume.
+
+    Raises:
+        ValueError: It has another number of dims.
+    """
+    shape = tuple(int(n) for n in _open(path).shape)
+    if len(shape) not in (3, 4):
+        raise ValueError(f"{path} must have 3 dims, or 4 with channels; got {shape}.")
+    return (*shape[3:], *shape[:3]) if len(shape) == 4 else (1, *shape)
+
+
+def _read(path: Path, index: Sequence[slice], dtype: torch.dtype) -> torch.Tensor:
+    """The part of a volume at an index (C, X, Y, Z)."""
+    image = _open(path)
+    places = (*index[1:], index[0])[: len(image.shape)]
+    try:
+        values = np.asanyarray(image.dataobj[places])
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); restore it.") from error
+    values = np.moveaxis(values, 3, 0) if values.ndim == 4 else values[None]
+    if dtype == torch.int64 and not np.array_equal(values, np.rint(values)):
+        raise ValueError(
+            f"{path} must hold whole numbers, as a file of labels; got {values.dtype}."
+        )
+    return torch.from_numpy(values.astype(values.dtype.newbyteorder("="))).to(dtype)
