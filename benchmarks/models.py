@@ -61,7 +61,7 @@ def run(library: str, part: str, sizes: tuple[int, ...]) -> list[tuple[str, str,
     rows = []
     for name, case in cases(library).items():
         if part in name and len(case.each[0] if case.each else case.dims) >= len(sizes):
-            dims = ", ".join(map(str, case.dims[: len(sizes)]))
+            dims = ", ".join(map(str, (case.each[0] if case.each else case.dims)[: len(sizes)]))
             with contextlib.redirect_stdout(None):  # some models print
                 rows.append((name, dims, *outcome(case, mesh)))
             if dist.get_rank() == 0:

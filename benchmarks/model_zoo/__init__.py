@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 LIBRARIES = {
     "torchvision": ("torchvision",),
-    "neuralop": ("neuralop",),
+    "neuralop": ("neuralop", "neuralop_points"),
     "transformers": ("transformers_sequence", "transformers_image"),
     "timm": ("timm",),
     "monai": ("monai_networks", "monai_losses"),
@@ -26,6 +26,7 @@ LIBRARIES = {
         "handwritten_attention",
         "handwritten_losses",
         "handwritten_rows",
+        "points",
     ),
 }
 

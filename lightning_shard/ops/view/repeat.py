@@ -1,22 +1,32 @@
 """Copies rows: repeats, tiles and interleaves them, and spreads them over a grid."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, subdomains
+from lightning_shard.domain.align import (
+    common_layout,
+    gathered,
+    local_part,
+    simple,
+    subdomains,
+    take_local,
+)
+from lightning_shard.domain.comm import of_all
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.layout import Factor, Layout, partition
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.tracing import is_traced
+from lightning_shard.domain.uneven import exchange_rows, spans_of
 from lightning_shard.ops.registry import implements, listed
+from lightning_shard.ops.view.aligned import Operand, as_split, brought
 from lightning_shard.ops.view.index import chosen_rows
 from lightning_shard.ops.view.reshape import flatten, unsqueeze
 from lightning_shard.processes.torch_internals import meshgrid as meshgrid_of_cpp
 from lightning_shard.processes.typed import integers, typed_torch
-
-Operand = Subdomain | Tensor
 
 
 @implements(Tensor.repeat, torch.tile, Tensor.tile)
@@ -39,34 +49,74 @@ def repeat(func: Callable[..., Any], x: Subdomain, *sizes: Any, **kwargs: Any) -
     return x.like(x.local.repeat(counts), Layout(dims, x.layout.grid))
 
 
-@implements(
-    torch.repeat_interleave, Tensor.repeat_interleave, limits="the numbers of repeats must be plain"
-)
+@implements(torch.repeat_interleave, Tensor.repeat_interleave)
 def repeat_interleave(
     func: Callable[..., Any],
-    x: Subdomain,
-    repeats: int | Tensor | None = None,
+    x: Operand,
+    repeats: int | Operand | None = None,
     dim: int | None = None,
     *,
     output_size: int | None = None,
 ) -> Subdomain:
-    if isinstance(repeats, Subdomain) or repeats is None:
-        raise UnsupportedOperationError("repeat_interleave with split numbers of repeats")
+    """Repeat each row as often as all others, or as its own number says, split or plain.
+
+    Of numbers of repeats alone, give each row's number as often as it says.
+    """
+    if repeats is None:
+        assert isinstance(x, Subdomain)
+        rows = torch.arange(x.shape[0], device=x.local.device)
+        return by_counts(as_split(rows, x), 0, x, output_size)
     if dim is None:
-        x, dim = flatten(torch.flatten, x), 0
-    d = x.layout.dim(dim)
-    extent = x.shape[d]
-    if isinstance(repeats, Tensor) and repeats.numel() > 1:
-        rows = [row for row, count in enumerate(integers(repeats)) for _ in range(count)]
-        return (
-            chosen_rows(x, d, len(rows), rows.__getitem__)
-            if x.layout.axes(d)
-            else _interleaved(x, d, repeats)
-        )
-    times = int(repeats)
+        x, dim = flatten(torch.flatten, x) if isinstance(x, Subdomain) else x.flatten(), 0
+    d = dim % x.ndim
+    if isinstance(repeats, int):
+        count = repeats
+    elif repeats.ndim and repeats.shape[0] != 1:
+        owner = subdomains([x, repeats])[0]
+        return by_counts(as_split(x, owner), d, repeats, output_size)
+    else:
+        count = int(gathered(repeats) if isinstance(repeats, Subdomain) else repeats)
+    x = x if isinstance(x, Subdomain) else as_split(x, subdomains([repeats])[0])
     if x.layout.axes(d):
-        return chosen_rows(x, d, extent * times, lambda o: o // times)
-    return _interleaved(x, d, times)
+        return chosen_rows(x, d, x.shape[d] * count, lambda o: o // count)
+    return _interleaved(x, d, count)
+
+
+def by_counts(x: Subdomain, d: int, counts: Operand, output_size: int | None) -> Subdomain:
+    """Repeat each row of `d` as often as its number says; rows then move to where they belong.
+
+    Raises:
+        RuntimeError: A number is negative, on any rank; or their sum is not `output_size`.
+        UnsupportedOperationError: The call is being compiled.
+    """
+    own = counts.layout.axes(0) if isinstance(counts, Subdomain) else ()
+    others = {a for e in x.layout.split_dims if e != d for a in x.layout.axes(e)}
+    if not x.layout.axes(d) and (not own or others & set(own)):
+        return _interleaved(x, d, gathered(counts) if isinstance(counts, Subdomain) else counts)
+    if is_traced():
+        raise UnsupportedOperationError("how many rows there are is known only when it runs")
+    if x.layout.axes(d):
+        x = simple(x, d)
+        factors = x.layout.dims[d]
+        rows = x.local
+    else:
+        factors = (Factor(x.shape[d], own),)
+        rows = take_local(x.local, d, factors, x.layout.grid)
+    often = brought(counts, Layout((factors,), x.layout.grid)).to(rows.device)
+    axes, grid = factors[0].axes, x.layout.grid
+    group = x.domain.group(axes)
+    least = often.min() if len(often) else often.new_zeros(())
+    told = of_all(torch.stack([often.sum(), least]), group).cpu()
+    if int(told[:, 1].min()) < 0:
+        raise RuntimeError("repeats can not be negative")
+    sizes = integers(told[:, 0])
+    total = sum(sizes)
+    if output_size not in (None, total):
+        raise RuntimeError(f"allocated size {output_size} does not match required size {total}")
+    wanted = list(pairwise(partition(total, grid.parts(axes))))
+    local = rows.repeat_interleave(often, d)
+    local = exchange_rows(local, d, spans_of(sizes), wanted, group)
+    return x.like(local, x.layout.with_dim(d, total, axes))
 
 
 def _interleaved(x: Subdomain, dim: int, repeats: int | Tensor) -> Subdomain:

@@ -35,6 +35,18 @@ def plain_table(x):
 
 
 CASES = {
+    "interleaved": (
+        lambda x, y: (
+            x.repeat_interleave(index_of(x[0, 0, :, 0], 4), 2),
+            torch.repeat_interleave(x, index_of(x[0, 0, 0], 3), dim=-1),
+            torch.repeat_interleave(y, index_of(x[0, :, 0, 0], 3), dim=1),
+            x.flatten().repeat_interleave(index_of(x, 3).flatten()),
+            x.repeat_interleave(torch.arange(210) % 3),
+            torch.repeat_interleave(index_of(x[0, 0, :, 0], 4)),
+            y.repeat_interleave(index_of(x[:1, 0, 0, 0], 4), 3),
+        ),
+        [SHAPE, SHAPE],
+    ),
     "assigned": (
         lambda x, y: (
             written(x, ((slice(None), slice(None), index_of(x[0, 0, :, 0], 7)), y)),
@@ -174,6 +186,7 @@ CASES = {
     ),
 }
 SMOOTH = [
+    "interleaved",
     "rows",
     "pairs",
     "plain_index",
@@ -342,3 +355,15 @@ def test_an_index_of_another_mesh_is_refused():
     ):
         with pytest.raises(UnsupportedOperationError, match="split differently"):
             call()
+
+
+@pytest.mark.spmd(3)
+def test_wrong_numbers_of_repeats():
+    counts = lightning_shard.shard(torch.tensor([1, 2, -1, 0]), mesh_of(3), 0)
+    x = lightning_shard.shard(torch.ones(4, 2), mesh_of(3), 0)
+    with pytest.raises(RuntimeError, match="repeats can not be negative"):
+        x.repeat_interleave(counts, 0)
+    with pytest.raises(RuntimeError, match="does not match required size"):
+        x.repeat_interleave(counts.abs(), 0, output_size=9)
+    with pytest.raises(RuntimeError, match="same size as input"):
+        x.repeat_interleave(counts, 1)
