@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 LIBRARIES = {
-    "torchvision": ("torchvision",),
+    "torchvision": ("torchvision", "torchvision_detection"),
     "neuralop": ("neuralop", "neuralop_points"),
     "transformers": ("transformers_sequence", "transformers_image"),
     "timm": ("timm",),

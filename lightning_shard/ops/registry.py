@@ -45,6 +45,7 @@ class Rule:
 
 
 _RULES: dict[Function, Rule] = {}
+_OPERATORS: dict[str, Rule] = {}
 _LAZY_RULES: dict[Function, Rule] = {}
 _NUMPY_NAMES = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
 
@@ -118,6 +119,21 @@ def register_rule(*functions: Function, limits: str = "") -> Callable[[R], R]:
     return implements(*functions, limits=limits, checked=False)
 
 
+def implements_operator(name: str, limits: str = "") -> Callable[[R], R]:
+    """Register a rule for an operator of another library, which may never be imported.
+
+    Args:
+        name: Such as `torchvision.nms` for `torch.ops.torchvision.nms`.
+        limits: The uses that the rule refuses, in a few words.
+    """
+
+    def register(rule: R) -> R:
+        _OPERATORS[name] = Rule(rule, checked=False, limits=limits)
+        return rule
+
+    return register
+
+
 def implements_lazily(*functions: Function) -> Callable[[R], R]:
     """Register a rule that takes lazy spectra as they are; without one they are read first."""
     return functools.partial(_register, _LAZY_RULES, functions)
@@ -137,17 +153,30 @@ def _register(
 
 
 def rule_for(function: Function, *, lazy: bool = False) -> Rule | None:
-    return (_LAZY_RULES if lazy else _RULES).get(function)
+    rule = (_LAZY_RULES if lazy else _RULES).get(function)
+    if rule is None and isinstance(function, OperatorPacket) and not lazy:
+        return _OPERATORS.get(str(function))
+    return rule
 
 
-def limits_of(function: Function) -> str:
+def limits_of(function: Any) -> str:
     """The uses that the function's rule refuses; empty where it serves all."""
-    return _RULES[function].limits if function in _RULES else ""
+    rule = rule_for(function) or _OPERATORS.get(function if isinstance(function, str) else "")
+    return rule.limits if rule else ""
 
 
-def functions_with_rules() -> dict[Function, Function]:
-    """Every function of the table, with the code of its rule."""
-    return {function: rule.run for function, rule in _RULES.items()}
+def functions_with_rules() -> dict[Any, Function]:
+    """Every function of the table, with the code of its rule.
+
+    An operator of a library that is not imported stands there by its name.
+    """
+    operators = {_operator(name): rule.run for name, rule in _OPERATORS.items()}
+    return {function: rule.run for function, rule in _RULES.items()} | operators
+
+
+def _operator(name: str) -> Any:
+    library, _, short = name.partition(".")
+    return getattr(getattr(torch.ops, library), short, name)
 
 
 def run_rule(rule: Rule, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,7 +254,7 @@ def listed(values: Sequence[Any]) -> Sequence[Any]:
 
 def name_of(function: Any) -> str:
     """A readable name: `torch.conv2d`, `torch.nn.functional.pad`, `Tensor.add_`, `Tensor.shape`."""
-    if isinstance(function, (OperatorPacket, Operator)):
+    if isinstance(function, (OperatorPacket, Operator, str)):
         return f"torch.ops.{str(function).replace('::', '.')}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
     if "boolean_dispatch" in name:  # F.max_pool2d and its like, which have no name of their own

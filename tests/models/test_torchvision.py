@@ -26,6 +26,11 @@ def test_model(name):
     check("torchvision", name, 2)
 
 
+@pytest.mark.spmd(3)
+def test_detection():
+    check("torchvision", "faster_rcnn", 3)
+
+
 @pytest.mark.spmd(4)
 def test_two_by_two_ranks():
     check("torchvision", "mobilenet_v3_small", 2, 2)

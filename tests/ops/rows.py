@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor
 
 from lightning_shard import UnsupportedOperationError
@@ -156,6 +157,15 @@ ROWS: dict[str, Row] = {
         [lambda x: torch.bincount((x[:, 0] * 3).long().abs(), x[:, 1], 4),
          lambda x: torch.bincount((x[:, 0] * 3).long().abs(), torch.arange(len(x)).double()),
          lambda x: torch.bincount(torch.arange(len(x)) % 3, x[:, 0])], matrices(),
+    ),
+    "boxes": Row(
+        [lambda x: torchvision.ops.nms(x[:, :4].abs().cumsum(1), x[:, 0], 0.3),
+         lambda x: torchvision.ops.roi_align(x[None, None], x[:, :5].abs().cumsum(1) * 0, 2)],
+        matrices(),
+    ),
+    "deformed": Row(
+        [lambda x, w: torchvision.ops.deform_conv2d(x, x[:, :1].repeat(1, 2, 1, 1), w)],
+        lambda: [((torch.randn(2, 3, 7, 6).double(), torch.randn(4, 3, 1, 1).double()), {})],
     ),
     "setitem": Row([assigned], matrices()),
     "copy": Row([lambda x: torch.empty_like(x).copy_(x), lambda x: x.new_tensor([1.0, 2.0])],
