@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
+    from lightning_shard.processes.simulate import simulate as simulate
+    from lightning_shard.processes.simulated.turns import StuckError as StuckError
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
     from lightning_shard.rehearsal.check import check as check
     from lightning_shard.rehearsal.forecast import plan as plan
@@ -104,6 +106,8 @@ _MODULES = {
     "UnsafeFileError": "checkpoint.whole_files",
     # processes and meshes
     "launch": "processes.launch",
+    "simulate": "processes.simulate",
+    "StuckError": "processes.simulated.turns",
     "start_process_group": "processes.group",
     "init_mesh": "processes.mesh",
     "process_info": "processes.process_info",

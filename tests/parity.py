@@ -12,15 +12,16 @@ import lightning_shard
 from lightning_shard import DomainTensor
 from lightning_shard.domain.subdomain import Subdomain
 
-_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+_MESHES: dict[Any, DeviceMesh] = {}
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
     """A CPU mesh over all ranks of the pool; made once."""
-    if shape not in _MESHES:
+    key = shape, dist.group.WORLD  # of which each simulated rank has its own
+    if key not in _MESHES:
         names = tuple(f"domain_{axis}" for axis in range(len(shape)))
-        _MESHES[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return _MESHES[shape]
+        _MESHES[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _MESHES[key]
 
 
 def assert_parity(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.processes.groups import making_groups
+from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.torch_internals import flattened, version_of
 
 
@@ -120,3 +121,6 @@ def domain_of(mesh: DeviceMesh) -> Domain:
 def _domain_of(mesh: DeviceMesh, _: ProcessGroup | None) -> Domain:
     """Make it for these processes: an equal mesh of former ones has groups that are destroyed."""
     return Domain(mesh)
+
+
+cached_per_rank(__name__, "_domain_of")

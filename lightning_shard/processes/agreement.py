@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.processes.meeting import is_of_one_start, no_answer
+from lightning_shard.processes.simulated.turns import pause
 from lightning_shard.processes.torch_internals import default_store
 
 STAY_S = 2.0  # of rank 0, after a difference was found
@@ -112,7 +113,7 @@ def _stay_until_read(store: Any, name: str, world_size: int) -> None:
     """Wait until the others know what is wrong: rank 0 may hold the store, which ends with it."""
     deadline = time.monotonic() + STAY_S
     while store.add(f"{name}/read", 0) < world_size - 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
+        pause(0.05)
 
 
 def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
@@ -186,7 +187,7 @@ def _wait(store: Any, key: str, deadline: float, check: Callable[[], None]) -> N
         if now > next_check:
             check()
             next_check = time.monotonic() + CHECK_S
-        time.sleep(pause_s)
+        pause(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
+from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.torch_internals import splits
 
 
@@ -45,3 +46,6 @@ def _writing_group(timeout_s: float, _: dist.ProcessGroup | None) -> dist.Proces
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+cached_per_rank(__name__, "_writing_group")

@@ -7,7 +7,8 @@ importing this module raises one ImportError that lists all of them.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +89,17 @@ INTERNALS = {
         "modules' collectives number replicas from 0",
     "torch.distributed._functional_collectives._resolve_group|_resolve_group_name":
         "modules' functional collectives count replicas",
+    # ranks that are threads (processes/simulated)
+    "torch.distributed.distributed_c10d._world": "a simulated rank has its own process groups",
+    "torch.distributed.distributed_c10d._pg_map": "the same",
+    "torch.distributed.distributed_c10d._pg_names": "the same",
+    "torch.distributed.distributed_c10d._pg_group_ranks": "the same",
+    "torch.distributed.distributed_c10d._pg_backend_config": "the same",
+    "torch.distributed.distributed_c10d._group_count": "the same",
+    "torch.distributed.distributed_c10d._tags_to_pg": "the same",
+    "torch.distributed.distributed_c10d._pg_to_tag": "the same",
+    "torch.distributed.Backend._plugins": "simulated ranks have groups of their own backend",
+    "torch._C._distributed_c10d._set_thread_isolation_mode": "threads have groups of one name",
 }  # fmt: skip
 
 
@@ -253,14 +265,20 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     return internal("torch.distributed.device_mesh.DeviceMesh._flatten")(mesh, name)
 
 
+def _of_this_rank(path: str) -> Any:
+    """As `internal`, of what each simulated rank has its own."""
+    assert path in INTERNALS, path
+    return _find(path)
+
+
 def open_groups() -> dict[Any, Any]:
     """Give all process groups of this process, with their stores."""
-    return internal("torch.distributed.distributed_c10d._world.pg_map")
+    return _of_this_rank("torch.distributed.distributed_c10d._world.pg_map")
 
 
 def number_in_group(group: dist.ProcessGroup) -> None:
     """Call the ranks of the group by their number in it, also as `src` and `dst`."""
-    ranks = internal("torch.distributed.distributed_c10d._world.pg_group_ranks")
+    ranks = _of_this_rank("torch.distributed.distributed_c10d._world.pg_group_ranks")
     ranks[group] = {rank: rank for rank in range(group.size())}
 
 
@@ -287,3 +305,38 @@ def group_named(name: str) -> dist.ProcessGroup:
 def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Say whether groups for that device can be split off the group."""
     return internal("torch.distributed.ProcessGroup._get_backend")(group, device).supports_splitting
+
+
+# what torch knows of the process groups of this process: variables of distributed_c10d
+_WORLD = ("_world", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config",
+          "_group_count", "_tags_to_pg", "_pg_to_tag")  # fmt: skip
+
+
+def own_world() -> dict[str, Any]:
+    """Give what torch knows of the process groups of this process."""
+    return {name: _of_this_rank(f"torch.distributed.distributed_c10d.{name}") for name in _WORLD}
+
+
+def use_world(world: dict[str, Any]) -> None:
+    """Let torch know other process groups; of `new_world()` none."""
+    vars(_find("torch.distributed.distributed_c10d")).update(world)
+
+
+def new_world() -> dict[str, Any]:
+    return {name: type(value)() for name, value in own_world().items()}
+
+
+def backend_plugins() -> dict[str, Any]:
+    """Give what makes process groups, by the name of the backend."""
+    return internal("torch.distributed.Backend._plugins")
+
+
+@contextmanager
+def groups_of_threads() -> Generator[None]:
+    """Let each thread, while open, know other process groups by the same names."""
+    isolate = internal("torch._C._distributed_c10d._set_thread_isolation_mode")
+    isolate(True)
+    try:
+        yield
+    finally:
+        isolate(False)

@@ -27,6 +27,8 @@ def check(
     data: Data,
     domain_parallel_size: int | Sequence[int] = 2,
     shard_dims: ShardDims = None,
+    *,
+    simulated: bool = False,
     **trainer: Any,
 ) -> Check:
     """Run each step in one process and on the ranks of a domain on this machine, and compare.
@@ -40,6 +42,8 @@ def check(
             the other steps too.
         domain_parallel_size: Ranks that share each sample, or one number for each split dim.
         shard_dims: As for `HybridShardStrategy`.
+        simulated: Whether the ranks are simulated in this process (`simulate`), which is quicker,
+            and allows for many of them, instead of processes.
         trainer: Arguments of the Trainer, such as `precision="64-true"`.
 
     Returns:
@@ -47,6 +51,7 @@ def check(
     """
     sizes = domain_parallel_size
     domain = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    trainer["simulated"] = simulated
     options: dict[str, Any] = {"domain": domain, "shard_dims": shard_dims, "trainer": trainer}
     found = Check(domain, _check_step(module, data, "fit", **options))
     for stage in stages_of(module):

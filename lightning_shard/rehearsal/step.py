@@ -7,7 +7,9 @@ differs between one process and several is the work of this package.
 import contextlib
 import logging
 import math
+import os
 import re
+import traceback
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -15,15 +17,17 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.processes.byte_counter import counted
 from lightning_shard.processes.launch import launch
+from lightning_shard.processes.simulate import simulate
 from lightning_shard.rehearsal.batches import Data, Stage, feed, first_batches
 from lightning_shard.rehearsal.seen import Rehearsal
 from lightning_shard.rehearsal.watch import Keep, Watch
-from lightning_shard.tensor.autograd_function import functions_met, functions_to_try
+from lightning_shard.tensor import autograd_function
 from lightning_shard.tensor.batch import ShardDims
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -55,6 +59,7 @@ def rehearse(
     *,
     allowed: Sequence[str] = (),
     thinner: int = 1,
+    simulated: bool = False,
     **trainer: Any,
 ) -> list[Rehearsal]:
     """Run one step on the CPU, on as many processes as the domain has ranks.
@@ -67,6 +72,7 @@ def rehearse(
         stage: "fit" for a training step, or the Trainer's method that calls another step.
         allowed: Names of custom autograd Functions that run as `allow_function` lets them, and not
             on gathered tensors.
+        simulated: Whether the processes are ranks of `simulate` instead.
         thinner: How many times more ranks the domain has that is rehearsed on this one.
         trainer: Arguments of the Trainer, such as its precision.
 
@@ -80,13 +86,19 @@ def rehearse(
     own = data if isinstance(data, LightningDataModule) else None
     ranks = tuple(domain)
     task = _Task(module, own, stage, batches, ranks, shard_dims, allowed, thinner, trainer)
-    return launch(_step, task, processes=math.prod(domain))
+    if not simulated:
+        return launch(_step, task, processes=math.prod(domain))
+    try:
+        return simulate(_step, task, processes=math.prod(domain))
+    except Exception as error:  # as a launched rank fails
+        text = "".join(traceback.format_exception(error))
+        raise ProcessRaisedException(text, 0, os.getpid()) from error
 
 
 def _step(task: _Task) -> Rehearsal:
     seed_everything(0, verbose=False)
     seen = Rehearsal()
-    functions_to_try.update(task.allowed)
+    autograd_function.functions_to_try.update(task.allowed)
     with warnings.catch_warnings(record=True) as noted, _quiet(), allow_gather():
         warnings.simplefilter("always")
         trainer = _trainer(task, seen)
@@ -103,7 +115,8 @@ def _step(task: _Task) -> Rehearsal:
         seen.values |= {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()}
     found = (_GATHERED.match(str(warning.message)) for warning in noted)
     seen.gathered = list(dict.fromkeys(match[1] for match in found if match))
-    seen.functions = [name for name in functions_met if name not in task.allowed]
+    met = autograd_function.functions_met
+    seen.functions = [name for name in met if name not in task.allowed]
     if dist.get_rank():
         seen.gradients, seen.values = {}, {}
     return seen

@@ -1,7 +1,6 @@
 """Starts the processes of a Trainer, joins them, and arranges them as a mesh."""
 
 import atexit
-import itertools
 import math
 import os
 import sys
@@ -23,6 +22,7 @@ from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.group import join
 from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
+from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import (
     Launcher,
@@ -42,7 +42,10 @@ TRAINER_OPTIONS = (
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
 
-_comparisons = itertools.count()  # the ranks make theirs in the same order
+_comparisons = 0  # the ranks make theirs in the same order
+per_rank(sys.modules[__name__], "_comparisons")
+for _decorator in _RANK_ZERO:
+    per_rank(_decorator, "rank")
 
 
 class Processes:
@@ -205,10 +208,12 @@ class Processes:
         Raises:
             ValueError: Two ranks differ.
         """
+        global _comparisons
         if dist.get_world_size() > 1:
+            _comparisons += 1
             agree(
                 store_of_attempt(),
-                f"lightning_shard/{what}_{next(_comparisons)}",
+                f"lightning_shard/{what}_{_comparisons}",
                 same,
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),

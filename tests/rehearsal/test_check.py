@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 import lightning_shard
@@ -275,3 +276,22 @@ def test_nothing_split_is_said():
     first, second = str(found).splitlines()[:2]
     assert first == "split over the domain: nothing; whole: batch (int64)"
     assert second.startswith("NOTHING WAS TRIED SPLIT: nothing of the batch is split, though 2 ")
+
+
+def test_simulated_ranks_show_what_processes_show():
+    module, batches = Net(nn.Dropout(0.3)), data((1, 24, 24))
+    found = lightning_shard.check(module, batches, (3, 2), simulated=True)
+    assert found.is_supported, str(found)
+    assert "One training step on 3x2 ranks equals that of one process" in str(found)
+    for _ in range(2):  # the second finds nothing that the first has left
+        gathering = lightning_shard.check(Net(torch.linalg.matrix_exp), batches, 2, simulated=True)
+        assert gathering.is_exact
+        assert gathering.gathered == ["torch.linalg.matrix_exp"]
+
+
+def test_a_step_that_fails_fails_as_in_a_process():
+    def middle(x):
+        raise ArithmeticError("in the middle")
+
+    with pytest.raises(ProcessRaisedException, match="ArithmeticError: in the middle"):
+        lightning_shard.check(Net(middle), data(), simulated=True)

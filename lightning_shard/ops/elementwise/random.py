@@ -9,6 +9,7 @@ whole tensor, in the order of its memory, and keeps its part.
 """
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeGuard
@@ -23,6 +24,7 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.simulated.state import per_rank
 
 Operand = Subdomain | Tensor
 
@@ -34,6 +36,7 @@ Draw = Callable[[Tensor, torch.Generator | None], Any]
 # of the process, not a ContextVar: backward, which may draw again in a checkpoint, runs in threads
 # that inherit no context
 _exact = False
+per_rank(sys.modules[__name__], "_exact")
 
 
 class use_exact_random:  # noqa: N801 - read as a function

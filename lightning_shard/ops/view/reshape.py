@@ -253,7 +253,10 @@ def view_as_real(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 
 @implements(torch.view_as_complex)
 def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
-    return x.view(func(whole(x, x.ndim - 1).local), Layout(x.layout.dims[:-1], x.layout.grid))
+    local = whole(x, x.ndim - 1).local
+    if not local.numel():  # whose strides torch leaves as they are also where it makes them dense
+        local = local.clone(memory_format=torch.contiguous_format)
+    return x.view(func(local), Layout(x.layout.dims[:-1], x.layout.grid))
 
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)

@@ -1,0 +1,130 @@
+"""Runs one function on many ranks inside this process, for a debugger and for many meshes."""
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.processes.forking import become_rank
+from lightning_shard.processes.simulated.group import OpenCollectives, SimulatedGroup
+from lightning_shard.processes.simulated.state import State
+from lightning_shard.processes.simulated.turns import Turns
+from lightning_shard.processes.torch_internals import backend_plugins, groups_of_threads
+
+_BACKEND = "threaded"  # the name by which torch tells apart meshes of ranks that are threads
+_running = False
+
+
+def simulate(function: Callable[..., Any], *args: Any, processes: int = 2) -> list[Any]:
+    """Run `function(*args)` on many ranks in this process, with real tensors and collectives.
+
+    As in `launch`, `torch.distributed` is initialised in a rank, so that meshes, `parallelize` and
+    FSDP2 work in it. The ranks are threads, of which one runs at a time, on the CPU and with one
+    thread of torch: each up to a collective that waits for other ranks. So they run in the same
+    order every time, a breakpoint stops all of them, and ranks that wait for each other for ever
+    are named at once.
+
+    Each rank has its own random numbers, which begin as those of the caller, and its own default
+    process group. Other values of the process, such as what a module of Python keeps, belong to all
+    ranks together.
+
+    Args:
+        function: What each rank runs. Tensors that it finds elsewhere than in its arguments are
+            the same objects on all ranks.
+        args: Its arguments, of which each rank gets a deep copy.
+        processes: Number of ranks.
+
+    Returns:
+        What each rank returned, in the order of the ranks.
+
+    Raises:
+        StuckError: The ranks wait for each other, since they call different collectives.
+        ValueError: `processes` is smaller than 1.
+        RuntimeError: A simulated rank calls it, or ranks bring tensors that do not fit.
+        Exception: What the first rank raised that failed, with a note of its number.
+
+    Example:
+        >>> def rank_and_sum(x):
+        ...     torch.distributed.all_reduce(x)
+        ...     return torch.distributed.get_rank(), x.item()
+        >>> lightning_shard.simulate(rank_and_sum, torch.ones(()), processes=3)
+        [(0, 3.0), (1, 3.0), (2, 3.0)]
+    """
+    if processes < 1:
+        raise ValueError(f"processes must be 1 or more; got {processes}.")
+    if _running:
+        raise RuntimeError("a simulation is running in this process; call the function itself.")
+    _begin_autograd()
+    with _as_it_was():
+        become_rank(0, processes, port=1)  # where nobody listens: the group is there already
+        turns = Turns(_bodies(processes, function, args))
+        with _backend(OpenCollectives(turns)):
+            turns.run([
+                State().as_rank({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank in range(processes)
+            ])  # fmt: skip
+    return turns.values
+
+
+def _begin_autograd() -> None:
+    """Let autograd begin now, without threads, so that this process can still be forked.
+
+    DTensor computes on fake tensors, for which torch makes eight devices of CUDA where there are
+    none. Autograd would start a thread for each of them, and refuse to run in forks.
+    """
+    torch.ones((), requires_grad=True).clone().backward()
+
+
+def _bodies(
+    processes: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[Callable[[], Any]]:
+    # torch documents dist.HashStore
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+
+    def body(rank: int) -> Any:
+        dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=processes)
+        return function(*copy.deepcopy(args))
+
+    return [partial(body, rank) for rank in range(processes)]
+
+
+@contextmanager
+def _backend(open_ones: OpenCollectives) -> Generator[None]:
+    """Let torch make the groups of simulated ranks, also where gloo is asked for by name."""
+
+    def make(options: Any, _: Any) -> SimulatedGroup:
+        ranks = options.global_ranks_in_group or range(options.group_size)
+        return SimulatedGroup(options.group_id, ranks, options.group_rank, open_ones)
+
+    plugins = backend_plugins()
+    before = dict(plugins)
+    for name in (_BACKEND, "gloo"):
+        dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+    try:
+        with groups_of_threads():
+            yield
+    finally:
+        plugins.clear()
+        plugins.update(before)
+
+
+@contextmanager
+def _as_it_was() -> Generator[None]:
+    """Give the process back as it was, but for what no rank has of its own."""
+    global _running
+    variables, hook, threads = dict(os.environ), sys.excepthook, torch.get_num_threads()
+    _running = True
+    try:
+        yield
+    finally:
+        _running = False
+        sys.excepthook = hook
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(variables)

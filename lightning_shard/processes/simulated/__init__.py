@@ -1,0 +1,1 @@
+"""Runs many ranks in one process, one at a time."""
