@@ -6,7 +6,8 @@ below 1e-10, or below 1e-5 for models that compute in float32 themselves, which 
 `refused` gives the operation and its reason, `wrong` the worst tensor, `error` any other exception.
 
 Run `python benchmarks/models.py`: half an hour on 2 cores; `--library timm` is one library. It
-prints docs/models.md. `--mesh 2x2` is another mesh than 2 ranks; several take turns.
+prints docs/models.md. `--mesh 2 3 2x2` compares on three meshes: one table of each library, with a
+column for each mesh. A library that is not installed is named and left out.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import torch.distributed as dist
@@ -25,8 +27,22 @@ from benchmarks.model_zoo import LIBRARIES, Case, cases
 from benchmarks.model_zoo.comparison import differences
 from lightning_shard.domain.errors import UnsupportedOperationError
 
-PACKAGES = {"neuralop": "neuraloperator", "smp": "segmentation-models-pytorch"}
+PACKAGES = {
+    "anemoi": "anemoi-models",
+    "aurora": "microsoft-aurora",
+    "credit": "miles-credit",
+    "neuralop": "neuraloperator",
+    "nnunet": "dynamic-network-architectures",
+    "physicsnemo": "nvidia-physicsnemo",
+    "segment_anything": "segment-anything",
+    "smp": "segmentation-models-pytorch",
+    "the_well": "the-well",
+    "torch_geometric": "torch-geometric",
+    "torch_harmonics": "torch-harmonics",
+    "x_transformers": "x-transformers",
+}
 FLOAT32 = 1e-5
+Row = tuple[str, str, str, str]
 
 
 def main() -> None:
@@ -39,19 +55,42 @@ def main() -> None:
     print("# Models\n")
     describe()
     for library in options.library or LIBRARIES:
-        title = library
-        if library != "handwritten":
-            title = f"{library} {version(PACKAGES.get(library, library))}"
+        try:
+            title = library
+            if library != "handwritten":
+                title = f"{library} {version(PACKAGES.get(library, library))}"
+            cases(library)
+        except ImportError as error:
+            print(f"\n## {library}\n\nNot installed: {error}")
+            continue
+        print(f"\n## {title}\n")
+        found: dict[str, dict[str, Row]] = {}
         for shape in options.mesh:
-            print(f"\n## {title}, {shape} ranks\n")
             sizes = tuple(map(int, shape.split("x")))
-            rows = start(math.prod(sizes), run, library, options.model or "", sizes)
-            table(("model", "split dims", "result", ""), rows)
-            counts = Counter(row[2].split(" ")[0] for row in rows)
-            print("\n" + ", ".join(f"{n} {result}" for result, n in counts.most_common()))
+            for row in start(math.prod(sizes), run, library, options.model or "", sizes):
+                found.setdefault(row[0], {})[shape] = row
+        print_found(found, options.mesh)
 
 
-def run(library: str, part: str, sizes: tuple[int, ...]) -> list[tuple[str, str, str, str]]:
+def print_found(found: dict[str, dict[str, Row]], shapes: Sequence[str]) -> None:
+    """Print the table of a library: rows by model and by shape of the mesh."""
+    rows = []
+    for name, by_shape in found.items():
+        longest = max(by_shape.values(), key=lambda row: len(row[1]))
+        cells = [" ".join(by_shape[s][2:]) if s in by_shape else "" for s in shapes]
+        rows.append((name, longest[1], *(cell.removeprefix("exact ") for cell in cells)))
+    table(("model", "split dims", *(f"{shape} ranks" for shape in shapes)), rows)
+    counts = Counter(worst_of([row[2] for row in rows.values()]) for rows in found.values())
+    print("\n" + ", ".join(f"{n} {result}" for result, n in counts.most_common()))
+
+
+def worst_of(results: Sequence[str]) -> str:
+    """The first word of the result on the mesh where a model does worst."""
+    words = [result.split(" ")[0] for result in results]
+    return max(words, key=["exact", "refused", "error", "wrong"].index)
+
+
+def run(library: str, part: str, sizes: tuple[int, ...]) -> list[Row]:
     """Model, split dims, result and its reason, of each model of a library; called on each rank.
 
     Models that a mesh of so many axes cannot split are left out.

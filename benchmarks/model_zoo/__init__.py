@@ -14,12 +14,22 @@ from torch import Tensor, nn
 LIBRARIES = {
     "torchvision": ("torchvision", "torchvision_detection"),
     "neuralop": ("neuralop", "neuralop_points"),
-    "transformers": ("transformers_sequence", "transformers_image"),
+    "transformers": ("transformers_sequence", "transformers_states", "transformers_image"),
     "timm": ("timm",),
     "monai": ("monai_networks", "monai_losses"),
     "smp": ("smp",),
     "diffusers": ("diffusers_networks", "diffusers_coders"),
     "torch_geometric": ("graphs",),
+    "aurora": ("aurora",),
+    "physicsnemo": ("physicsnemo",),
+    "torch_harmonics": ("torch_harmonics",),
+    "anemoi": ("anemoi",),
+    "credit": ("credit",),
+    "the_well": ("the_well",),
+    "nnunet": ("nnunet",),
+    "segment_anything": ("segment_anything",),
+    "spandrel": ("spandrel",),
+    "x_transformers": ("x_transformers",),
     "handwritten": (
         "handwritten_fields",
         "handwritten_steps",
@@ -69,6 +79,33 @@ class Apply(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.function(*self.modules_, *inputs)
+
+
+class Float64Defaults(Apply):
+    """A model that makes tensors of torch's default dtype while it runs: here of float64."""
+
+    def forward(self, *inputs: Tensor) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return super().forward(*inputs)
+        finally:
+            torch.set_default_dtype(before)
+
+
+class Float32(Apply):
+    """A model that cannot run in float64: it stays in float32, and so are its inputs."""
+
+    def double(self) -> "Float32":
+        return self
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return super().forward(*(x.float() if x.is_floating_point() else x for x in inputs))
+
+
+def called(model: nn.Module, *inputs: Tensor) -> Any:
+    """For the helpers above, where a model takes its inputs as they are."""
+    return model(*inputs)
 
 
 def cases(library: str) -> dict[str, Case]:

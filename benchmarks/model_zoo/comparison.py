@@ -1,6 +1,5 @@
 """A model split over ranks beside the same model in one process: how far apart they are."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +31,9 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
         UnsupportedOperationError: The model cannot run split.
         ValueError: There is no gradient to compare.
     """
-    torch.manual_seed(5)
-    model = prepared(case.make()).train()
+    split_model, model = _made(case), _made(case)  # in a copy, a model's own closures would not be
     inputs = case.tensors()
-    split_model, most = copy.deepcopy(model), max(x.ndim for x in inputs)
+    most = max(x.ndim for x in inputs)
     whole = [_leaf(x) for x in inputs]
     expected = _backward(model, whole)
     leaves = [_leaf(x) for x in inputs]
@@ -63,6 +61,11 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
     for name, buffer in split_model.named_buffers():
         errors[f"buffer {name}"] = _error(buffer, theirs[name], 0.0)
     return errors
+
+
+def _made(case: Case) -> nn.Module:
+    torch.manual_seed(5)
+    return prepared(case.make()).train()
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -27,7 +27,12 @@ def subdomains(values: Any) -> list[Subdomain]:
 
 
 def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
-    """This rank's part of a plain tensor's `dim`, split as `factors` say."""
+    """This rank's part of a plain tensor's `dim`, split as `factors` say; it may be sparse."""
+    if x.layout != torch.strided:
+        if x.requires_grad:
+            raise UnsupportedOperationError("a part of a sparse tensor has no gradient in torch")
+        rows = take_local(torch.arange(x.shape[dim], device=x.device), 0, factors, grid)
+        return x.to_sparse_coo().index_select(dim, rows)
     if len(factors) == 1:
         low, high = factors[0].bounds(grid)
         return x.narrow(dim, low, high - low)

@@ -168,6 +168,9 @@ ROWS: dict[str, Row] = {
         lambda: [((torch.randn(2, 3, 7, 6).double(), torch.randn(4, 3, 1, 1).double()), {})],
     ),
     "setitem": Row([assigned], matrices()),
+    "sparse": Row(
+        [lambda x: torch.sparse.mm(torch.ones(3, x.shape[0]).double().to_sparse(), x)], matrices()
+    ),
     "copy": Row([lambda x: torch.empty_like(x).copy_(x), lambda x: x.new_tensor([1.0, 2.0])],
                 matrices()),
     "convert": Row(

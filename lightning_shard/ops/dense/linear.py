@@ -133,7 +133,7 @@ def linear(
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, linalg.matmul,
             torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot,
-            Tensor.dot)  # fmt: skip
+            Tensor.dot, torch.sparse.mm)  # fmt: skip
 def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: Operand) -> Operand:
     """The second factor is called `other`, `mat2`, `vec` or `tensor`."""
     (b,) = (*second, *named.values())
@@ -144,8 +144,10 @@ def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: O
     left = (batch + "XY")[-a.ndim :] if a.ndim > 1 else "Y"
     right = (batch + "YZ")[-b.ndim :] if b.ndim > 1 else "Y"
     output = batch + ("X" if a.ndim > 1 else "") + ("Z" if b.ndim > 1 else "")
+    sparse = any(isinstance(x, Tensor) and x.layout != torch.strided for x in (a, b))
+    compute = torch.bmm if sparse and a.ndim == 3 else torch.matmul  # torch's own takes no batches
     with _autocast_of(func, a, b):
-        return contract(torch.matmul, [a, b], [left, right], output)
+        return contract(compute, [a, b], [left, right], output)
 
 
 def _autocast_of(func: Callable[..., Tensor], *operands: Operand) -> AbstractContextManager[Any]:

@@ -1,12 +1,28 @@
 """Products of split and plain tensors."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import lightning_shard
 from tests.parity import assert_parity, mesh_of
 
 SHAPE = (2, 3, 7, 5)
+
+
+def sparse(*shape: int) -> torch.Tensor:
+    """A plain sparse matrix, or several, of fixed values: every third one is 0."""
+    dense = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).sin().reshape(shape)
+    return dense.where(torch.arange(dense.numel()).reshape(shape) % 3 > 0, 0.0).to_sparse()
+
+
+def in_rows(matrix: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is in beta state
+        return matrix.to_sparse_csr()
+
 
 CASES = {
     "flat_linear": (lambda x, w, b: F.linear(x.flatten(1), w, b), [SHAPE, (4, 105), (4,)]),
@@ -34,6 +50,21 @@ CASES = {
         [SHAPE, (3, 5, 5)],
     ),
     "bmm": (lambda x, w: torch.bmm(x[0], w), [SHAPE, (3, 5, 4)]),
+    "sparse_bmm": (
+        lambda x: (
+            torch.bmm(sparse(3, 4, 7), x[0]),
+            torch.bmm(sparse(2, 6, 35), x.mT.flatten(2).mT),
+        ),
+        [SHAPE],
+    ),
+    "sparse_mm": (
+        lambda x: (
+            torch.sparse.mm(sparse(4, 7), x[0, 0]),
+            torch.mm(in_rows(sparse(4, 7)), x[0, 0]),
+            sparse(4, 21) @ x.flatten(1, 2)[0],
+        ),
+        [SHAPE],
+    ),
     "inner": (lambda x, w: torch.inner(x, w), [SHAPE, (4, 5)]),
     "outer": (lambda x, w: torch.outer(x[0, 0, :, 1], w), [SHAPE, (4,)]),
 }
@@ -48,3 +79,10 @@ def test_fewer_rows_than_ranks():
     assert_parity(function, [(3, 5), (5, 2)], {0: [0]}, mesh_of(4))
     assert_parity(function, [(5, 3), (3, 2)], {0: [1]}, mesh_of(4))
     assert_parity(function, [(5, 3), (3, 2)], {0: [1], 1: [0]}, mesh_of(4))
+
+
+@pytest.mark.spmd(2)
+def test_a_sparse_matrix_with_a_gradient_is_refused():
+    x = lightning_shard.shard(torch.randn(7, 5, dtype=torch.float64), mesh_of(2), 0)
+    with pytest.raises(lightning_shard.UnsupportedOperationError, match="sparse"):
+        torch.sparse.mm(sparse(4, 7).requires_grad_(), x)
