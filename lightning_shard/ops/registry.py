@@ -267,9 +267,9 @@ def name_of(function: Any) -> str:
         return f"Tensor.{name.split('.', 1)[1]}"
     if name.startswith("_VariableFunctionsClass."):
         return f"torch.{name.split('.', 1)[1]}"
-    for group in ("fft", "linalg", "special"):
-        if name.startswith(f"{group}_"):
-            return f"torch.{group}.{name.removeprefix(group + '_')}"
+    for group in ("fft", "linalg", "special", "sparse"):
+        if name.startswith((f"{group}_", f"_{group}_")):
+            return f"torch.{group}.{name.removeprefix('_').removeprefix(group + '_')}"
     module = getattr(function, "__module__", None) or ""
     module = {
         "torch._C._nn": "torch.nn.functional",
