@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torchvision.ops import deform_conv2d, roi_align
 
 import lightning_shard
 from tests.parity import mesh_of
@@ -25,6 +26,21 @@ def flat(x):
 
 def conv(x):
     return F.conv2d(x, weights(4, 4, 3, 3), padding=1)
+
+
+def numbers(x):
+    """Of rows, split as they are."""
+    return (x[0, 0, :, 0].detach().float() * 10).long().abs() % 9
+
+
+def written_by_mask(x):
+    y = x.clone()
+    y[x > 0] = x[x > 0] * 2
+    return y
+
+
+def scattered(x, rows):
+    return torch.zeros_like(x).scatter_add(2, rows.view(1, 1, 9, 1).expand(x.shape), x)
 
 
 FUNCTIONS = {
@@ -94,6 +110,24 @@ FUNCTIONS = {
     "pad": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
     "unfold": lambda x: F.unfold(x, 3, padding=1),
     "rfft2": lambda x: torch.fft.rfft2(x.float()),
+    "masked rows": lambda x: F.linear(x[x[..., 0] > 0], weights(7, 6)),
+    "masked loss": lambda x: F.mse_loss(conv(x)[x > 0], x[x > 0]),
+    "written by mask": lambda x: written_by_mask(conv(x)),
+    "looked up": lambda x: conv(x)[:, :, numbers(x)] * 2,
+    "embedding": lambda x: F.linear(F.embedding(numbers(x), weights(9, 6)), weights(7, 6)),
+    "scatter_add": lambda x: scattered(conv(x), numbers(x)),
+    "index_add": lambda x: torch.zeros_like(x[0, 0]).index_add(0, numbers(x), x[1, 1]),
+    "scatter_reduce": lambda x: x[0, 0].scatter_reduce(
+        0, numbers(x)[:, None].expand(9, 6), x[1, 1], "amax"
+    ),
+    "sort of one row": lambda x: x[0, 0, :, 0].sort(stable=True).values,
+    "quantile": lambda x: x.float().quantile(0.3),
+    "repeated rows": lambda x: conv(x).repeat_interleave(numbers(x) % 3, 2),
+    "distances": lambda x: torch.cdist(x[0, 0].float(), x[1, 1].float()),
+    "boxes": lambda x: roi_align(x, torch.tensor([[0.0, 1, 1, 5, 7]]).to(x.dtype), 2),
+    "deformable": lambda x: deform_conv2d(
+        x.float(), x.float()[:, :2], weights(4, 4, 1, 1), mask=x.float()[:, :1]
+    ),
     "block": lambda x: F.linear(F.layer_norm(conv(x).relu(), [6]), weights(7, 6)).softmax(-1),
 }
 

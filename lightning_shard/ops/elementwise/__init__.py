@@ -1,6 +1,7 @@
 """Rules that treat each element by itself, random numbers and autograd included."""
 
 from lightning_shard.ops.elementwise import autograd as autograd
+from lightning_shard.ops.elementwise import bounds as bounds
 from lightning_shard.ops.elementwise import composite as composite
 from lightning_shard.ops.elementwise import dropout as dropout
 from lightning_shard.ops.elementwise import formula as formula

@@ -126,16 +126,6 @@ def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any)
     return func(x.local, *args, **kwargs)
 
 
-@implements(torch.bucketize, torch.isin, limits="the table must be plain")
-def look_up(
-    func: Callable[..., Tensor], x: Any, table: Any, *args: Any, **kwargs: Any
-) -> Subdomain:
-    """Each element is looked up in a plain table."""
-    if not isinstance(x, Subdomain) or isinstance(table, Subdomain):
-        raise UnsupportedOperationError("only the elements looked up may be split, not the table")
-    return x.like(func(x.local.contiguous(), table, *args, **kwargs))
-
-
 @implements(Tensor.copy_)
 def copy(
     func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any

@@ -62,7 +62,20 @@ CASES = {
     ),
     "trapezoid_on": (lambda x, t: torch.trapezoid(x, t, dim=3), [SHAPE, SHAPE]),
     "bilinear": (lambda x, y, w: F.bilinear(x, y, w), [SHAPE, SHAPE, (4, 3, 3)]),
-    "look_up": (lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.5]).to(x)), [SHAPE]),
+    "look_up": (
+        lambda x: (
+            torch.bucketize(x, torch.tensor([-1.0, 0.5]).to(x)),
+            torch.bucketize(x, x[0, 0, :, 0].detach().sort().values),
+            torch.bucketize(torch.tensor([0.1, 0.2]).to(x), x[0, 0, 0].detach().sort().values),
+            torch.isin(x.round(), x[0].round()),
+            torch.searchsorted(x[0, 0, :, 0].detach().sort().values, x, right=True),
+            torch.searchsorted(x.detach().sort().values, x * 2, out_int32=True),
+            torch.searchsorted(x.detach(), x * 2, sorter=x.argsort()),
+            torch.searchsorted(x.detach().sort().values, torch.zeros(2, 3, 7, 2).to(x)),
+            torch.searchsorted(x[0, 0, :, 0].detach().sort().values, 0.3),
+        ),
+        [SHAPE],
+    ),
     "pairs": (lambda x: torch.view_as_real(torch.complex(x, -x) ** 2), [SHAPE]),
     "pairs_back": (lambda x: torch.view_as_complex(x[..., :2].contiguous()), [SHAPE]),
 }

@@ -1,0 +1,45 @@
+"""Writes elements among all elements of a tensor in their order, where an index tensor says."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import common_layout, local_part, subdomains
+from lightning_shard.domain.chosen import global_rows
+from lightning_shard.domain.requests import rows_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.registry import implements
+from lightning_shard.ops.view.aligned import Operand, as_table
+from lightning_shard.ops.view.write import Rows, Writing, written
+
+
+@implements(torch.put, Tensor.put)
+def put(
+    func: Callable[..., Any], x: Operand, index: Operand, source: Operand, accumulate: bool = False
+) -> Operand:
+    """Write, or add up; an index may be counted from the end."""
+    owner = subdomains([x, index, source])[0]
+    count = math.prod(x.shape)
+    places, values = (as_table(t, owner) for t in (index, source))
+    layout = common_layout([places, values])
+    numbers, wrong = rows_of([local_part(places, layout)], [count])
+    order = None if accumulate else global_rows(layout.dims[0], layout.grid, numbers.device)
+    rows = Rows(numbers, wrong, local_part(values, layout), layout.axes(), order)
+
+    def run(target: Tensor, ids: Tensor, given: Tensor | None) -> Tensor:
+        assert given is not None
+        if accumulate:
+            return target.index_add(0, ids, given)
+        return target.index_copy(0, ids, given)
+
+    def complaint(value: int, _: int) -> Exception:
+        words = f"tried to access index {value} on a tensor of {count} elements."
+        return IndexError(f"out of range: {words}")
+
+    found = written(as_table(x, owner), rows, Writing(run, complaint, accumulate))
+    if isinstance(x, Subdomain):
+        return x.like(found.reshape(x.local.shape))
+    return found.reshape(x.shape)
