@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from lightning_shard.rehearsal.forecast import plan as plan
     from lightning_shard.tensor import functional as functional
     from lightning_shard.tensor.autograd_function import allow_function as allow_function
+    from lightning_shard.tensor.curve import crossing_edges as crossing_edges
+    from lightning_shard.tensor.curve import curve_order as curve_order
+    from lightning_shard.tensor.curve import ordered_graph as ordered_graph
     from lightning_shard.tensor.escape import allow_gather as allow_gather
     from lightning_shard.tensor.escape import local_map as local_map
     from lightning_shard.tensor.placement import from_local as from_local
@@ -88,6 +91,10 @@ _MODULES = {
     "allow_gather": "tensor.escape",
     "allow_function": "tensor.autograd_function",
     "split_inputs": "fsdp.split_inputs",
+    # points and graphs
+    "curve_order": "tensor.curve",
+    "crossing_edges": "tensor.curve",
+    "ordered_graph": "tensor.curve",
     # rules for operations
     "register_rule": "ops.registry",
     "Subdomain": "domain.subdomain",

@@ -11,6 +11,7 @@ import lightning_shard
 HEAVY = ("lightning", "zarr", "h5py", "neuralop", "transformers", "torchvision", "matplotlib")
 ENGINE = (
     "DomainTensor shard from_local gather functional local_map allow_gather allow_function "
+    "curve_order crossing_edges ordered_graph "
     "register_rule Subdomain Layout UnsupportedOperationError spectral_method use_exact_random "
     "parallelize split_inputs whole_parameters no_sync clip_grad_norm_ clip_grad_value_ "
     "load_weights launch simulate StuckError start_process_group init_mesh process_info ProcessInfo"

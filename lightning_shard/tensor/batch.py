@@ -20,6 +20,13 @@ from lightning_shard.processes.torch_internals import (
     tree_leaves,
 )
 from lightning_shard.processes.typed import is_list, is_mapping
+from lightning_shard.tensor.graphs import (
+    each_graph,
+    entries_of,
+    is_graph,
+    split_nodes_and_edges,
+    with_entries,
+)
 from lightning_shard.tensor.placement import from_local, shard
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -61,7 +68,9 @@ def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> A
             without channels, that has the samples and the spatial extents of such a field is split
             with it, as (B, H, W) classes with a (B, C, H, W) image. A mapping: for each key of the
             batch (the position, for a tuple) its dims, or None to leave the entry whole, as are
-            entries that are not named.
+            entries that are not named. A graph of torch_geometric is split by nodes and edges: all
+            mesh axes split the rows of each such tensor. If the batch is a graph, a mapping names
+            its tensors.
 
     Raises:
         ValueError: A dim is named that an entry does not have, or a key that the batch does not
@@ -85,7 +94,7 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: They have read different samples, whose parts make up no field.
     """
-    leaves = tree_flatten_with_path(batch)[0]
+    leaves = tree_flatten_with_path(opened(batch))[0]
     read = {keystr(p): identity_of(x) for p, x in leaves if isinstance(x, Tensor | LocalPart)}
     if found := first_difference(read, mesh):
         ranks, entry = found
@@ -94,6 +103,11 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
             "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
             "which replica reads what) and draw augmentations from the same seed."
         )
+
+
+def opened(batch: Any) -> Any:
+    """The batch with each graph as a dict of what it holds."""
+    return each_graph(batch, entries_of)
 
 
 def first_difference(values: Mapping[str, Any], mesh: DeviceMesh) -> tuple[list[int], str] | None:
@@ -146,6 +160,8 @@ def _apply(
     value: Any, mesh: DeviceMesh, shard_dims: ShardDims, key: str, fields: Sequence["_Field"] = ()
 ) -> Any:
     what = f"batch entry {key!r}" if key else "a batch entry"
+    if not isinstance(shard_dims, Mapping) or _is_named(shard_dims, key):
+        value = each_graph(value, lambda graph: _split_graph(graph, mesh))
 
     def field(x: Tensor | LocalPart) -> Tensor:
         rows = x.tensor if isinstance(x, LocalPart) else x
@@ -162,6 +178,17 @@ def _apply(
         return x
 
     return apply_to_collection(value, (Tensor, LocalPart), field)
+
+
+def _is_named(shard_dims: Mapping[str, Dims | None], key: str) -> bool:
+    return any(str(name) == key and dims is not None for name, dims in shard_dims.items())
+
+
+def _split_graph(graph: Any, mesh: DeviceMesh) -> Any:
+    def split(x: Tensor, dims: tuple[int, ...], key: str) -> Tensor:
+        return _split(x, mesh, dims, f"the graph's {key!r}")
+
+    return split_nodes_and_edges(graph, mesh.ndim, split)
 
 
 class _Field(NamedTuple):
@@ -215,6 +242,8 @@ def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Te
 
 
 def _entries(batch: Any) -> dict[str, Any]:
+    if is_graph(batch):
+        return entries_of(batch)
     if is_mapping(batch):
         return {str(key): value for key, value in batch.items()}
     if is_list(batch):
@@ -224,6 +253,8 @@ def _entries(batch: Any) -> dict[str, Any]:
 
 def _rebuild(batch: Any, entries: dict[str, Any]) -> Any:
     """A collection of the type of `batch` with other values."""
+    if is_graph(batch):
+        return with_entries(batch, entries)
     if is_mapping(batch):
         rebuilt = copy.copy(batch)
         rebuilt.update({key: entries[str(key)] for key in batch})  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_shard.processes.torch_internals import tree_flatten_with_path
+from lightning_shard.tensor.batch import opened
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -74,7 +75,7 @@ def split_summary(batch: Any) -> SplitSummary:
     split: dict[str, tuple[int, ...]] = {}
     whole: dict[str, str] = {}
     bytes_of = {True: 0, False: 0}
-    for path, leaf in tree_flatten_with_path(batch)[0]:
+    for path, leaf in tree_flatten_with_path(opened(batch))[0]:
         if not isinstance(leaf, Tensor):
             continue
         name = ".".join(_word(step) for step in path) or "batch"
