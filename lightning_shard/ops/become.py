@@ -3,16 +3,22 @@
 As in `out = torch.zeros(B, T, C, H, W); out[:, t] = x`: every rank keeps its part of `out`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.domain.align import take_part
+from lightning_shard.domain.align import subdomains, take_part
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.torch_internals import is_view, storage_users
+
+LARGE = 4096  # rows of a plain tensor beyond which it is split where split rows are added to it
+_MADE = "_made_from_a_split_tensor"
+USERS = 2  # of a memory: the tensor, and the object that asks
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,45 @@ def become_split(plain: Tensor, target: Subdomain, write: Callable[[Subdomain], 
     return Became(plain, part)
 
 
+def made_from_split(plain: Tensor) -> Tensor:
+    """Remember of a new plain tensor that a split one was asked for it: `x.new_zeros(nodes)`."""
+    setattr(plain, _MADE, True)
+    return plain
+
+
+def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
+    """How a plain tensor of many rows is to be split, where split rows are written to it.
+
+    The rows of a graph's nodes, to which messages are added, stay split; a histogram of few rows
+    stays plain. So does what was not made from a split tensor: it may be a buffer of a module.
+
+    Args:
+        x: What is written to.
+        dim: The dim of the rows.
+        sources: What is written, and its index, split along no other dim.
+
+    Returns:
+        The plain tensor, not cut yet, with the layout that it is to have; or None.
+    """
+    split = subdomains([*sources])
+    if not isinstance(x, Tensor) or not getattr(x, _MADE, False) or x.shape[dim] <= LARGE:
+        return None
+    axes = {s.layout.axes(dim if s.ndim == x.ndim else 0) for s in split} - {()}
+    if (
+        is_traced()
+        or len(axes) != 1
+        or any(set(s.layout.axes()) - {*next(iter(axes))} for s in split)
+    ):
+        return None
+    if x.requires_grad or is_view(x) or storage_users(x) > USERS:
+        return None
+    layout = Layout.of(x.shape, {dim: axes.pop()}, split[0].layout.grid)
+    return split[0].like(x, layout)
+
+
 def refuse_shared(plain: Tensor) -> None:
     """Raise unless nothing but `plain` itself sees its memory."""
-    if is_view(plain) or storage_users(plain) > 2:  # the tensor, and the object that asks
+    if is_view(plain) or storage_users(plain) > USERS:
         raise UnsupportedOperationError(
             "a plain tensor of which there are views cannot take split rows; make it like the "
             "split tensor (torch.zeros_like)"

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import Became, become_split
+from lightning_shard.ops.become import Became, become_split, made_from_split
 from lightning_shard.ops.registry import implements, is_in_place, rule_for
 from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_internals import (
@@ -123,7 +123,7 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
 def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Tensor:
     """Make a tensor of the shape that is given, whole on every rank."""
-    return func(x.local, *args, **kwargs)
+    return made_from_split(func(x.local, *args, **kwargs))
 
 
 @implements(Tensor.copy_)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, subdomains
+from lightning_shard.domain.align import common_layout, local_part, subdomains, take_part
 from lightning_shard.domain.chosen import global_rows
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.requests import rows_of
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import Became, become_split
+from lightning_shard.ops.become import Became, become_split, large_target
 from lightning_shard.ops.registry import implements, is_in_place, name_of
 from lightning_shard.ops.view.aligned import (
     Operand,
@@ -53,6 +53,14 @@ def scatter(
     rest = args[1:]
     d = dim_of(x, dim, index)
     operands = [o for o in (x, index, source) if isinstance(o, Subdomain | Tensor) and o.ndim]
+    target = large_target(x, d, [index, source])
+    if target is not None and isinstance(x, Tensor):
+        if is_in_place(func):
+            return become_split(
+                x, target, lambda part: scatter(func, part, d, index, source, *rest, **kwargs)
+            )
+        own = target.like(take_part(x, target.layout))
+        return scatter(func, own, d, index, source, *rest, **kwargs)
     layout = aligned_layout(d, x.shape, operands)
     if layout is None or any(o.layout.axes(d) for o in subdomains(operands)):
         return _scattered(func, x, d, index, source, *rest, **kwargs)
@@ -141,9 +149,17 @@ def write_rows(
     source: Any,
     *args: Any,
     **kwargs: Any,
-) -> Operand:
+) -> Operand | Became:
     """Write rows of `dim`, one for each number of the index, or one number into all of them."""
     d = dim_of(x, dim)
+    target = large_target(x, d, [index, source])
+    if target is not None and isinstance(x, Tensor):
+        if is_in_place(func):
+            return become_split(
+                x, target, lambda part: write_rows(func, part, d, index, source, *args, **kwargs)
+            )
+        own = target.like(take_part(x, target.layout))
+        return write_rows(func, own, d, index, source, *args, **kwargs)
     owner = subdomains([x, index, source])[0]
     values = source if isinstance(source, Subdomain | Tensor) and source.ndim else None
     layout = _rows_layout(x, d, index, values)

@@ -378,3 +378,39 @@ def test_wrong_numbers_of_repeats():
         x.repeat_interleave(counts.abs(), 0, output_size=9)
     with pytest.raises(RuntimeError, match="same size as input"):
         x.repeat_interleave(counts, 1)
+
+
+def of_nodes(x, index):
+    """Messages to the nodes of a graph, as models write it, and their number."""
+    total = x.new_zeros(23, 4).index_add_(0, index, x)
+    again = x.new_zeros(23, 4).scatter_add_(0, index[:, None].expand_as(x), x * 2)
+    count = x.new_zeros(23)
+    count.scatter_add_(0, index, x.new_ones(len(x)))
+    most = x.new_zeros(23, 4).scatter_reduce_(0, index[:, None].expand_as(x), x, "amax")
+    return total, again, count, most, x.new_zeros(23, 4).index_add(0, index, x)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+def test_a_plain_tensor_of_many_rows_becomes_split(mesh):
+    index = torch.randint(0, 22, (31,), generator=torch.Generator().manual_seed(1))
+    dims = [0] * len(mesh)
+
+    def split():
+        return lightning_shard.shard(index, mesh_of(*mesh), dims)
+
+    def run(x):
+        if not isinstance(x, DomainTensor):
+            return of_nodes(x, index)
+        found = of_nodes(x, split())
+        assert all(isinstance(rows, DomainTensor) for rows in found)
+        assert all(rows.to_local().shape[0] < 7 for rows in found)
+        return found
+
+    with mock.patch("lightning_shard.ops.become.LARGE", 9):
+        assert_parity(run, [(31, 4)], {0: dims}, mesh_of(*mesh))
+        assert_double_backward(run, [(31, 4)], {0: dims}, mesh_of(*mesh))
+        buffer = torch.zeros(23, 4).index_add_(0, split(), torch.ones(31, 4))
+        assert type(buffer) is torch.Tensor
+    few = of_nodes(lightning_shard.shard(torch.ones(31, 4), mesh_of(*mesh), dims), split())
+    assert type(few[0]) is torch.Tensor
