@@ -28,13 +28,14 @@ def case(place: str, name: str, *shape: int, tolerance: float = 1e-10, **options
     return Case(of(place, name, **options), [shape or IMAGE], (2, 3), tolerance)
 
 
-def allowed(place: str, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """For a network with an autograd.Function of its own, which a user has to allow."""
+def allowed(place: str, make: Callable[[], nn.Module], *names: str) -> Callable[[], nn.Module]:
+    """For a network with autograd.Functions of its own, which a user has to allow."""
 
     def made() -> nn.Module:
         family, file = place.split(".")
         module = importlib.import_module(f"spandrel.architectures.{family}.__arch.{file}")
-        lightning_shard.allow_function(module.LayerNormFunction)
+        for name in ("LayerNormFunction", *names):
+            lightning_shard.allow_function(getattr(module, name))
         return make()
 
     return made
@@ -135,6 +136,7 @@ CASES = {
             "KBNet.kb_utils",
             of("KBNet.kbnet_s", "KBNet_s", width=8, middle_blk_num=1, enc_blk_nums=[1, 1],
                dec_blk_nums=[1, 1]),
+            "KBAFunction",
         ),
         [IMAGE], (2, 3),
     ),
@@ -154,7 +156,7 @@ CASES = {
     "mix_dehaze": case(
         "MixDehazeNet.MixDehazeNet", "MixDehazeNet", 1, 3, 64, 48, embed_dims=[8, 8, 16, 8, 8]
     ),
-    "lama": Case(of("LaMa.LaMa", "LaMa", in_nc=4), [(1, 3, 32, 32), hole], (2, 3)),
+    "lama": Case(of("LaMa.LaMa", "LaMa", in_nc=4), [(1, 3, 32, 32), hole], (2, 3), 1e-5),
     "restoreformer": case(
         "RestoreFormer.restoreformer_arch", "RestoreFormer", 1, 3, 32, 32, n_embed=16,
         embed_dim=32, ch=32, ch_mult=(1, 1), num_res_blocks=1, resolution=32, z_channels=32,

@@ -28,20 +28,8 @@ def one_by_one(model, x: Tensor, y: Tensor) -> list[Tensor]:
     return found
 
 
-def preallocated(model, x: Tensor, y: Tensor) -> list[Tensor]:
-    """A cache of fixed length, into which keys and values are written."""
-    cache = tf.StaticCache(config=model.config, max_cache_len=16)
-    first = model(inputs_embeds=x, past_key_values=cache, use_cache=True)
-    second = model(inputs_embeds=y, past_key_values=cache, use_cache=True)
-    return [first.last_hidden_state, second.last_hidden_state]
-
-
 def cached(model, config, run=continued, tolerance=FLOAT32):
     return Case(lambda: Apply(run, model(config())), CACHED, (1,), tolerance)
-
-
-def sized(kind, **options):
-    return lambda: kind(**(BASE | {"vocab_size": 32, "pad_token_id": 0} | options))
 
 
 SSM = {"expand": 2, "n_groups": 1, "state_size": 4, "chunk_size": 4}
@@ -85,9 +73,6 @@ CASES = {
     "gpt2_steps": cached(tf.GPT2Model, gpt2, one_by_one, 1e-10),
     "llama_cache": cached(tf.LlamaModel, rope(tf.LlamaConfig)),
     "llama_steps": cached(tf.LlamaModel, rope(tf.LlamaConfig), one_by_one),
-    "llama_static_cache": cached(
-        tf.LlamaModel, rope(tf.LlamaConfig), preallocated
-    ),
     "mistral_window_cache": cached(
         tf.MistralModel, rope(tf.MistralConfig, sliding_window=4)
     ),

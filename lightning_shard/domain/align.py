@@ -1,6 +1,5 @@
 """Finds the layout that the operands of a function share, and the local part of each in it."""
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -13,6 +12,7 @@ from lightning_shard.domain.comm import all_reduce, of_all, transpose
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, fetch_all, needs_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
+from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.typed import is_dict, is_list, typed_torch
@@ -24,23 +24,6 @@ def subdomains(values: Any) -> list[Subdomain]:
         return [values]
     items = values.values() if is_dict(values) else values if is_list(values) else ()
     return [s for v in items for s in subdomains(v)]
-
-
-def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
-    """This rank's part of a plain tensor's `dim`, split as `factors` say; it may be sparse."""
-    if x.layout != torch.strided:
-        if x.requires_grad:
-            raise UnsupportedOperationError("a part of a sparse tensor has no gradient in torch")
-        rows = take_local(torch.arange(x.shape[dim], device=x.device), 0, factors, grid)
-        return x.to_sparse_coo().index_select(dim, rows)
-    if len(factors) == 1:
-        low, high = factors[0].bounds(grid)
-        return x.narrow(dim, low, high - low)
-    x = torch.unflatten(x, dim, [f.extent for f in factors])
-    for offset, factor in enumerate(factors):
-        low, high = factor.bounds(grid)
-        x = x.narrow(dim + offset, low, high - low)
-    return x.flatten(dim, dim + len(factors) - 1)
 
 
 def take_part(x: Tensor, layout: Layout) -> Tensor:
@@ -105,16 +88,6 @@ def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) 
     return x.like(local, x.layout.with_dim(dim, x.shape[dim], ()).with_dims({other: factors}))
 
 
-def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tensor]:
-    """The global rows, in their local order, that each rank along `axes` has of a dim."""
-    rows = torch.arange(math.prod(f.extent for f in factors))
-    found: list[Tensor] = []
-    for coord in itertools.product(*(range(grid.sizes[a]) for a in axes)):
-        place = dict(enumerate(grid.coord)) | dict(zip(axes, coord, strict=True))
-        found.append(take_local(rows, 0, factors, Grid(grid.sizes, tuple(place.values()))))
-    return found
-
-
 def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
     """How many rows of a split dim each rank holds, and all rows in the order of the ranks.
 
@@ -138,8 +111,8 @@ def broadcasting(x: Subdomain | Tensor, dims: Collection[int]) -> Subdomain | Te
 def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
     """The layout of the broadcast result of `operands`; a plain tensor is whole on every rank.
 
-    Where operands are split over the same ranks in different dims, the largest (of these the first)
-    decides; `local_part` moves the others.
+    Where operands are split differently, the largest (of these the first) decides; `local_part`
+    moves the others.
     """
     split = [o for o in operands if isinstance(o, Subdomain)]
     if split and all(_fits_into(o, split[0]) for o in operands):
@@ -168,12 +141,10 @@ def _common_layout(kinds: tuple[Layout | tuple[int, ...], ...], grid: Grid) -> L
                 continue
             if layout.axes(target):
                 candidate = common_dim(layout.dims[target], candidate)
-                if candidate is None and shape[target] == 1:
-                    continue  # one row, which `local_part` moves to another rank
             elif set(own.axes(d)) & set(layout.axes()):
                 continue
             if candidate is None:
-                raise _split_differently(split)
+                continue
             layout = layout.with_dims({target: candidate})
     return layout
 
@@ -187,11 +158,7 @@ def _fits_into(x: Subdomain | Tensor, first: Subdomain) -> bool:
 
 def split_differently(operands: Sequence[Subdomain | Tensor]) -> UnsupportedOperationError:
     """The refusal of operands whose split dims do not fit together."""
-    return _split_differently([o.layout for o in operands if isinstance(o, Subdomain)])
-
-
-def _split_differently(layouts: Sequence[Layout]) -> UnsupportedOperationError:
-    shown = "; ".join(map(str, layouts))
+    shown = "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
     return UnsupportedOperationError(f"the operands are split differently: {shown}")
 
 
@@ -224,11 +191,11 @@ def _moved_to(x: Subdomain, layout: Layout) -> Subdomain:
             x = whole(x, d)  # one row, which every rank needs, or another rank than its owner
         elif not is_split:
             x = _split_elsewhere(x, d, layout)
-        elif not alike:
+        elif not alike and x.layout.axes(d) == layout.axes(added + d):
             x = simple(x, d)
-            if merge(x.layout.dims[d]) != merge(layout.dims[added + d]):
-                raise split_differently([x])
-    return x
+    spread = [d for d, n in enumerate(x.shape) if n != layout.shape[added + d]]
+    target = Layout(layout.dims[added:], layout.grid)
+    return relaid(x, target.with_dims({d: (Factor(1),) for d in spread}))
 
 
 def _sliced(
@@ -258,14 +225,12 @@ def _split_elsewhere(x: Subdomain, dim: int, layout: Layout) -> Subdomain:
     """The same tensor, `dim` whole, and the dim that `layout` splits over the same ranks split."""
     axes, added = x.layout.axes(dim), layout.ndim - x.ndim
     other = next((t - added for t in layout.split_dims if layout.axes(t) == axes), None)
-    if other is None and x.shape[dim] == 1:
-        return whole(x, dim)
-    if other is None or len(merge(layout.dims[other + added])) > 1:
-        raise split_differently([x, x.like(x.local, layout)])
+    if other is None:
+        return whole(x, dim) if x.shape[dim] == 1 else x
     if other < 0 or x.shape[other] == 1:
         return whole(x, dim)
-    if x.layout.axes(other):
-        raise split_differently([x, x.like(x.local, layout)])
+    if x.layout.axes(other) or len(merge(layout.dims[other + added])) > 1:
+        return x
     return split_moved(x, dim, other)
 
 

@@ -123,22 +123,35 @@ def test_joined_operands_split_in_different_dims():
     assert_moved(join, [SHAPE, SHAPE], [2, 3], [2, 1], mesh_of(2, 2))
     along = (lambda x, y: torch.cat([x, y], 3), [SHAPE, SHAPE])
     assert_moved(*along, [3, 1], [2, 3], mesh_of(2, 2))
-    x, mesh = torch.randn(SHAPE), mesh_of(2, 2)
-    first, second = (lightning_shard.shard(x, mesh, dims) for dims in ([3, 1], [2, 3]))
-    with pytest.raises(UnsupportedOperationError, match="split differently"):
-        torch.cat([second, first], 2)
+    assert_moved(lambda x, y: torch.cat([y, x], 2), [SHAPE, SHAPE], [3, 1], [2, 3], mesh_of(2, 2))
 
 
 @pytest.mark.spmd(4)
-def test_exchanged_dims_are_refused():
-    x = torch.randn(2, 3, 7, 7)
-    a = lightning_shard.shard(x, mesh_of(2, 2), [2, 3])
-    b = lightning_shard.shard(x, mesh_of(2, 2), [3, 2])
-    assert a.type() == x.type()
-    with pytest.raises(UnsupportedOperationError, match="split differently"):
-        a + b
-    with pytest.raises(UnsupportedOperationError, match="split differently"):
-        a + lightning_shard.shard(x, mesh_of(2, 2), [1, 2])
+@pytest.mark.parametrize("other", [(3, 2), (1, 2), (2, 2), (3, 3), (1, 1), (3, 1)], ids=str)
+def test_operands_split_over_exchanged_or_all_axes(other):
+    """Of extents that are split unevenly: rows of one split lie across those of the other."""
+    shape, mesh = (2, 5, 7, 6), mesh_of(2, 2)
+
+    def function(x, y):
+        return x * y + torch.where(y > 0, y, x), y - x[:1], torch.cat([x, y], 1), x * y[0]
+
+    assert_moved(function, [shape, shape], [2, 3], other, mesh)
+    assert_moved(function, [shape, shape], other, [2, 3], mesh)
+
+
+@pytest.mark.spmd(4)
+def test_a_residual_of_a_sequence():
+    """As in a transformer over an image, whose tokens lie on the ranks as one dim."""
+
+    def function(x):
+        tokens = F.linear(x.flatten(2).mT.reshape(-1, 3), torch.eye(3).to(x) * 2)
+        windows = (
+            x.reshape(2, 3, 2, 4, 2, 3).permute(0, 2, 4, 3, 5, 1).reshape(-1, 12, 3).softmax(1)
+        )
+        back = windows.reshape(2, 2, 2, 4, 3, 3).permute(0, 5, 1, 3, 2, 4).reshape(2, 3, 8, 6)
+        return x + tokens.reshape(2, 48, 3).mT.reshape(2, 3, 8, 6) * back
+
+    assert_parity(function, [(2, 3, 8, 6)], {0: [2, 3]}, mesh_of(2, 2))
 
 
 @pytest.mark.spmd(4)
