@@ -5,7 +5,7 @@ import transformers as tf
 from torch import Tensor
 
 from benchmarks.model_zoo import Apply, Case
-from benchmarks.model_zoo.transformers_sequence import BASE, FLOAT32, conf, gpt2, of_ids, rope
+from benchmarks.model_zoo.transformers_sequence import FLOAT32, conf, gpt2, of_ids, rope
 
 CACHED = [(2, 11, 16), (2, 3, 16)]  # what is read at first, and what comes after it
 
