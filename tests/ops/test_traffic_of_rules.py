@@ -91,6 +91,10 @@ CASES = {
     "rows_by_index": (lambda x: x[0, 0][zeros(x)], TOLD + 6 * 10 * NUMBER, 0),
     "gather": (lambda x: x[0, 0].gather(0, zeros(x)[:, None]), TOLD + 6 * NUMBER, 0),
     "index_add": (lambda x: x[0, 0].index_add(0, zeros(x), x[0, 1]), TOLD, 6 * 10 * NUMBER),
+    "scatter_add_of_rows": (  # which of both it is, a number for each row, the rows
+        lambda x: x[0, 0].scatter_add(0, zeros(x)[:, None].expand_as(x[0, 1]), x[0, 1]),
+        1 + TOLD, 6 * 10 * NUMBER,
+    ),
     "index_add_to_plain": (
         lambda x: kernel(4).index_add(0, zeros(x), x[0, 0, :, 0]), 7 * NUMBER, 4 * NUMBER
     ),

@@ -29,6 +29,7 @@ from lightning_shard.ops.view.aligned import (
     places_of,
     refuse_other_domains,
 )
+from lightning_shard.ops.view.expanded import row_numbers_of
 from lightning_shard.ops.view.index import strided
 from lightning_shard.ops.view.mask import in_front
 from lightning_shard.ops.view.write import Rows, Writing, written
@@ -37,6 +38,12 @@ _SCATTERS = (
     torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add, Tensor.scatter_add,
     Tensor.scatter_add_, torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_,
 )  # fmt: skip
+# what does the same where the index names whole rows
+_OF_ROWS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.scatter_add: torch.index_add,
+    Tensor.scatter_add: Tensor.index_add,
+    Tensor.scatter_add_: Tensor.index_add_,
+}
 _WRITES = (
     torch.index_add, Tensor.index_add, Tensor.index_add_, torch.index_copy, Tensor.index_copy,
     Tensor.index_copy_, torch.index_fill, Tensor.index_fill, Tensor.index_fill_, torch.index_reduce,
@@ -63,6 +70,9 @@ def scatter(
         return scatter(func, own, d, index, source, *rest, **kwargs)
     layout = aligned_layout(d, x.shape, operands)
     if layout is None or any(o.layout.axes(d) for o in subdomains(operands)):
+        numbers = row_numbers_of(x, d, index, source) if func in _OF_ROWS else None
+        if numbers is not None:
+            return write_rows(_OF_ROWS[func], x, d, numbers, source)
         return _scattered(func, x, d, index, source, *rest, **kwargs)
     in_place = is_in_place(func)
     if in_place and isinstance(x, Tensor):
