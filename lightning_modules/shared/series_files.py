@@ -129,10 +129,10 @@ def open_series(path: Path, select: Mapping[str, Sequence[Any]] | None = None) -
         ValueError: It is damaged, of another format, or without these coordinates.
     """
     known = HDF5 + ZARR + NETCDF
-    if path.suffix not in known:
-        raise ValueError(f"{path} must end in {', '.join(known)}, which say its format.")
     if not path.exists():
         raise FileNotFoundError(f"the file of fields {path} does not exist; check its name.")
+    if path.suffix not in known:
+        raise ValueError(f"{path} must end in {', '.join(known)}, which say its format.")
     if select and path.suffix in HDF5:
         raise ValueError(
             f"select={select} names coordinates, but {path} is HDF5, which is read without them; "

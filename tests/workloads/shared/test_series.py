@@ -258,6 +258,7 @@ def test_files_that_cannot_be_read(name, tmp_path):
     path.mkdir() if name == "a.zarr" else path.write_bytes(b"\x89HDF\r\n\x1a\nnothing more")
     with pytest.raises(ValueError, match=f"{name} cannot be read"):
         SeriesDataset(path)
+    (tmp_path / "a.csv").touch()
     with pytest.raises(ValueError, match=r"must end in \.h5, \.hdf5, \.zarr, \.nc"):
         SeriesDataset(tmp_path / "a.csv")
 
