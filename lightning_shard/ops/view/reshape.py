@@ -49,7 +49,7 @@ def _laid_out(x: Subdomain, layout: Layout) -> Subdomain:
     """`x` with its dims regrouped, each element on its rank."""
     local = x.local.reshape(layout.local_shape)
     strides = x.local.stride()
-    if strides == _dense_strides(tuple(x.local.shape)):
+    if x.local.numel() == 0 or strides == _dense_strides(tuple(x.local.shape)):
         return x.view(local, layout)
     # rows that lie apart in memory, as those of a slice of the whole do; on all ranks alike
     copied = not _is_view(_first_part(x.layout), strides, _first_part(layout))

@@ -140,3 +140,14 @@ def test_copies_are_written_freely(write):
     """But for rows of other ranks, which `y[1:] += 2` takes, adds to and assigns."""
     ran = {name: assert_seen_or_refused(f, write, mesh_of(3), 0) for name, f in COPIES.items()}
     assert all(ran.values()) or write in (write_some_rows, write_a_temporary), ran
+
+
+@pytest.mark.spmd(3)
+def test_a_rank_without_rows_refuses_nothing_that_others_do():
+    """The clone of no rows keeps the strides of what it was a part of, which say nothing."""
+    whole = torch.randn(5, 2, 4, dtype=torch.float64)
+    y = lightning_shard.shard(whole, mesh_of(3), 1).clone()
+    y.flatten()[::2] = 0.25
+    expected = whole.clone()
+    expected.flatten()[::2] = 0.25
+    assert lightning_shard.gather(y).equal(expected)
