@@ -237,8 +237,7 @@ def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Te
         )
     if isinstance(x, LocalPart):
         return x.split(mesh, dims)
-    local = shard(x, mesh, dims).to_local().clone()  # a copy, so that the whole sample can be freed
-    return from_local(local, mesh, dims, x.shape)
+    return shard(x, mesh, dims)
 
 
 def _entries(batch: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,16 +24,18 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
             axes may split the same one.
 
     Returns:
-        The same values as a `DomainTensor`; each rank keeps its rows (a view of `tensor`). Any
-        extent can be split over any number of ranks: rows are shared out as by
-        `torch.tensor_split`.
+        The same values as a `DomainTensor`; each rank keeps a copy of its rows. Any extent can be
+        split over any number of ranks: rows are shared out as by `torch.tensor_split`.
 
     Raises:
         ValueError: `dims` does not fit the mesh or the tensor.
     """
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
-    return DomainTensor(Subdomain(take_part(tensor, layout), layout, domain))
+    part = take_part(tensor, layout)
+    # the strides of a part of one row, which a view of the whole has, would say nothing
+    stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
+    return DomainTensor(Subdomain(part.clone(memory_format=stored), layout, domain))
 
 
 def from_local(

@@ -51,6 +51,10 @@ def _laid_out(x: Subdomain, layout: Layout) -> Subdomain:
     strides = x.local.stride()
     if x.local.numel() == 0 or strides == _dense_strides(tuple(x.local.shape)):
         return x.view(local, layout)
+    if _is_copied(x.shape, strides, layout.shape) and _is_view(
+        tuple(x.local.shape), strides, layout.local_shape
+    ):  # a part of one row may be seen in another shape where the whole may not
+        return x.view(local.clone(), layout)
     # rows that lie apart in memory, as those of a slice of the whole do; on all ranks alike
     copied = not _is_view(_first_part(x.layout), strides, _first_part(layout))
     return x.copy(local, layout, moved=copied and _is_view(x.shape, strides, layout.shape))
@@ -76,6 +80,19 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
     except RuntimeError:
         return False
     return True
+
+
+@lru_cache(maxsize=4096)
+def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether torch copies to give `target` of a whole whose dims lie in the order of `strides`."""
+    if 0 in strides or len(strides) != len(shape):
+        return False
+    order = sorted(range(len(shape)), key=lambda d: -strides[d])
+    if order == sorted(order):
+        return False
+    stored = torch.empty([shape[d] for d in order], device="meta")
+    whole = stored.permute([order.index(d) for d in range(len(shape))])
+    return not _is_view(shape, whole.stride(), target)
 
 
 def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:

@@ -151,3 +151,15 @@ def test_a_rank_without_rows_refuses_nothing_that_others_do():
     expected = whole.clone()
     expected.flatten()[::2] = 0.25
     assert lightning_shard.gather(y).equal(expected)
+
+
+@pytest.mark.spmd(3)
+def test_parts_of_one_row_are_copied_where_the_whole_is():
+    whole = torch.randn(2, 2, dtype=torch.float64)
+    y = lightning_shard.shard(whole, mesh_of(3), 0).T.clone()  # transposed in memory
+    flat = y.flatten()
+    flat[::2] = 0.25
+    assert lightning_shard.gather(y).equal(whole.T)
+    expected = whole.T.flatten()
+    expected[::2] = 0.25
+    assert lightning_shard.gather(flat).equal(expected)
