@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lightning_shard.processes.simulate import simulate as simulate
     from lightning_shard.processes.simulated.turns import StuckError as StuckError
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
+    from lightning_shard.rehearsal.certificate import Certificate as Certificate
+    from lightning_shard.rehearsal.certify import certify as certify
     from lightning_shard.rehearsal.check import check as check
     from lightning_shard.rehearsal.forecast import plan as plan
     from lightning_shard.tensor import functional as functional
@@ -122,6 +124,8 @@ _MODULES = {
     "DisagreementError": "processes.agreement",
     # a step, rehearsed on this machine
     "check": "rehearsal.check",
+    "certify": "rehearsal.certify",
+    "Certificate": "rehearsal.certificate",
     "plan": "rehearsal.forecast",
 }
 

@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 
 from lightning_shard.cli import main as cli
+from lightning_shard.cli.certify_words import read_certify
 from lightning_shard.ops import registry
 from tests.checkpoint.tiny import leave_group
 from tests.pool import pool_of
@@ -140,10 +141,12 @@ def fits(code):
 
 @blocks("parse", "commands")
 def test_options(folder, capsys, mark, code):
-    """`check` and `plan` take the options of `fit`."""
-    found = [words for words in fits(code) if words[0] in {"fit", "check", "plan"}]
+    """`check`, `plan` and `certify` take the options of `fit`."""
+    found = [words for words in fits(code) if words[0] in {"fit", "check", "plan", "certify"}]
     assert found or "torchrun" in code
-    for _, *options in found:
+    for command, *options in found:
+        if command == "certify":
+            _, options = read_certify(options)
         with pytest.raises(SystemExit) as ended:
             cli.main(["fit", *options, "--print_config"])
         assert ended.value.code == 0, capsys.readouterr().err

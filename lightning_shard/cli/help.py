@@ -13,6 +13,7 @@ commands
   predict    run the prediction loader
   check      train one step on two ranks of this machine, compare it with one process
   plan       predict the memory and the traffic of each rank
+  certify    train some steps on several meshes, and compare them with one process
   ops        list the functions that run on split tensors
   export     write a checkpoint as one file for other programs
   inspect    show what is in a checkpoint, and whether it is whole
@@ -99,6 +100,25 @@ examples
   {program} plan --config tfno_darcy --trainer.devices 8
   {program} plan --config tfno_darcy --config node_of_8 --config domain_2
 """
+CERTIFY = """\
+usage: {program} certify --config FILE [--meshes LIST] [--steps N] [options of fit]
+
+Trains some steps on several meshes and in one process, on the CPU of this machine, in float64 and
+in the precision of the config. It compares losses and weights after each step, says what rounding
+explains, and names the first module and function whose output differs by more. It writes
+certificate.md, .json and .svg, and ends with status 1 if a mesh differs.
+
+options
+  --meshes LIST   such as 1x1,1x2,2x2,1x4: data replicas x ranks of a domain, or 1x2x2
+  --steps N       how many batches; 50 by default
+  --output DIR    where the certificate goes; by default trainer.default_root_dir
+  --simulated     ranks in one process instead of processes
+  all options of fit: {program} fit --help all
+
+examples
+  {program} certify --config mnist_cnn --config quick
+  {program} certify --config tfno_darcy --config quick --meshes 1x2,2x2 --steps 20
+"""
 OPS = """\
 usage: {program} ops [NAME] [--markdown]
 
@@ -158,6 +178,7 @@ PAGES = {
     **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
     "check": CHECK,
     "plan": PLAN,
+    "certify": CERTIFY,
     "ops": OPS,
     "export": EXPORT,
     "inspect": INSPECT,

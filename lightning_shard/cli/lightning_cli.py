@@ -22,6 +22,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_shard.cli.certify_words import CertifyWords
 from lightning_shard.cli.checked import recall, remember
 from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
@@ -31,7 +32,13 @@ from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
 from lightning_shard.cli.last_words import last_words
 from lightning_shard.cli.names import import_short_names
-from lightning_shard.cli.rehearsal_commands import Wanted, on_this_machine, rehearse, wanted
+from lightning_shard.cli.rehearsal_commands import (
+    Wanted,
+    certify_run,
+    on_this_machine,
+    rehearse,
+    wanted,
+)
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import (
     ENV_PREFIX,
@@ -215,6 +222,10 @@ class ShardCLI(LightningCLI):
         checked = recall(folder, yaml.safe_load(text), options.get("shard_dims"))
         add_once(self.trainer, RunReport(text, checked))
 
+    def resolved(self) -> tuple[str, str | None]:
+        """Give the text of all options, and the folder of the run."""
+        return self._dumped(), self.config["fit"]["trainer"]["default_root_dir"]
+
     def _dumped(self) -> str:
         command = str(self.config["subcommand"])
         return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
@@ -234,11 +245,12 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
-def run(args: Sequence[str]) -> None:
+def run(args: Sequence[str], certified: CertifyWords | None = None) -> None:
     """Run a subcommand of Lightning, or a rehearsal of `fit`.
 
     Args:
         args: The words of the command line.
+        certified: What was typed for `certify` beside them.
     """
     state = RunState()
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
@@ -246,8 +258,11 @@ def run(args: Sequence[str]) -> None:
     # lightning 2.6 asks for a class that torch 2.13 deprecates
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     try:
-        if args[:1] and args[0] in ("check", "plan"):
+        if args[:1] and args[0] in ("check", "plan", "certify"):
             built = ShardCLI(["fit", *args[1:]], state, rehearsal=True)
+            if certified is not None:
+                certify_run(built.model, built.datamodule, built.asked, certified, built.resolved())
+                return
             rehearse(args[0], built.model, built.datamodule, built.asked, built.remember)
         else:
             ShardCLI(args, state)

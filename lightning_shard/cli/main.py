@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_shard.cli.certify_words import read_certify
 from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.exits import exit_with
 from lightning_shard.cli.help import PAGES, page
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_shard.cli.lightning_cli import ShardCLI as ShardCLI
 
 LIGHTNING = ("fit", "validate", "test", "predict")
-REHEARSALS = ("check", "plan")
+REHEARSALS = ("check", "plan", "certify")
 
 
 def __getattr__(name: str) -> Any:
@@ -58,7 +59,8 @@ def main(args: Sequence[str] | None = None) -> None:
             tool = importlib.import_module(f"lightning_shard.cli.{command}")
             getattr(tool, command)(options)
             return
-        words = find_configs(words)
+        own, rest = read_certify(words[1:]) if command == "certify" else (None, words[1:])
+        words = find_configs([*words[:1], *rest])
         names = (*LIGHTNING, *REHEARSALS, *TOOLS) if command not in REHEARSALS else (command,)
         shown = LIGHTNING if command.startswith("-") or not command else names
         split = split_subcommand(words, shown)
@@ -66,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> None:
             read_sources(split[1], split[0] if command in LIGHTNING else "fit")
     except UsageError as err:
         exit_with(err, code=2)
-    importlib.import_module("lightning_shard.cli.lightning_cli").run(words)
+    importlib.import_module("lightning_shard.cli.lightning_cli").run(words, own)
 
 
 def _version() -> str:

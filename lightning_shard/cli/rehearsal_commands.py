@@ -1,11 +1,13 @@
-"""`python -m lightning_shard check|plan --config a.yaml`: a training step, rehearsed here.
+"""`python -m lightning_shard check|plan|certify --config a.yaml`: training, rehearsed here.
 
 `check` trains one step in one process and on two ranks that share each sample, compares them, and
 names the functions that have no rule; it exits with 1 if the module cannot train so. `plan`
-predicts what each of the ranks that the config asks for will hold and send. Both run on the CPU,
-take the options of `fit`, and use its model and the first batch of its data.
+predicts what each of the ranks that the config asks for will hold and send. `certify` trains some
+steps on several meshes, and writes a certificate; it exits with 1 if one differs. All run on the
+CPU, take the options of `fit`, and use its model and the first batches of its data.
 """
 
+import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -14,8 +16,10 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
+from lightning_shard.cli.certify_words import CertifyWords
 from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.usage import UsageError, is_list
+from lightning_shard.cli.usage import UsageError, is_list, told_by_user
+from lightning_shard.rehearsal.certify import certify
 from lightning_shard.rehearsal.check import check
 from lightning_shard.rehearsal.forecast import plan
 
@@ -108,4 +112,40 @@ def rehearse(
     print(found)
     keep(str(found))
     if not found.is_supported:
+        sys.exit(1)
+
+
+def certify_run(
+    module: LightningModule,
+    data: LightningDataModule | None,
+    asked: Wanted,
+    words: CertifyWords,
+    resolved: tuple[str, str | None],
+) -> None:
+    """Print and write the certificate; exit with 1 if a mesh does not train as one process.
+
+    Args:
+        module: What trains.
+        data: What it trains on; None if the module has its own loaders.
+        asked: What the config asks for.
+        words: What was typed for `certify`.
+        resolved: The text of all options, and the folder of the run.
+    """
+    source: Any = data or module.train_dataloader()
+    digest = hashlib.sha256(resolved[0].encode()).hexdigest()
+    with told_by_user(ValueError):
+        found = certify(
+            module,
+            source,
+            words.meshes,
+            words.steps,
+            asked.shard_dims,
+            simulated=words.simulated,
+            facts={"model": type(module).__name__, "config": f"sha256 {digest[:16]}"},
+            **asked.trainer,
+        )
+    page = found.save(words.output or resolved[1] or ".")
+    print(found)
+    print(f"written to {page}", file=sys.stderr)
+    if not found.is_equal:
         sys.exit(1)

@@ -24,7 +24,7 @@ WORDS: dict[str, dict[str, dict[str, Any]]] = {  # of each command, as argparse 
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Its help is a page of help.py, and its refusals are one sentence."""
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def read_words(command: str, words: Sequence[str]) -> argparse.Namespace:
     """
     if words and not WORDS[command]:
         raise UsageError(f"unexpected '{words[0]}': {command} takes no options")
-    parser = _Parser(f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
+    parser = Parser(f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
     for name, how in WORDS[command].items():
         parser.add_argument(name, **how)
     options = parser.read(words)

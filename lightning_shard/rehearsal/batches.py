@@ -49,18 +49,39 @@ def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any
         typed_torch.manual_seed(0)
         if stage != "fit" and has_own_loaders(module, data, stage):
             return _of_own_loaders(_owner(module, data), stage)
-        if isinstance(data, LightningDataModule):
-            if stage != "fit":
-                raise NotRehearsedError(f"{type(data).__name__} has no {STEPS[stage][1]}")
-            data.prepare_data()
-            data.setup("fit")
-        loader: Any = data.train_dataloader() if isinstance(data, LightningDataModule) else data
-        if not isinstance(loader, DataLoader):
-            raise ValueError(
-                f"one DataLoader of training batches is needed; got {type(loader).__name__}. Give "
-                "one that yields what training_step takes."
-            )
-        return [next(iter(loader))]
+        if isinstance(data, LightningDataModule) and stage != "fit":
+            raise NotRehearsedError(f"{type(data).__name__} has no {STEPS[stage][1]}")
+        return [next(iter(_of_training(data)))]
+
+
+def batches_in_turn(data: Data, count: int) -> list[Any]:
+    """The first training batches; the loader begins anew where it has fewer.
+
+    Raises:
+        ValueError: There is no DataLoader of training batches, or it is empty.
+    """
+    with random.fork_rng(devices=[]):
+        typed_torch.manual_seed(0)
+        loader, found = _of_training(data), list[Any]()
+        while len(found) < count:
+            drawn = list(itertools.islice(iter(loader), count - len(found)))
+            if not drawn:
+                raise ValueError("the DataLoader of training batches has no batch.")
+            found += drawn
+        return found
+
+
+def _of_training(data: Data) -> DataLoader[Any]:
+    if isinstance(data, LightningDataModule):
+        data.prepare_data()
+        data.setup("fit")
+    loader: Any = data.train_dataloader() if isinstance(data, LightningDataModule) else data
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"one DataLoader of training batches is needed; got {type(loader).__name__}. Give "
+            "one that yields what training_step takes."
+        )
+    return loader
 
 
 def _of_own_loaders(owner: Any, stage: Stage) -> list[Any]:

@@ -11,7 +11,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,18 +88,28 @@ def rehearse(
     task = _Task(module, own, stage, batches, ranks, shard_dims, allowed, thinner, trainer)
     if not simulated:
         return launch(_step, task, processes=math.prod(domain))
+    return simulated_as_launched(_step, task, processes=math.prod(domain))
+
+
+def simulated_as_launched(function: Callable[..., Any], *args: Any, processes: int) -> list[Any]:
+    """Call `simulate`, whose ranks fail as those of `launch` do.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: A rank failed; the last line is its error.
+    """
     try:
-        return simulate(_step, task, processes=math.prod(domain))
-    except Exception as error:  # as a launched rank fails
-        text = "".join(traceback.format_exception(error))
-        raise ProcessRaisedException(text, 0, os.getpid()) from error
+        return simulate(function, *args, processes=processes)
+    except Exception as error:
+        told = traceback.TracebackException.from_exception(error)
+        told.__notes__ = []
+        raise ProcessRaisedException("".join(told.format()), 0, os.getpid()) from error
 
 
 def _step(task: _Task) -> Rehearsal:
     seed_everything(0, verbose=False)
     seen = Rehearsal()
     autograd_function.functions_to_try.update(task.allowed)
-    with warnings.catch_warnings(record=True) as noted, _quiet(), allow_gather():
+    with warnings.catch_warnings(record=True) as noted, quiet(), allow_gather():
         warnings.simplefilter("always")
         trainer = _trainer(task, seen)
         options = {} if task.stage in ("fit", "predict") else {"verbose": False}
@@ -147,7 +157,7 @@ def _trainer(task: _Task, seen: Rehearsal) -> Trainer:
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Without what Trainers say of themselves."""
     loggers = [
         logging.getLogger(f"lightning.pytorch{part}") for part in ("", ".utilities.rank_zero")

@@ -74,6 +74,59 @@ def test_mistakes(capsys, words, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def test_certify(capfd, tmp_path):
+    words = ["--meshes=1x2,2x1x2", "--steps=2", "--simulated", "--trainer.default_root_dir=run"]
+    main(["certify", *files("tfno_darcy domain_2x2"), *SMALL, *SMALL_NETWORK, *words])
+    out, err = capfd.readouterr()
+    assert "Training on the meshes 1x2, 2x1x2 equals training in one process, over 2 steps" in out
+    assert "| model | TFNODarcy |" in out
+    assert "| config | sha256 " in out
+    assert "written to run/certificate.md" in err
+    assert {p.suffix for p in (tmp_path / "run").glob("certificate.*")} == {".md", ".json", ".svg"}
+
+
+def test_certify_ends_with_1_where_a_mesh_differs(capfd):
+    words = ["--meshes=2x1", "--steps=1", "--simulated", "--output=kept"]
+    model = "--model=tests.cli.test_rehearsal_commands.Normalized"
+    with pytest.raises(SystemExit) as stop:
+        main(["certify", model, "--data=lightning_modules.DarcyDataModule", *SMALL, *words])
+    assert stop.value.code == 1
+    out = capfd.readouterr().out
+    assert "in module norm (BatchNorm2d) is the first whose output differs" in out
+    assert "Each data replica has statistics of its own samples, as in DDP." in out
+
+
+class Normalized(LightningModule):
+    """To which a share of a batch is not alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm2d(1)
+
+    def training_step(self, batch, batch_idx):
+        return self.norm(batch["x"]).exp().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--meshes=1x2,4"], "'4' is no mesh: data replicas x ranks of a domain, such as 2x2"),
+        (["--meshes=0x2"], "'0x2' is no mesh"),
+        (["--steps=many"], "'many' is no number of steps from 1 on"),
+        (["--mesh=1x2"], "'mesh'"),
+        (["--meshes=3x1", "--simulated"], "replicas of the mesh 3x1 cannot share a batch of 2"),
+    ],
+)
+def test_mistakes_of_certify(capsys, words, sentence):
+    with pytest.raises(SystemExit) as stop:
+        main(["certify", *files("tfno_darcy"), *SMALL, *words])
+    assert stop.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_sizes_that_do_not_fit(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["plan", *files("tfno_darcy domain_2"), *SMALL, "--trainer.devices=3"])

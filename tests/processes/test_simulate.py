@@ -93,6 +93,8 @@ def groups(rank: int) -> list[torch.Tensor]:
         dist.all_reduce(x, group=some)
     dist.all_reduce(z)
     inner = dist.get_rank(some)
+    of_all: Any = dist.new_group(backend="gloo")
+    of_all.monitored_barrier()  # as Lightning calls it
     lists = [functional.all_reduce(torch.ones(2), "sum", every)]
     return [x, z, torch.tensor(inner), *(functional.wait_tensor(t) for t in lists)]
 

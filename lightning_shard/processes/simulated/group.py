@@ -232,6 +232,10 @@ class SimulatedGroup(_AnyGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._bring("barrier", None, collectives.nothing)
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all; the turns say who is missing."""
+        self.barrier().wait()
+
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         return self._pass_on(tensors, (self._place, dst, tag), sends=True)
 
