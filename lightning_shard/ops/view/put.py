@@ -10,13 +10,13 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, local_part, subdomains
 from lightning_shard.domain.chosen import global_rows
 from lightning_shard.domain.requests import rows_of
-from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import implements, is_in_place
 from lightning_shard.ops.view.aligned import Operand, as_table
+from lightning_shard.ops.view.scatter import given_back, local_of
 from lightning_shard.ops.view.write import Rows, Writing, written
 
 
-@implements(torch.put, Tensor.put)
+@implements(torch.put, Tensor.put, Tensor.put_)
 def put(
     func: Callable[..., Any], x: Operand, index: Operand, source: Operand, accumulate: bool = False
 ) -> Operand:
@@ -39,7 +39,8 @@ def put(
         words = f"tried to access index {value} on a tensor of {count} elements."
         return IndexError(f"out of range: {words}")
 
-    found = written(as_table(x, owner), rows, Writing(run, complaint, accumulate))
-    if isinstance(x, Subdomain):
-        return x.like(found.reshape(x.local.shape))
-    return found.reshape(x.shape)
+    table = as_table(x, owner)
+    if is_in_place(func):  # what is written over must not have been saved for backward
+        table = table.like(table.local.clone())
+    found = written(table, rows, Writing(run, complaint, accumulate))
+    return given_back(func, x, found.reshape(local_of(x).shape))

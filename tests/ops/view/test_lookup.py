@@ -40,7 +40,7 @@ CASES = {
             x.put(index_of(x[0], 210, low=-210), y[1], accumulate=True),
             x.put(index_of(x[0, 0], 210), torch.arange(35.0).double(), accumulate=True),
             torch.zeros(9).double().put(index_of(x, 9), y, accumulate=True),
-            x.put(torch.arange(35) * 6 - 210, y[0, 0]),
+            (x * 1).put_(torch.arange(35) * 6 - 210, y[0, 0]),
             torch.put(x, torch.arange(210) % 7, x * y),
         ),
         [SHAPE, SHAPE],
