@@ -1,0 +1,94 @@
+"""Random programs on split tensors: values and gradients are those of one process, or refused.
+
+What is refused, is refused on all ranks alike.
+"""
+
+import collections
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lightning_shard
+from lightning_shard import DomainTensor, UnsupportedOperationError
+from tests.parity import mesh_of
+from tests.random_programs import Program, program
+
+
+def run(made: Program, start: Tensor) -> tuple[Tensor, Tensor]:
+    """The result and the gradient of the start."""
+    value = start
+    for step in made.steps:
+        value = step(value)
+    weights = torch.arange(value.numel(), dtype=torch.float64).cos().view(value.shape)
+    (gradient,) = torch.autograd.grad((value * weights).sum(), start, materialize_grads=True)
+    return value, gradient
+
+
+def whole(x: Tensor) -> Tensor:
+    return (lightning_shard.gather(x) if isinstance(x, DomainTensor) else x).detach()
+
+
+def refused_alike(made: Program, start: Tensor) -> bool:
+    """Whether a step is refused; each rank tells the others after each step."""
+    value, refused = start, False
+    for name, step in zip(made.names, made.steps, strict=True):
+        try:
+            value = step(value)
+        except UnsupportedOperationError:
+            refused = True
+        count = torch.tensor(int(refused))
+        dist.all_reduce(count)
+        assert count in (0, dist.get_world_size()), f"{name} is refused on some ranks only"
+        if refused:
+            return True
+    return False
+
+
+def check(seeds: range, sizes: tuple[int, ...]) -> None:
+    counts = collections.Counter[str]()
+    for seed in seeds:
+        made = program(seed)
+        ndim = made.start.ndim
+        dims = [(made.split + axis) % ndim for axis in range(len(sizes))]
+        if not made.steps or len(set(dims)) < len(dims):
+            continue
+        start = made.start.clone().requires_grad_()
+        expected = run(made, start)
+        about = f"seed {seed}: {tuple(start.shape)}, dims {dims}, {made.names}"
+        split = lightning_shard.shard(made.start, mesh_of(*sizes), dims).requires_grad_()
+        if refused_alike(made, split.detach()):
+            counts["refused"] += 1
+            continue
+        for value, correct in zip(run(made, split), expected, strict=True):
+            torch.testing.assert_close(
+                whole(value), correct.detach(), rtol=1e-8, atol=1e-10, equal_nan=True, msg=about
+            )
+        counts["exact"] += 1
+    assert counts["refused"] < 0.15 * counts["exact"], counts
+    assert counts["exact"] > 0.5 * len(seeds), counts
+
+
+@pytest.mark.spmd(2)
+def test_two_ranks():
+    check(range(150), (2,))
+
+
+@pytest.mark.spmd(3)
+def test_three_ranks():
+    check(range(1000, 1150), (3,))
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("part", range(4))
+def test_more_on_three_ranks(part):
+    check(range(2000 + 500 * part, 2500 + 500 * part), (3,))
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
+def test_more_on_four_ranks(sizes):
+    check(range(5000, 5600), sizes)
