@@ -7,6 +7,7 @@ which its new rows differ: then all ranks that hold those rows hold the same row
 import itertools
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def _needs(target: Dim, axes: tuple[int, ...], grid: Grid) -> Needs:
 
 
 def _spans(rows: list[int]) -> tuple[Span, ...]:
-    """Rows that follow each other as one span."""
+    """Rows that follow each other as one span; a rank may have no rows."""
     starts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
-    ends = [*starts[1:], len(rows)]
-    return tuple((rows[i], rows[j - 1] + 1) for i, j in zip(starts, ends, strict=True))
+    cuts = [*starts, len(rows)]
+    return tuple((rows[i], rows[j - 1] + 1) for i, j in pairwise(cuts))

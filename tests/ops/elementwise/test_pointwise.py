@@ -171,3 +171,16 @@ def test_rows_of_extent_one_lie_on_other_ranks(other):
         {0: other, 1: [1, 2]},
         mesh_of(2, 2),
     )
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1), (1, 5), (1, 1)], ids=str)
+def test_a_residual_of_fewer_tokens_than_ranks(shape):
+    """Ranks that have no rows of a flattened plane raised, and the others waited for ever."""
+    one = 2 + shape.index(1)
+
+    def function(x):
+        tokens, line = x.flatten(2), x.sum(one)
+        return tokens + line, line * tokens.roll(1, 2), torch.cat([line, tokens], 1)
+
+    assert_parity(function, [(2, 3, *shape)], {0: [2, 3]}, mesh_of(2, 2))
