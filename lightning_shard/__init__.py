@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
+    from lightning_shard.ops.dense.neighbours import knn as knn
+    from lightning_shard.ops.dense.neighbours import radius as radius
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -97,6 +99,8 @@ _MODULES = {
     "curve_order": "tensor.curve",
     "crossing_edges": "tensor.curve",
     "ordered_graph": "tensor.curve",
+    "knn": "ops.dense.neighbours",
+    "radius": "ops.dense.neighbours",
     # rules for operations
     "register_rule": "ops.registry",
     "Subdomain": "domain.subdomain",

@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-PICTURES = {"1": 3, "2": 5, "3": 2, "4": 4, "5": 0}  # by the number in the name
+PICTURES = {"1": 3, "2": 5, "3": 2, "4": 4, "5": 0, "6": 3}  # by the number in the name
 SHORTER = {  # what stands in a notebook, and what runs in its place
     "2": {
         "num_train=256": "num_train=8",
@@ -62,7 +62,8 @@ def shorten(notebook: nbformat.NotebookNode, changes: dict[str, str]) -> None:
 )
 @pytest.mark.parametrize(
     "path",
-    # slow: those that train, as tests/workloads, tests/cli and tests/test_snippets.py do too
+    # slow: those that train, as tests/workloads, tests/cli and tests/test_snippets.py do too, and
+    # the points, as tests/ops/dense/test_neighbours.py does
     [p if p.name[0] == "1" else pytest.param(p, marks=pytest.mark.slow) for p in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
