@@ -22,14 +22,9 @@ from lightning_shard.fsdp.blocks import can_be_gathered
 from lightning_shard.fsdp.mixins import sharded_modules
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.device import device_of
-from lightning_shard.processes.torch_internals import (
-    is_view,
-    own_parameters,
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-)
+from lightning_shard.processes.torch_internals import is_view, own_parameters
 from lightning_shard.tensor.placement import pack, unpack
+from lightning_shard.tensor.records import map_leaves
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -133,23 +128,24 @@ def _show_local_tensors_to_fsdp(block: nn.Module, sharded: FSDPModule) -> None:
     waiting: list[Any] = []
 
     def strip(value: Any) -> Any:
-        leaves, spec = tree_flatten(value)
-        packed = [
-            unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None) for leaf in leaves
-        ]
-        waiting.append([layout for _, layout in packed])
-        return tree_unflatten([leaf for leaf, _ in packed], spec)
+        layouts: list[Any] = []
+
+        def local(leaf: Any) -> Any:
+            leaf, layout = unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None)
+            layouts.append(layout)
+            return leaf
+
+        waiting.append(layouts)
+        return map_leaves(local, value)
 
     def restore(value: Any) -> Any:
-        leaves, spec = tree_flatten(value)
-        layouts = waiting.pop()
-        return tree_unflatten(
-            [
-                pack(leaf, x) if x is not None else leaf
-                for leaf, x in zip(leaves, layouts, strict=True)
-            ],
-            spec,
-        )
+        layouts = iter(waiting.pop())
+
+        def whole(leaf: Any) -> Any:
+            layout = next(layouts)
+            return leaf if layout is None else pack(leaf, layout)
+
+        return map_leaves(whole, value)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():  # tensors that FSDP2 made in it could not be trained
@@ -175,4 +171,4 @@ def no_views(output: Any) -> Any:
         view = type(value) is Tensor and value.requires_grad and is_view(value)
         return value.clone() if view else value
 
-    return tree_map(owned, output)
+    return map_leaves(owned, output)

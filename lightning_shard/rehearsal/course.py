@@ -29,12 +29,12 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.processes.launch import launch
-from lightning_shard.processes.torch_internals import tree_leaves, tree_map
 from lightning_shard.processes.typed import is_mapping
 from lightning_shard.rehearsal.outputs import Output, Outputs
 from lightning_shard.rehearsal.step import quiet, simulated_as_launched
-from lightning_shard.tensor.batch import ShardDims
+from lightning_shard.tensor.batch import ShardDims, leaves_of
 from lightning_shard.tensor.escape import allow_gather
+from lightning_shard.tensor.records import map_leaves
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
@@ -158,7 +158,7 @@ def _trainer(task: Task, follower: Callback) -> Trainer:
 
 def samples_of(batch: Any) -> int:
     """The extent of the first dim of the first tensor."""
-    sizes = [len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
+    sizes = [len(x) for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim]
     return sizes[0] if sizes else 1
 
 
@@ -172,7 +172,7 @@ def _share(batch: Any, replica: int, replicas: int = 1) -> Any:
         whole = replicas == 1 or not x.ndim or len(x) != count
         return x.clone() if whole else x.chunk(replicas)[replica].clone()
 
-    return tree_map(share, batch)
+    return map_leaves(share, batch)
 
 
 class _Follow(Callback):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard.ops.registry import name_of
-from lightning_shard.processes.torch_internals import tree_leaves
+from lightning_shard.tensor.batch import leaves_of
 from lightning_shard.tensor.placement import gather
 
 _CARRIERS = ("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor",
@@ -112,7 +112,7 @@ def _name(frame: FrameType) -> str:
 
 def whole_tensors(value: Any) -> list[Tensor]:
     """The floating-point tensors in a value; all ranks must come here."""
-    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves_of(value) if isinstance(x, Tensor)]
     numbers = [x for x in tensors if x.is_floating_point() or x.is_complex()]
     whole = [gather(x.detach()).clone() for x in numbers]
     return whole if dist.get_rank() == 0 else [x[:0] if x.ndim else x for x in whole]

@@ -19,10 +19,10 @@ from lightning_shard.processes.torch_internals import (
     base_of,
     keystr,
     tree_flatten_with_path,
-    tree_leaves,
 )
 from lightning_shard.processes.typed import is_mapping
 from lightning_shard.rehearsal.seen import Rehearsal
+from lightning_shard.tensor.batch import leaves_of
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.split_summary import split_summary
@@ -52,7 +52,7 @@ class Watch(Callback):
     ) -> None:
         """Begin to note what autograd keeps."""
         self.seen.split = split_summary(batch)
-        tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves_of(batch) if isinstance(x, Tensor)]
         parts = [x.to_local() if isinstance(x, DomainTensor) else x for x in tensors]
         self.seen.batch = sum(x.nbytes for x in parts)
         known = {_memory(x) for x in (*parts, *pl_module.parameters()) if type(x) is not DTensor}

@@ -2,8 +2,7 @@
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +10,8 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import default_collate
 
-from lightning_shard.processes.torch_internals import (
-    collate_functions,
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves,
-)
+from lightning_shard.processes.torch_internals import keystr, tree_flatten_with_path, tree_leaves
 from lightning_shard.processes.typed import is_list, is_mapping
 from lightning_shard.tensor.graphs import (
     each_graph,
@@ -27,50 +20,37 @@ from lightning_shard.tensor.graphs import (
     split_nodes_and_edges,
     with_entries,
 )
-from lightning_shard.tensor.placement import from_local, shard
+from lightning_shard.tensor.local_part import LocalPart
+from lightning_shard.tensor.placement import shard
+from lightning_shard.tensor.records import (
+    as_dicts,
+    fields_of,
+    is_record,
+    map_leaves,
+    with_fields,
+)
 from lightning_shard.tensor.tensor import DomainTensor
 
 Dims = int | Sequence[int]
 ShardDims = Dims | Mapping[str, Dims | None] | None
 
 
-@dataclass
-class LocalPart:
-    """Holds what one rank has read of a tensor, in place of the whole one.
-
-    Attributes:
-        tensor: This rank's rows.
-        shape: The global shape.
-        samples: Which samples they are of: the ranks of a domain must have read the same.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    samples: tuple[int, ...]
-
-    def pin_memory(self) -> "LocalPart":
-        return LocalPart(self.tensor.pin_memory(), self.shape, self.samples)
-
-    def split(self, mesh: DeviceMesh, dims: Dims) -> Tensor:
-        return from_local(self.tensor, mesh, dims, self.shape)
-
-
 def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> Any:
     """Split the fields of `batch` over the domain mesh; all else stays whole on every rank.
 
     Args:
-        batch: Nested dicts, lists and tuples of tensors, equal on all ranks of the domain, or of
-            parts that each rank has read for itself (`LocalPart`).
+        batch: Nested dicts, lists, tuples and dataclasses of tensors, equal on all ranks of the
+            domain, or of parts that each rank has read for itself (`LocalPart`).
         mesh: The domain mesh, of one or several axes.
         shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims,
             one for each mesh axis. An int, or one for each mesh axis: these dims of every
             floating-point tensor of 3 dims or more. In both cases a tensor of another dtype, or
             without channels, that has the samples and the spatial extents of such a field is split
             with it, as (B, H, W) classes with a (B, C, H, W) image. A mapping: for each key of the
-            batch (the position, for a tuple) its dims, or None to leave the entry whole, as are
-            entries that are not named. A graph of torch_geometric is split by nodes and edges: all
-            mesh axes split the rows of each such tensor. If the batch is a graph, a mapping names
-            its tensors.
+            batch (the position, for a tuple; the field, for a dataclass) its dims, or None to leave
+            the entry whole, as are entries that are not named. A graph of torch_geometric is split
+            by nodes and edges: all mesh axes split the rows of each such tensor. If the batch is a
+            graph, a mapping names its tensors.
 
     Raises:
         ValueError: A dim is named that an entry does not have, or a key that the batch does not
@@ -106,8 +86,13 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
 
 
 def opened(batch: Any) -> Any:
-    """The batch with each graph as a dict of what it holds."""
-    return each_graph(batch, entries_of)
+    """The batch with each graph, and each dataclass, as a dict of what it holds."""
+    return as_dicts(each_graph(batch, entries_of))
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """All that is in a batch and holds nothing else."""
+    return tree_leaves(opened(batch))
 
 
 def first_difference(values: Mapping[str, Any], mesh: DeviceMesh) -> tuple[list[int], str] | None:
@@ -177,7 +162,7 @@ def _apply(
             )
         return x
 
-    return apply_to_collection(value, (Tensor, LocalPart), field)
+    return map_leaves(lambda leaf: apply_to_collection(leaf, (Tensor, LocalPart), field), value)
 
 
 def _is_named(shard_dims: Mapping[str, Dims | None], key: str) -> bool:
@@ -211,7 +196,7 @@ class _Field(NamedTuple):
 def _fields(batch: Any, shard_dims: ShardDims, axes: int) -> list[_Field]:
     """The fields that are split by themselves along spatial dims, and are no map of another."""
     found: set[_Field] = set()
-    for x in tree_leaves(batch):
+    for x in leaves_of(batch):
         if isinstance(x, Tensor | LocalPart):
             dtype = x.tensor.dtype if isinstance(x, LocalPart) else x.dtype
             dims = dims_of(shard_dims, "", len(x.shape), dtype, axes)
@@ -243,6 +228,8 @@ def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Te
 def _entries(batch: Any) -> dict[str, Any]:
     if is_graph(batch):
         return entries_of(batch)
+    if is_record(batch):
+        return fields_of(batch)
     if is_mapping(batch):
         return {str(key): value for key, value in batch.items()}
     if is_list(batch):
@@ -254,6 +241,8 @@ def _rebuild(batch: Any, entries: dict[str, Any]) -> Any:
     """A collection of the type of `batch` with other values."""
     if is_graph(batch):
         return with_entries(batch, entries)
+    if is_record(batch):
+        return with_fields(batch, entries)
     if is_mapping(batch):
         rebuilt = copy.copy(batch)
         rebuilt.update({key: entries[str(key)] for key in batch})  # pyright: ignore[reportAttributeAccessIssue]
@@ -262,20 +251,3 @@ def _rebuild(batch: Any, entries: dict[str, Any]) -> Any:
         values = list(entries.values())
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return entries["0"]
-
-
-def _collate(
-    parts: Sequence[LocalPart], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
-) -> LocalPart:
-    shapes = sorted({part.shape for part in parts})
-    if len(shapes) > 1:
-        raise ValueError(
-            f"the fields of a batch must have one shape; got {shapes[0]} and {shapes[1]}. Use "
-            "batch_size 1, or a dataloader for each shape."
-        )
-    samples = tuple(sample for part in parts for sample in part.samples)
-    rows = default_collate([part.tensor for part in parts])
-    return LocalPart(rows, (len(parts), *parts[0].shape), samples)
-
-
-collate_functions()[LocalPart] = _collate

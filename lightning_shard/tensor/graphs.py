@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.processes.torch_internals import tree_leaves, tree_map
+from lightning_shard.processes.torch_internals import tree_leaves
+from lightning_shard.tensor.records import as_dicts, map_leaves
 
 _METHODS = ("is_node_attr", "is_edge_attr", "__cat_dim__", "keys")
 
@@ -26,9 +27,9 @@ def entries_of(graph: Any) -> dict[str, Any]:
 
 def each_graph(batch: Any, change: Callable[[Any], Any]) -> Any:
     """The batch with each graph in it changed."""
-    if not any(map(is_graph, tree_leaves(batch))):
+    if not any(map(is_graph, tree_leaves(as_dicts(batch)))):
         return batch
-    return tree_map(lambda leaf: change(leaf) if is_graph(leaf) else leaf, batch)
+    return map_leaves(lambda leaf: change(leaf) if is_graph(leaf) else leaf, batch)
 
 
 def with_entries(graph: Any, entries: Mapping[str, Any]) -> Any:

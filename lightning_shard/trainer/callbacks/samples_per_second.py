@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.processes.torch_internals import tree_leaves
+from lightning_shard.tensor.batch import leaves_of
 
 WINDOW = 10  # batches
 
@@ -48,6 +48,6 @@ def samples_of_all(trainer: Trainer, batch: Any) -> int:
 
 def _samples(batch: Any) -> int:
     """Lightning's count, except for lists of texts, whose characters it takes for samples."""
-    sizes = (x.shape[0] for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
+    sizes = (x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim)
     size = next(sizes, None)
     return extract_batch_size(batch) if size is None else size

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.processes.torch_internals import tree_leaves
 from lightning_shard.processes.typed import named_modules
+from lightning_shard.tensor.batch import leaves_of
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -73,7 +73,7 @@ class StopOnNonFinite(Callback):
         """Run the step again on all ranks, and compare where it stops to be finite."""
         batch, index = self._bad or self._batch or (None, -1)
         with torch.no_grad(), _watched(module) as found, _without_logs(module):
-            if not _all_finite(tree_leaves(batch)):
+            if not _all_finite(leaves_of(batch)):
                 found.append((-1, "the batch itself"))
             trainer.strategy.training_step(batch, index)
         here = min(found, default=None)
@@ -125,7 +125,7 @@ def _watched(module: nn.Module) -> Generator[list[tuple[int, str]]]:
         def look(_: nn.Module, __: Any, output: Any) -> None:
             nonlocal calls
             calls += 1
-            if not _all_finite(tree_leaves(output)):
+            if not _all_finite(leaves_of(output)):
                 found.append((calls, f"the output of {name} ({type(part).__name__})"))
 
         handles.append(part.register_forward_hook(look))
