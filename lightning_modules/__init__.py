@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_modules.shared.optional import not_installed
 
 if TYPE_CHECKING:
+    from lightning_modules.aurora.data import AuroraDataModule as AuroraDataModule
+    from lightning_modules.aurora.forecast_gallery import ForecastGallery as ForecastGallery
+    from lightning_modules.aurora.model import AuroraForecast as AuroraForecast
     from lightning_modules.cnn.simple_cnn import SimpleCNN as SimpleCNN
     from lightning_modules.cnn.simple_cnn import SimpleCNNModule as SimpleCNNModule
     from lightning_modules.cnn.simple_cnn import (
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from lightning_modules.t5.wikihow import WikiHow as WikiHow
 
 _MODULES = {
+    "AuroraDataModule": "aurora.data",
+    "AuroraForecast": "aurora.model",
+    "ForecastGallery": "aurora.forecast_gallery",
     "SimpleCNN": "cnn.simple_cnn",
     "SimpleCNNModule": "cnn.simple_cnn",
     "SyntheticImagesDataModule": "cnn.simple_cnn",

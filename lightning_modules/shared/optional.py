@@ -4,12 +4,13 @@ import importlib
 from typing import Any
 
 
-def optional(package: str, needed_by: str) -> Any:
+def optional(package: str, needed_by: str, extra: str = "workloads") -> Any:
     """Import a package, or say how to install it.
 
     Args:
         package: The name of the module to import.
         needed_by: What cannot work without it; it begins the sentence.
+        extra: Of this project, which installs it.
 
     Raises:
         ModuleNotFoundError: The package is not installed.
@@ -17,14 +18,16 @@ def optional(package: str, needed_by: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as err:
-        raise not_installed(err, needed_by) from err
+        raise not_installed(err, needed_by, extra) from err
 
 
-def not_installed(err: ModuleNotFoundError, needed_by: str) -> ModuleNotFoundError:
+def not_installed(
+    err: ModuleNotFoundError, needed_by: str, extra: str = "workloads"
+) -> ModuleNotFoundError:
     """The same error, with the command that installs what is missing."""
     package = (err.name or "").partition(".")[0]
     return ModuleNotFoundError(
         f"{needed_by} needs the package '{package}', which is not installed; "
-        "pip install 'lightning-shard[workloads]' installs it.",
+        f"pip install 'lightning-shard[{extra}]' installs it.",
         name=err.name,
     )

@@ -33,6 +33,10 @@ PAIRS = {"num_train": 4, "num_val": 2, "num_test": 2, "batch_size": 2, "eval_bat
 T5 = {"vocab_size": 64, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
 # of the data and the network, where a step of the config's own would take long
 SMALLER = {
+    "aurora": {
+        "data": {"num_train": 2, "num_val": 2, "num_test": 2},
+        "model": {"options": {"embed_dim": 16, "num_heads": 4}},
+    },
     "mnist_cnn": {"data": {"batch_size": 4, "eval_batch_size": 8}},
     "t5_docstrings": {"data": PAIRS | {"corpus.init_args.packages": []}},
     "t5_wikihow": {
@@ -117,12 +121,14 @@ def test_every_file_is_in_the_docs():
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem != "mnist_xpu"])
 def test_one_step_runs(name, monkeypatch):
+    if name == "aurora":
+        pytest.importorskip("aurora", reason="microsoft-aurora is not installed")
     whole = docstrings.installed  # of the standard library read a part: 5 s
     monkeypatch.setattr(docstrings, "installed", lambda names: list(map(part_of, whole(names))))
     if name == "t5_wikihow":
         write_articles(Path("data/wikihow"), 100)
     run_quickly(name, "cpu")
-    pictures = {"mnist_cnn": {"confusion.png", "mistakes.png"}}
+    pictures = {"mnist_cnn": {"confusion.png", "mistakes.png"}, "aurora": {"forecast.png"}}
     if name.startswith("tfno"):
         pictures[name] = {"error_spectrum.png", "error_by_resolution.png"}
         pictures[name] |= {"test_64.png", "test_32.png"}

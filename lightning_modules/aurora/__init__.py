@@ -1,0 +1,1 @@
+"""Microsoft's Aurora, fine-tuned on fields of the weather by a roll-out of several steps."""
