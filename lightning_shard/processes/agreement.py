@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.processes.meeting import is_of_one_start, no_answer
-from lightning_shard.processes.simulated.turns import pause
+from lightning_shard.processes.simulated.turns import is_alone, pause
 from lightning_shard.processes.torch_internals import default_store
 
 STAY_S = 2.0  # of rank 0, after a difference was found
@@ -76,6 +76,8 @@ def agree(
         DisagreementError: Two ranks differ; the first difference.
         TimeoutError: A rank is missing after `timeout_s`.
     """
+    if is_alone():  # there is nobody to ask
+        return
     text = json.dumps({"the number of processes": str(world_size), **same})
     store.set(f"{name}/{rank}/facts", text)
     store.set(f"{name}/{rank}", json.dumps([_digest(text), device]))

@@ -3,7 +3,7 @@
 import copy
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.forking import become_rank
+from lightning_shard.processes.simulated.alone import AloneGroup
 from lightning_shard.processes.simulated.group import OpenCollectives, SimulatedGroup
 from lightning_shard.processes.simulated.state import State
 from lightning_shard.processes.simulated.turns import Turns
@@ -21,7 +22,9 @@ _BACKEND = "threaded"  # the name by which torch tells apart meshes of ranks tha
 _running = False
 
 
-def simulate(function: Callable[..., Any], *args: Any, processes: int = 2) -> list[Any]:
+def simulate(
+    function: Callable[..., Any], *args: Any, processes: int = 2, rank: int | None = None
+) -> list[Any]:
     """Run `function(*args)` on many ranks in this process, with real tensors and collectives.
 
     As in `launch`, `torch.distributed` is initialised in a rank, so that meshes, `parallelize` and
@@ -39,13 +42,15 @@ def simulate(function: Callable[..., Any], *args: Any, processes: int = 2) -> li
             the same objects on all ranks.
         args: Its arguments, of which each rank gets a deep copy.
         processes: Number of ranks.
+        rank: The only one that runs, if not all do. Its collectives give it what it brings itself,
+            so that it computes, holds and sends as much as it would among the others.
 
     Returns:
-        What each rank returned, in the order of the ranks.
+        What each rank returned, in the order of the ranks; with `rank` what that one returned.
 
     Raises:
         StuckError: The ranks wait for each other, since they call different collectives.
-        ValueError: `processes` is smaller than 1.
+        ValueError: `processes` is smaller than 1, or there is no such rank.
         RuntimeError: A simulated rank calls it, or ranks bring tensors that do not fit.
         Exception: What the first rank raised that failed, with a note of its number.
 
@@ -58,16 +63,53 @@ def simulate(function: Callable[..., Any], *args: Any, processes: int = 2) -> li
     """
     if processes < 1:
         raise ValueError(f"processes must be 1 or more; got {processes}.")
+    if rank is None:
+        return _run(range(processes), processes, function, args, SimulatedGroup)
+    if not 0 <= rank < processes:
+        raise ValueError(f"rank must be from 0 to {processes - 1}; got {rank}.")
+    with _own_objects():
+        return _run([rank], processes, function, args, AloneGroup)
+
+
+@contextmanager
+def _own_objects() -> Generator[None]:
+    """Let a rank get its own objects where another one would send it others."""
+
+    def gather(places: list[Any], own: Any, *_: Any, **__: Any) -> None:
+        places[:] = [own] * len(places)
+
+    def gather_to(own: Any, places: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if places is not None:
+            places[:] = [own] * len(places)
+
+    names = ("broadcast_object_list", "all_gather_object", "gather_object")
+    own: tuple[Callable[..., Any], ...] = (lambda *_, **__: None, gather, gather_to)
+    before = [getattr(dist, name) for name in names]
+    for name, function in zip(names, own, strict=True):
+        setattr(dist, name, function)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, before, strict=True):
+            setattr(dist, name, function)
+
+
+def _run(
+    ranks: Sequence[int],
+    processes: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    group: Callable[..., SimulatedGroup],
+) -> list[Any]:
     if _running:
         raise RuntimeError("a simulation is running in this process; call the function itself.")
     _begin_autograd()
     with _as_it_was():
         become_rank(0, processes, port=1)  # where nobody listens: the group is there already
-        turns = Turns(_bodies(processes, function, args))
-        with _backend(OpenCollectives(turns)):
+        turns = Turns(_bodies(ranks, processes, function, args))
+        with _backend(partial(group, open_ones=OpenCollectives(turns))):
             turns.run([
-                State().as_rank({"RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank in range(processes)
+                State().as_rank({"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in ranks
             ])  # fmt: skip
     return turns.values
 
@@ -82,7 +124,7 @@ def _begin_autograd() -> None:
 
 
 def _bodies(
-    processes: int, function: Callable[..., Any], args: tuple[Any, ...]
+    ranks: Sequence[int], processes: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> list[Callable[[], Any]]:
     # torch documents dist.HashStore
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -91,16 +133,16 @@ def _bodies(
         dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=processes)
         return function(*copy.deepcopy(args))
 
-    return [partial(body, rank) for rank in range(processes)]
+    return [partial(body, rank) for rank in ranks]
 
 
 @contextmanager
-def _backend(open_ones: OpenCollectives) -> Generator[None]:
+def _backend(group: Callable[..., SimulatedGroup]) -> Generator[None]:
     """Let torch make the groups of simulated ranks, also where gloo is asked for by name."""
 
     def make(options: Any, _: Any) -> SimulatedGroup:
         ranks = options.global_ranks_in_group or range(options.group_size)
-        return SimulatedGroup(options.group_id, ranks, options.group_rank, open_ones)
+        return group(options.group_id, ranks, options.group_rank)
 
     plugins = backend_plugins()
     before = dict(plugins)

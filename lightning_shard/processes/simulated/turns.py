@@ -159,6 +159,11 @@ def is_simulated() -> bool:
     return hasattr(_own, "turns")
 
 
+def is_alone() -> bool:
+    """Say whether this thread is a simulated rank, and no other one runs."""
+    return is_simulated() and len(_own.turns.values) == 1
+
+
 def pause(seconds: float) -> None:
     """Sleep between two looks at something; a simulated rank lets the others run."""
     time.sleep(seconds)
