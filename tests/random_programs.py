@@ -144,6 +144,19 @@ STEPS: dict[str, Callable[[Draw], Step]] = {
     "diff": lambda draw: lambda x: x.diff(dim=draw.dim),
     "einsum": lambda _: lambda x: torch.einsum("...i,...i->...", x, x.cos()),
     "squeeze": lambda _: lambda x: x.squeeze(),
+    "meets itself permuted": lambda draw: lambda x: x + x.permute(draw.order).reshape(x.shape),
+    "meets itself rolled": lambda draw: (
+        lambda x: x * x.flatten().roll(draw.shift).reshape(x.shape).cos()
+    ),
+    "meets its sums": lambda draw: (
+        lambda x: torch.cat(
+            [x.flatten(draw.dim), x.sum(draw.dim).unsqueeze(-1).flatten(draw.dim)], -1
+        )
+    ),
+    "meets a line": lambda draw: lambda x: x.flatten() + x.flatten(draw.dim).sum(0).mean(),
+    "where meets": lambda draw: (
+        lambda x: torch.where(x.permute(draw.order).reshape(x.shape) > 0, x, x.flip(draw.dim))
+    ),
 }
 
 
