@@ -23,8 +23,8 @@ def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
     """A tensor without elements that depends on `sources`.
 
     A rank without rows must still take part in every collective of the backward pass, and give each
-    parameter a gradient (of zeros).
+    parameter a gradient (of zeros). Each of these has memory of its own, since gradients are summed
+    over ranks in place.
     """
     kept = [s for s in sources if s is not None]
-    total = torch.stack([s.sum().to(kept[0].dtype) for s in kept]).sum()
-    return total * kept[0].new_ones(tuple(shape))
+    return concatenated([s.flatten()[:0].to(kept[0].dtype) for s in kept], 0).reshape(tuple(shape))

@@ -45,7 +45,7 @@ def norm(
             torch.amax if p > 0 else torch.amin, size, () if dim is None else dim, keepdim
         )
     dims = reduced_dims(x, dim)
-    total = sum_over(x, size.local.pow(p).sum(dims, keepdim=keepdim), dims)
+    total = sum_over(x, _power(size.local, p).sum(dims, keepdim=keepdim), dims)
     return result(x, _root(total, p), dims, keepdim)
 
 
@@ -98,6 +98,14 @@ def _aligned(*operands: Operand) -> list[Subdomain]:
 
 def _local(x: Operand) -> Tensor:
     return x.local if isinstance(x, Subdomain) else x
+
+
+def _power(size: Tensor, p: float) -> Tensor:
+    """`size ** p` with the gradient zero at zero, as torch's norms of low order have."""
+    if p >= 1:
+        return size.pow(p)
+    zero = size == 0
+    return torch.where(zero, 0, torch.where(zero, 1, size).pow(p))
 
 
 def _root(total: Tensor, p: float) -> Tensor:

@@ -29,10 +29,13 @@ LIMITS = "the matrix dims (the last two) must be whole"
             linalg.eigh, linalg.eigvalsh, linalg.eig, linalg.eigvals, linalg.svd, torch.svd,
             Tensor.svd, linalg.svdvals, linalg.qr, linalg.lu, linalg.lu_factor, linalg.matrix_exp,
             torch.matrix_exp, Tensor.matrix_exp, linalg.matrix_power, torch.matrix_power,
-            Tensor.matrix_power, linalg.matrix_rank, linalg.cond, limits=LIMITS)  # fmt: skip
+            Tensor.matrix_power, linalg.matrix_rank, linalg.cond,
+            limits=f"{LIMITS}; no tolerance for each matrix")  # fmt: skip
 def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
     """Compute functions of one matrix: numbers, vectors, matrices, or several of these."""
     _whole_matrices(x)
+    if any(isinstance(t, Operand) and t.ndim for t in (*args, *kwargs.values())):
+        raise UnsupportedOperationError("a tolerance for each matrix")
     places = x.layout.dims[:-2]
     found = func(x.local, *args, **kwargs)
 

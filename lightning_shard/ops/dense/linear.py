@@ -60,7 +60,8 @@ def contract(
     for operand, labels in zip(operands, inputs, strict=True):
         if isinstance(operand, Subdomain):
             for d in operand.layout.split_dims:
-                if not any(f.axes for f in dims[labels[d]]):
+                one_row = operand.shape[d] == 1 != math.prod(f.extent for f in dims[labels[d]])
+                if one_row or not any(f.axes for f in dims[labels[d]]):
                     operand = whole(operand, d)
                 elif merge(operand.layout.dims[d]) != merge(dims[labels[d]]):
                     operand = simple(operand, d)
@@ -91,9 +92,10 @@ def _label_dims(operands: Sequence[Operand], inputs: Sequence[str]) -> dict[str,
                 else (Factor(operand.shape[d]),)
             )
             known = dims.setdefault(label, own)
-            if not any(f.axes for f in known):
+            extent = math.prod(f.extent for f in known)
+            if not any(f.axes for f in known) or extent == 1 != operand.shape[d]:
                 dims[label] = own if operand.shape[d] != 1 or len(known) == 0 else known
-            elif any(f.axes for f in own):
+            elif any(f.axes for f in own) and operand.shape[d] == extent:
                 common = common_dim(known, own)
                 if common is None:
                     raise split_differently(operands)

@@ -240,7 +240,7 @@ def _fused_gradients(
     """Those of `x`, `weight` and `bias`: two sums for each group go over the ranks at once."""
     inverse = torch.rsqrt(variance + groups.eps)
     means, inverses = _each_channel(x, groups, mean, inverse)
-    of_weight = of_bias = x.new_zeros(x.shape[1])
+    of_weight, of_bias = (x.new_zeros(x.shape[1]) for _ in range(2))
     if x.numel():
         # contiguous: of other tensors of one sample the kernel of the CPU gives wrong sums
         own = (grad.contiguous(), x.contiguous(), weight, None, None, means, inverses)

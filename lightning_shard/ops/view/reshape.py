@@ -96,6 +96,8 @@ def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[i
 
 
 def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
+    if 0 in shape:  # no elements, on any rank
+        return x.view(x.local.reshape(shape), Layout.of(shape, {}, x.layout.grid))
     factors = list(merge([f for dim in x.layout.dims for f in dim]))
     flat = x.view(x.local, Layout(tuple((f,) for f in factors), x.layout.grid))
     flat = _laid_out(flat, flat.layout)
