@@ -61,6 +61,15 @@ class Case:
     tolerance: float = 1e-10
     each: Sequence[Sequence[int]] = ()
 
+    def split_by(self, axes: int) -> Sequence[int]:
+        """The dim that each axis of a mesh splits; none if there are more axes than dims.
+
+        A sequence, of which one dim may be split, is split by all axes.
+        """
+        dims = self.each[0] if self.each else self.dims
+        dims = [*dims] * axes if len(dims) == 1 else dims
+        return dims[:axes] if len(dims) >= axes else []
+
     def tensors(self) -> list[Tensor]:
         """The inputs, whole and in float64 where they are not integers."""
         return [

@@ -1,5 +1,6 @@
 """A model split over ranks beside the same model in one process: how far apart they are."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,32 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
     for name, buffer in split_model.named_buffers():
         errors[f"buffer {name}"] = _error(buffer, theirs[name], 0.0)
     return errors
+
+
+def rounding(case: Case) -> float:
+    """How far the plain model's results move when each input moves by one unit in the last place.
+
+    Returns:
+        The largest relative error of outputs and gradients, as in `differences`. A computation
+        that differs in the order of its sums cannot be nearer than about this.
+    """
+    inputs = case.tensors()
+    found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+    for given in (inputs, [_next_number(x) for x in inputs]):
+        model, leaves = _made(case), [_leaf(x) for x in given]
+        outputs = _backward(model, leaves)
+        named = {f"input {i}": x for i, x in enumerate(leaves)} | dict(model.named_parameters())
+        gradients = {name: x.grad for name, x in named.items() if x.grad is not None}
+        found.append((outputs, gradients))
+    (outputs, gradients), (others, other_gradients) = found
+    pairs = zip(others, outputs, strict=True)
+    errors = _errors([(f"output {i}", *pair) for i, pair in enumerate(pairs)])
+    errors |= _errors([(name, other_gradients[name], x) for name, x in gradients.items()])
+    return max(errors.values())
+
+
+def _next_number(x: Tensor) -> Tensor:
+    return torch.nextafter(x, x.sign() * math.inf) if x.is_floating_point() else x
 
 
 def _made(case: Case) -> nn.Module:
