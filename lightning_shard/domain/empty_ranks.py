@@ -20,11 +20,12 @@ def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
-    """A tensor without elements that depends on `sources`.
+    """A tensor without elements, or of zeros, that depends on `sources`.
 
     A rank without rows must still take part in every collective of the backward pass, and give each
     parameter a gradient (of zeros). Each of these has memory of its own, since gradients are summed
     over ranks in place.
     """
     kept = [s for s in sources if s is not None]
-    return concatenated([s.flatten()[:0].to(kept[0].dtype) for s in kept], 0).reshape(tuple(shape))
+    nothing = concatenated([s.flatten()[:0].to(kept[0].dtype) for s in kept], 0).sum()
+    return nothing * kept[0].new_ones(tuple(shape))

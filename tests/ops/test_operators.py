@@ -222,8 +222,9 @@ def test_all_arguments_on_four_ranks(name):
     check(name, 1000, mesh_of(4))
 
 
-# need a device that is not there; the last is tested with torch's test of the device patched
-ELSEWHERE = {Tensor.cuda, Tensor.xpu, SyncBatchNorm}
+# need a device that is not there; that of torch is tested with torch's test of the device patched;
+# the last two are functions of this package (tests/ops/dense/test_neighbours.py)
+ELSEWHERE = {Tensor.cuda, Tensor.xpu, SyncBatchNorm, lightning_shard.knn, lightning_shard.radius}
 
 
 @pytest.mark.spmd(1)
