@@ -1,0 +1,228 @@
+"""Describes the machines on which a run is predicted: devices, the links between them, clusters.
+
+The rates of known devices and links are those of their makers' data sheets, which a real program
+does not reach. A machine that was measured is read from the file that `calibrate` writes.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+GB = 1e9
+_SIZES = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][^:]*)(?::(.+))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks of one group.
+
+    Attributes:
+        bandwidth: Bytes a second that one rank sends, while it receives as many.
+        latency: Seconds of one collective of few bytes.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes for one rank.
+
+    Attributes:
+        name: By which it is known.
+        memory: Bytes.
+        flops: Floating-point operations a second on dense tensors: "float64", "float32", "tf32",
+            "bfloat16", "float16".
+        bandwidth: Bytes a second of its memory.
+        per_call: Seconds that a kernel takes at least.
+        source: The name of a data sheet, or where it was measured.
+    """
+
+    name: str
+    memory: int
+    flops: dict[str, float]
+    bandwidth: float
+    per_call: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    Attributes:
+        device: Of each rank.
+        per_node: Devices of a node.
+        nodes: How many.
+        inside: The link within a node.
+        between: The link between nodes, for each device when all of a node send.
+        price: Of one device for an hour, in any currency; None: unknown.
+    """
+
+    device: Device
+    per_node: int
+    nodes: int
+    inside: Link
+    between: Link
+    price: float | None = None
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes."""
+        return self.per_node * self.nodes
+
+    def link(self, ranks: int) -> Link:
+        """The link of a group of neighbouring ranks, the slowest on the way.
+
+        Args:
+            ranks: From the first of the group to its last, both counted.
+        """
+        return self.inside if ranks <= self.per_node else self.between
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that `read_cluster` reads."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        text = f"{self.nodes}x{self.per_node}x{self.device.name} ({self.device.source})"
+        return text if self.price is None else f"{text}, {self.price:g} per device and hour"
+
+
+def _device(
+    name: str,
+    memory: float,
+    teraflops: tuple[float, float, float, float],
+    bandwidth: float,
+    source: str,
+) -> Device:
+    """Memory in GB, bandwidth in GB/s; float64, float32, tf32, and 16 bits."""
+    rates = dict(zip(("float64", "float32", "tf32", "bfloat16"), teraflops, strict=True))
+    flops = {dtype: rate * 1e12 for dtype, rate in rates.items()}
+    flops["float16"] = flops["bfloat16"]
+    return Device(name, int(memory * GB), flops, bandwidth * GB, 5e-6, f"data sheet: {source}")
+
+
+# Without sparsity. What a package of two offers is halved where each half is a device of torch.
+DEVICES: dict[str, Device] = {
+    row.name: row
+    for row in (
+        _device("A100-40", 40, (19.5, 19.5, 156, 312), 1555, "NVIDIA A100 40GB SXM"),
+        _device("A100-80", 80, (19.5, 19.5, 156, 312), 2039, "NVIDIA A100 80GB SXM"),
+        _device("H100", 80, (67, 67, 494.5, 989), 3350, "NVIDIA H100 SXM"),
+        _device("H200", 141, (67, 67, 494.5, 989), 4800, "NVIDIA H200 SXM"),
+        _device("MI250X", 64, (47.9, 47.9, 47.9, 191.5), 1638, "AMD Instinct MI250X, one GCD"),
+        _device(
+            "Max1550", 64, (26, 26, 209, 419), 1638, "Intel Data Center GPU Max 1550, one stack"
+        ),
+    )
+}
+_SAME = {"A100": "A100-80", "H100-SXM": "H100", "H100-80": "H100", "MI250": "MI250X"}
+
+# Bytes a second in one direction, of a data sheet. Latencies are no maker's: they are what small
+# collectives of NCCL, RCCL and gloo usually take.
+LINKS: dict[str, Link] = {
+    "NVLink3": Link(300 * GB, 15e-6),  # 12 links of 25 GB/s
+    "NVLink4": Link(450 * GB, 15e-6),  # 18 links of 25 GB/s
+    "PCIe4": Link(32 * GB, 20e-6),  # 16 lanes
+    "PCIe5": Link(64 * GB, 20e-6),
+    "InfinityFabric": Link(50 * GB, 20e-6),  # one link of 16 bits, between two packages
+    "XeLink": Link(26.5 * GB, 20e-6),  # one link
+    "HDR": Link(25 * GB, 25e-6),  # InfiniBand, 200 Gb/s
+    "NDR": Link(50 * GB, 25e-6),  # InfiniBand, 400 Gb/s
+    "Slingshot": Link(25 * GB, 30e-6),  # 200 Gb/s
+    "Ethernet10": Link(1.25 * GB, 60e-6),
+    "Ethernet25": Link(3.125 * GB, 60e-6),
+    "Ethernet100": Link(12.5 * GB, 60e-6),
+}
+# Within a node, and between nodes with the network cards that each device has to itself: one in
+# NVIDIA's DGX, half a card in Frontier, two thirds of one in Aurora.
+_USUAL: dict[str, tuple[Link, str, float]] = {
+    "A100-40": (LINKS["NVLink3"], "HDR", 1),
+    "A100-80": (LINKS["NVLink3"], "HDR", 1),
+    "H100": (LINKS["NVLink4"], "NDR", 1),
+    "H200": (LINKS["NVLink4"], "NDR", 1),
+    "MI250X": (LINKS["InfinityFabric"], "Slingshot", 1 / 2),
+    "Max1550": (LINKS["XeLink"], "Slingshot", 2 / 3),
+}
+
+
+def read_cluster(text: str, price: float | None = None) -> Cluster:
+    """Read what a cluster is.
+
+    Args:
+        text: Nodes, devices of a node and their kind, such as `8x8xH100`, or `4xA100` for one
+            node. After a colon other links between nodes, `8x8xH100:HDR`, or within a node and
+            between them, `8x8xH100:PCIe5/Ethernet100`. Or the name of a `.json` file that
+            `calibrate` wrote.
+        price: Of one device for an hour.
+
+    Raises:
+        ValueError: The text is no cluster, or the price is not positive.
+
+    Example:
+        >>> read_cluster("8x8xH100").devices
+        64
+    """
+    if price is not None and not 0 < price < math.inf:
+        raise ValueError(f"the price of a device and hour must be larger than 0; got {price:g}.")
+    if text.endswith(".json"):
+        return _from_file(Path(text), price)
+    found = _SIZES.fullmatch(text.strip())
+    if not found:
+        raise ValueError(
+            f"'{text}' is no cluster: nodes x devices of a node x kind of device, such as "
+            "8x8xH100, or a .json file that calibrate wrote."
+        )
+    nodes, per_node = int(found[1] or 1), int(found[2])
+    if not nodes * per_node:
+        raise ValueError(f"'{text}' has no device; give at least one node and one device of it.")
+    device = DEVICES[_SAME.get(found[3].upper(), _known("device", found[3], [*DEVICES, *_SAME]))]
+    inside, between = _links(device.name, found[4])
+    return Cluster(device, per_node, nodes, inside, between, price)
+
+
+def _links(device: str, text: str | None) -> tuple[Link, Link]:
+    inside, name, share = _USUAL[device]
+    between = Link(LINKS[name].bandwidth * share, LINKS[name].latency)
+    if text is None:
+        return inside, between
+    names = text.split("/")
+    if len(names) > 2:
+        raise ValueError(
+            f"'{text}' names {len(names)} links; give the one between nodes, or the one within a "
+            "node and the one between them, such as PCIe5/Ethernet100."
+        )
+    chosen = [LINKS[_known("link", each, LINKS)] for each in names]
+    return (chosen[0] if len(chosen) == 2 else inside), chosen[-1]
+
+
+def _known(kind: str, name: str, names: Iterable[str]) -> str:
+    """The known name that is equal but for its case."""
+    lower = {each.lower(): each for each in names}
+    if name.strip().lower() in lower:
+        found = lower[name.strip().lower()]
+        return _SAME.get(found, found)
+    close = get_close_matches(name.lower(), lower, 1, 0.6)
+    hint = f"did you mean '{lower[close[0]]}'?" if close else f"known are {', '.join(names)}."
+    raise ValueError(f"'{name}' is no known {kind}; {hint}")
+
+
+def _from_file(path: Path, price: float | None) -> Cluster:
+    if not path.is_file():
+        raise ValueError(f"there is no file '{path}'; `calibrate` writes one of this machine.")
+    try:
+        given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        links = {name: Link(**given.pop(name)) for name in ("inside", "between")}
+        cluster = Cluster(**given | links | {"device": Device(**given["device"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"'{path}' is no file that `calibrate` wrote ({type(error).__name__}: {error}); let "
+            "it write a new one."
+        ) from error
+    return cluster if price is None else Cluster(**vars(cluster) | {"price": price})
