@@ -121,9 +121,14 @@ def parallelize(
     average_plain_gradients(module, [made.get(p, p) for p in plain], group)
     prefetch(module, options.prefetch)
     for method in methods:
-        setattr(module, method, _returning_no_view(getattr(module, method)))
+        plain_method = getattr(module, method)
+        setattr(module, method, _returning_no_view(plain_method))
         register_fsdp_forward_method(module, method)
-    _count_domains_once(module, mesh, axes, methods)
+        counting = _in_replica_world(getattr(module, method), mesh, axes)
+        # Lightning looks behind one decorator for the arguments that a step takes
+        counting.__dict__["__wrapped__"] = getattr(plain_method, "__wrapped__", plain_method)
+        setattr(module, method, counting)
+    _count_domains_once(module, mesh, axes)
     module.register_load_state_dict_pre_hook(_split_loaded)
     module.__dict__[_SHARDED_OVER] = mesh
     after = dict(module.named_parameters(remove_duplicate=False))
@@ -222,12 +227,8 @@ def _warn_of_whole_spectra(module: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-def _count_domains_once(
-    module: nn.Module, mesh: DeviceMesh, domain: Sequence[str], methods: Sequence[str]
-) -> None:
+def _count_domains_once(module: nn.Module, mesh: DeviceMesh, domain: Sequence[str]) -> None:
     """Let the module's own collectives go over data replicas, see replica_world."""
-    for method in methods:
-        setattr(module, method, _in_replica_world(getattr(module, method), mesh, domain))
     open_ones: list[Any] = []
 
     def enter(*_: Any) -> None:
