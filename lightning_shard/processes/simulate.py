@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.forking import become_rank
-from lightning_shard.processes.simulated.alone import AloneGroup
+from lightning_shard.processes.simulated.alone import AloneGroup, Listener
 from lightning_shard.processes.simulated.group import OpenCollectives, SimulatedGroup
 from lightning_shard.processes.simulated.state import State
 from lightning_shard.processes.simulated.turns import Turns
@@ -67,8 +67,20 @@ def simulate(
         return _run(range(processes), processes, function, args, SimulatedGroup)
     if not 0 <= rank < processes:
         raise ValueError(f"rank must be from 0 to {processes - 1}; got {rank}.")
+    return [alone(function, *args, processes=processes, rank=rank)]
+
+
+def alone(
+    function: Callable[..., Any],
+    *args: Any,
+    processes: int,
+    rank: int,
+    listener: Listener | None = None,
+) -> Any:
+    """Run one rank, as `simulate` does, and tell the listener of its collectives."""
+    group = partial(AloneGroup, listener=listener)
     with _own_objects():
-        return _run([rank], processes, function, args, AloneGroup)
+        return _run([rank], processes, function, args, group)[0]
 
 
 @contextmanager

@@ -112,10 +112,17 @@ def _only(items: list[Any]) -> Any:
 
 
 def feed(
-    module: LightningModule, data: LightningDataModule | None, stage: Stage, batches: list[Any]
+    module: LightningModule,
+    data: LightningDataModule | None,
+    stage: Stage,
+    batches: list[Any],
+    times: int = 1,
 ) -> dict[str, Any]:
-    """What makes a Trainer run on these batches; a module may ask its data module for more."""
-    loaders = [_loader(batch, stage) for batch in batches]
+    """What makes a Trainer run on these batches, each so many times in a row.
+
+    A module may ask its data module for more.
+    """
+    loaders = [_loader(batch, stage, times) for batch in batches]
     given: Any = loaders[0] if len(loaders) == 1 else loaders
     if data is None:
         return {"train_dataloaders" if stage == "fit" else "dataloaders": given}
@@ -123,8 +130,8 @@ def feed(
     return {"datamodule": data}
 
 
-def _loader(batch: Any, stage: Stage) -> DataLoader[Any]:
-    dataset: Any = [batch]  # a list serves as a dataset
+def _loader(batch: Any, stage: Stage, times: int) -> DataLoader[Any]:
+    dataset: Any = [batch] * times  # a list serves as a dataset
     if stage == "predict":  # its samples are numbered, for which there must be a batch sampler
         return DataLoader(dataset, batch_size=1, collate_fn=_only)
     return DataLoader(dataset, batch_size=None)

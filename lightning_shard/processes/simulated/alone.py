@@ -4,27 +4,44 @@ So the rank computes, holds and sends what it would among the others, on other n
 it gets its own rows where they have the same size, and zeros where they have not.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_shard.processes.simulated.collectives import put
-from lightning_shard.processes.simulated.group import SimulatedGroup
+from lightning_shard.processes.simulated.collectives import put, sent_bytes
+from lightning_shard.processes.simulated.group import OpenCollectives, SimulatedGroup
 
 _AnyWork: Any = dist.Work  # torch does not document how to subclass it
+
+
+class Listener(Protocol):
+    """Is told of each collective of a rank that runs alone."""
+
+    def begins(self, name: str, members: tuple[int, ...], sent: int) -> int:
+        """The rank brings what it has, of which it sends so many bytes; gives it a number."""
+        ...
+
+    def is_under_way(self) -> None:
+        """The call that began it returns."""
+        ...
+
+    def waits(self, number: int) -> None:
+        """The rank needs what the collective gives."""
+        ...
 
 
 class _Work(_AnyWork):
     """A collective that has ended when it begins."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Any, waits: Callable[[], None]) -> None:
         super().__init__()
-        self._result = result
+        self._result, self._waits = result, waits
 
     def wait(self, timeout: Any = None) -> bool:
+        self._waits()
         return True
 
     def is_completed(self) -> bool:
@@ -34,12 +51,13 @@ class _Work(_AnyWork):
         return True
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        self._waits()
 
     def result(self) -> Any:
         return self._result
 
     def get_future(self) -> Any:
+        self._waits()
         future = Future[Any]()
         future.set_result(self._result)
         return future
@@ -48,19 +66,59 @@ class _Work(_AnyWork):
 class AloneGroup(SimulatedGroup):
     """What torch.distributed calls for a group of one rank that runs and others that do not."""
 
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[int],
+        place: int,
+        open_ones: OpenCollectives,
+        listener: Listener | None = None,
+    ) -> None:
+        """Begin the group, whose collectives the listener is told of."""
+        super().__init__(name, members, place, open_ones)
+        self._listener = listener
+
     def _bring(
         self, name: str, data: Any, compute: Callable[[list[Any]], None], result: Any = None
     ) -> Any:
-        if name in _ANSWERS:  # after the others the rank keeps what it brings
-            _ANSWERS[name](data, self._place)
-        return _Work(result)
+        # after a collective that has no answer the rank keeps what it brings
+        answer = _ANSWERS.get(name, _nothing)
+        sent = sent_bytes(name, data, self._place, len(self._members))
+        return self._told(name, self._members, sent, lambda: answer(data, self._place), result)
 
     def _pass_on(self, tensors: Any, route: tuple[int, int, int], *, sends: bool) -> Any:
         tensors = list(tensors)
-        if not sends:
-            for tensor in tensors:
-                tensor.zero_()
-        return _Work(tensors)
+        pair = tuple(self._members[place] for place in route[:2])
+        sent = sum(x.nbytes for x in tensors) if sends else 0
+        answer = _nothing if sends else _zero
+        name = "send" if sends else "recv"
+        return self._told(name, pair, sent, lambda: answer(tensors, self._place), tensors)
+
+    def _told(
+        self,
+        name: str,
+        members: tuple[int, ...],
+        sent: int,
+        answer: Callable[[], None],
+        result: Any,
+    ) -> _Work:
+        listener = self._listener
+        if listener is None:
+            answer()
+            return _Work(result, lambda: None)
+        number = listener.begins(name, members, sent)
+        answer()
+        listener.is_under_way()
+        return _Work(result, lambda: listener.waits(number))
+
+
+def _nothing(data: Any, place: int) -> None:
+    pass
+
+
+def _zero(tensors: list[Tensor], place: int) -> None:
+    for tensor in tensors:
+        tensor.zero_()
 
 
 def _all_gather(data: tuple[Tensor, list[Tensor]], place: int) -> None:

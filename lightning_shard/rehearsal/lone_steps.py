@@ -1,0 +1,138 @@
+"""Runs training steps of one rank of a mesh alone, and records its timeline."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
+from typing_extensions import override
+
+from lightning_shard.processes.launch import launch
+from lightning_shard.processes.simulate import alone
+from lightning_shard.rehearsal.batches import feed
+from lightning_shard.rehearsal.step import quiet
+from lightning_shard.rehearsal.timeline import Recorder, Timeline
+from lightning_shard.tensor.escape import allow_gather
+from lightning_shard.trainer.strategy import HybridShardStrategy
+
+WARM_UP = 2  # steps that make caches and the optimizer's states
+
+
+@dataclass(frozen=True)
+class Training:
+    """What each rank trains.
+
+    Attributes:
+        module: What is trained; it stays as it is.
+        data: The data module, which the module may ask for.
+        batch: Of one data replica.
+        mesh: Data replicas, and the ranks along each split dim.
+        options: Further arguments of `HybridShardStrategy`.
+        trainer: Arguments of the Trainer, such as its precision.
+    """
+
+    module: LightningModule
+    data: LightningDataModule | None
+    batch: Any
+    mesh: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    trainer: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def timed_together(training: Training, steps: int) -> list[tuple[Timeline, ...]]:
+    """Time steps of all ranks of a mesh, each alone, at the same time in processes of this machine.
+
+    So each of them gets as much of this machine as among the others, and none waits.
+
+    Args:
+        training: What each rank trains.
+        steps: How many are timed.
+
+    Returns:
+        For each step the timelines of all ranks.
+    """
+    found = launch(_timed, training, steps, processes=math.prod(training.mesh))
+    return [*zip(*found, strict=True)]
+
+
+def _timed(training: Training, steps: int) -> list[Timeline]:
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    recorder = Recorder(rank)
+    body = _Body(training, steps, recorder.cut)
+    dist.barrier()
+    alone(body, processes=processes, rank=rank, listener=recorder)
+    return recorder.steps[1 + WARM_UP :]
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What a lone rank runs; a copy of it shares the function."""
+
+    training: Training
+    steps: int
+    cut: Callable[[], None]
+
+    def __deepcopy__(self, memo: Any) -> "_Body":
+        return self
+
+    def __call__(self) -> None:
+        train(self.training, self.steps, self.cut)
+
+
+def train(training: Training, steps: int, cut: Callable[[], None]) -> None:
+    """Train on the rank that this process or thread is.
+
+    Args:
+        training: What to train.
+        steps: After those that warm up.
+        cut: Is called as each step begins, and as one more does, which is not cut off.
+    """
+    seed_everything(0, verbose=False)
+    module, data = copy.deepcopy((training.module, training.data))
+    with warnings.catch_warnings(), quiet(), allow_gather():
+        warnings.simplefilter("ignore")
+        trainer = _trainer(training, steps, cut)
+        given = feed(module, data, "fit", [training.batch], times=WARM_UP + steps + 1)
+        trainer.fit(module, **given)
+
+
+def _trainer(training: Training, steps: int, cut: Callable[[], None]) -> Trainer:
+    return Trainer(
+        **{"accelerator": "cpu", "devices": dist.get_world_size()} | training.trainer,
+        strategy=HybridShardStrategy(
+            data_parallel_size=training.mesh[0],
+            domain_parallel_size=training.mesh[1:],
+            **training.options,
+        ),
+        max_steps=WARM_UP + steps + 1,
+        callbacks=[_Cut(cut)],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+
+
+class _Cut(Callback):
+    """Calls a function where steps begin."""
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut = cut
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._cut()
