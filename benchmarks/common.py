@@ -130,14 +130,19 @@ def _memory(name: str) -> int:
 
 def describe() -> None:
     """Print the machine and the versions."""
+    print(machine())
+
+
+def machine() -> str:
+    """Name the machine and the versions."""
     names = [
         line.split(":")[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
     processor = names[0] if names else platform.machine()
-    print(f"{len(names)} x {processor}, one thread per rank, gloo; ", end="")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}")
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{len(names)} x {processor}, one thread per rank, gloo; {versions}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -219,10 +219,11 @@ def _from_file(path: Path, price: float | None) -> Cluster:
     try:
         given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         links = {name: Link(**given.pop(name)) for name in ("inside", "between")}
-        cluster = Cluster(**given | links | {"device": Device(**given["device"])})
+        rest: dict[str, Any] = {**links, "device": Device(**given.pop("device"))}
+        cluster = Cluster(**given, **rest)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"'{path}' is no file that `calibrate` wrote ({type(error).__name__}: {error}); let "
             "it write a new one."
         ) from error
-    return cluster if price is None else Cluster(**vars(cluster) | {"price": price})
+    return cluster if price is None else replace(cluster, price=price)

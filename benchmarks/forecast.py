@@ -1,0 +1,180 @@
+"""Steps of training as predicted, beside the same steps measured on this machine.
+
+    python -m benchmarks.forecast --networks CNN U-Net TFNO ViT --ranks 1 2 4 --gigabits 0.1 1 10
+
+The runs are those of the Trainer with HybridShardStrategy, one sample for each data replica, on
+processes whose links are unthrottled or carry as many bits a second as one says (slow_links.py).
+What is found is added to `forecast.json` in the folder of --output, so that networks may be
+measured one after another; --report writes the table and the picture of all that is in it.
+A step that was measured on more ranks than there are cores shares cores; the file says how many
+there were.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import slow_links
+from benchmarks.common import MIB, machine
+
+Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
+Case = dict[str, Any]
+NETWORKS = ("CNN", "U-Net", "TFNO", "ViT")
+MESHES: dict[int, tuple[Mesh, ...]] = {
+    1: ((1, 1),),
+    2: ((2, 1), (1, 2)),
+    4: ((4, 1), (2, 2), (1, 4), (1, 2, 2)),
+}
+BAR = 0.15  # the error of a step's time that the prediction aims at
+HEAD = (
+    "network", "mesh", "Gb/s", "ms measured", "predicted", "error", "MiB measured", "predicted",
+    "error",
+)  # fmt: skip
+
+
+def key(case: Case) -> tuple[Any, ...]:
+    """What tells one case from another."""
+    return case["network"], case["ranks"], tuple(case["mesh"]), case["gigabits"]
+
+
+def merged(before: Iterable[Case], new: Iterable[Case]) -> list[Case]:
+    """All cases; new ones replace those that were there."""
+    found = {key(case): case for case in (*before, *new)}
+    order = list(NETWORKS)
+    return sorted(
+        found.values(), key=lambda c: (order.index(c["network"]), c["ranks"], str(key(c)))
+    )
+
+
+def choices(cases: Iterable[Case]) -> Iterator[tuple[tuple[Any, ...], list[Case]]]:
+    """The cases among which somebody chooses: meshes of as many ranks, on the same links."""
+    groups: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    for case in cases:
+        if "predicted" in case:
+            groups[case["network"], case["ranks"], case["gigabits"]].append(case)
+    return ((name, group) for name, group in groups.items() if len(group) > 1)
+
+
+def regret(group: Sequence[Case]) -> float:
+    """How much slower the mesh is that is predicted best than the one that is."""
+    chosen = max(group, key=lambda c: c["mesh"][0] / c["predicted"]["seconds"])
+    rates = [c["mesh"][0] / c["seconds"] for c in group]
+    return max(rates) * chosen["seconds"] / chosen["mesh"][0] - 1
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, of values of which no two are equal."""
+    ranks = [[sorted(values).index(v) for v in values] for values in (first, second)]
+    n = len(first)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (n * (n * n - 1))
+
+
+def summary(cases: Sequence[Case]) -> dict[str, float]:
+    """The errors of all cases, and what came of the choices."""
+    known = [case for case in cases if "predicted" in case]
+    if not known:
+        return {}
+    errors = {
+        what: [abs(c["predicted"][what] / c[what] - 1) for c in known]
+        for what in ("seconds", "memory")
+    }
+    groups = [group for _, group in choices(cases)]
+    regrets = [regret(group) for group in groups]
+    orders = [
+        rank_correlation(
+            [c["mesh"][0] / c["seconds"] for c in group],
+            [c["mesh"][0] / c["predicted"]["seconds"] for c in group],
+        )
+        for group in groups
+    ]
+    return {
+        "cases": len(known),
+        "median error of the time": statistics.median(errors["seconds"]),
+        "within 15 %": sum(e <= BAR for e in errors["seconds"]) / len(known),
+        "median error of the memory": statistics.median(errors["memory"]),
+        "choices": len(groups),
+        "choices within 10 % of the best": sum(r <= 0.1 for r in regrets) / max(len(groups), 1),
+        "largest regret": max(regrets, default=0.0),
+        "mean rank correlation": statistics.fmean(orders) if orders else 1.0,
+    }
+
+
+def rows(cases: Iterable[Case]) -> list[list[str]]:
+    """Of the table."""
+    found = []
+    for case in cases:
+        row = [case["network"], "x".join(map(str, case["mesh"])), _link(case)]
+        for what, unit in (("seconds", 1e-3), ("memory", MIB)):
+            row.append(f"{case[what] / unit:.0f}")
+            if "predicted" in case:
+                value = case["predicted"][what]
+                row += [f"{value / unit:.0f}", f"{value / case[what] - 1:+.0%}"]
+            else:
+                row += ["", ""]
+        found.append(row)
+    return found
+
+
+def _link(case: Case) -> str:
+    if case["ranks"] == 1:
+        return ""
+    return "unthrottled" if case["gigabits"] is None else f"{case['gigabits']:g}"
+
+
+def _measure(options: argparse.Namespace) -> Iterator[Case]:
+    from benchmarks.forecast_runs import measured  # takes seconds, in each process
+
+    for ranks in options.ranks:
+        rates = [None, *options.gigabits] if ranks > 1 else [None]
+        cases = [(mesh, rate) for mesh in MESHES[ranks] for rate in rates]
+        yield from slow_links.start(
+            ranks, measured, options.networks, cases, options.rounds, options.steps
+        )
+
+
+def report(found: dict[str, Any], folder: Path) -> None:
+    """Print the table, and write it with the picture."""
+    lines = [found["machine"], ""]
+    shown = rows(found["cases"])
+    lines += [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *shown)]
+    lines += ["", *(f"{name}: {value:.3g}" for name, value in summary(found["cases"]).items())]
+    (folder / "forecast.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+    if any("predicted" in case for case in found["cases"]):
+        from benchmarks.forecast_picture import draw
+
+        draw(found["cases"], folder / "forecast.png")
+
+
+def main() -> None:
+    """Measure, predict, and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=NETWORKS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=MESHES)
+    parser.add_argument("--gigabits", type=float, nargs="*", default=[0.1, 1, 10])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of a round")
+    parser.add_argument("--output", type=Path, default=Path("outputs/forecast"))
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / "forecast.json"
+    stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
+    if not options.report:
+        if lack := slow_links.missing():
+            sys.exit(lack)
+        slow_links.inside("benchmarks.forecast")
+        stored |= {"machine": machine(), "cores": os.cpu_count()}
+        stored["cases"] = merged(stored["cases"], _measure(options))
+        file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    report(stored, options.output)
+
+
+if __name__ == "__main__":
+    main()

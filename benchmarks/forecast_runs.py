@@ -1,0 +1,187 @@
+"""Real training steps on a few processes of this machine, to compare a prediction with.
+
+Each is a run of the Trainer with HybridShardStrategy, on one thread for each rank, with one sample
+for each data replica. Runs of all meshes and links take turns.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader
+
+from benchmarks import slow_links
+from benchmarks.forecast import Mesh
+from benchmarks.peer_networks import NETWORKS
+from lightning_modules.cnn.simple_cnn import SimpleCNN
+from lightning_shard import HybridShardStrategy
+from lightning_shard.processes.forking import become_rank
+from lightning_shard.rehearsal.machine import Link
+from lightning_shard.rehearsal.step import quiet
+
+Case = tuple[Mesh, float | None]  # a mesh, and the gigabits a second of each rank's link
+
+MAKE: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with the resolution of the field
+    "CNN": (lambda: SimpleCNN(hidden_channels=32), 768),
+    "U-Net": (NETWORKS["U-Net"], 256),
+    "TFNO": (NETWORKS["TFNO"], 512),
+    "ViT": (NETWORKS["ViT"], 256),
+}
+STEP = "forecast: step"
+
+
+class Task(LightningModule):
+    """The mean square of a network's output, with Adam."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """(B, 3, H, W) -> ()."""
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+def task_and_data(network: str, steps: int) -> tuple[Task, DataLoader[Any]]:
+    """A module, and as many batches of one sample."""
+    seed_everything(0, verbose=False)
+    make, resolution = MAKE[network]
+    samples: Any = [torch.randn(1, 3, resolution, resolution)] * steps  # a list is a dataset
+    return Task(make()), DataLoader(samples, batch_size=None)
+
+
+def measured(
+    networks: Sequence[str], cases: Sequence[Case], rounds: int, steps: int
+) -> list[dict[str, Any]]:
+    """What each case takes with each network; every rank of the group calls it.
+
+    Returns:
+        Of each case what it was, the median seconds of a step on the rank that needs most, all that
+        this rank needed, the peak of bytes in tensors on the rank that holds most, and the link as
+        it was measured between the runs.
+    """
+    become_rank(dist.get_rank(), dist.get_world_size(), port=1)  # the group is there already
+    found: list[dict[str, Any]] = []
+    for network in networks:
+        found += _measured(network, cases, rounds, steps)
+    return found
+
+
+def _measured(network: str, cases: Sequence[Case], rounds: int, steps: int) -> list[dict[str, Any]]:
+    ranks = dist.get_world_size()
+    times: dict[Case, list[float]] = defaultdict(list)
+    links: dict[float | None, list[Link]] = defaultdict(list)
+    peaks = {mesh: _most(_peak(network, mesh)) for mesh in dict.fromkeys(m for m, _ in cases)}
+    for _ in range(rounds):
+        for mesh, gigabits in cases:
+            if ranks > 1:
+                slow_links.limit_link(None if gigabits is None else gigabits * 1e9)
+                links[gigabits].append(_link())
+            times[mesh, gigabits] += _seconds(network, mesh, steps)
+    return [
+        {"network": network, "ranks": ranks, "mesh": list(mesh), "gigabits": gigabits,
+         "seconds": _most(statistics.median(spent)), "all": spent, "memory": int(peaks[mesh]),
+         "link": _middle(links[gigabits])}
+        for (mesh, gigabits), spent in times.items()
+    ]  # fmt: skip
+
+
+def _link() -> Link:
+    """What the link of each rank carries now, of all ranks at once."""
+    small, large = (_transposes(count) for count in (8, 2**19))
+    sent = 4 * 2**19 * (1 - 1 / dist.get_world_size())
+    return Link(_most(sent / max(large - small, 1e-9)), _most(small))
+
+
+def _transposes(numbers: int) -> float:
+    """Seconds of an all-to-all of so many numbers, the median of several."""
+    given, spent = torch.zeros(numbers), list[float]()
+    for _ in range(5 if numbers > 8 else 30):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_to_all_single(torch.empty_like(given), given)
+        spent.append(time.perf_counter() - begin)
+    return statistics.median(spent)
+
+
+def _middle(links: Sequence[Link]) -> dict[str, float]:
+    fields = ("bandwidth", "latency")
+    return (
+        {f: statistics.median(getattr(each, f) for each in links) for f in fields} if links else {}
+    )
+
+
+def _most(value: float) -> float:
+    worst = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def _clock(ends: list[float]) -> Callback:
+    """Notes when each step ends, and names the steps for a profiler."""
+    named = record_function(STEP)
+
+    def end(*_: Any) -> None:
+        named.__exit__(None, None, None)
+        ends.append(time.perf_counter())
+
+    return LambdaCallback(on_train_batch_start=lambda *_: named.__enter__(), on_train_batch_end=end)
+
+
+def _seconds(network: str, mesh: Mesh, steps: int) -> list[float]:
+    """Seconds from the end of a step to that of the next, after two that warm up."""
+    ends: list[float] = []
+    _fit(network, mesh, steps + 2, _clock(ends))
+    return [after - before for before, after in pairwise(ends[1:])]
+
+
+def _fit(network: str, mesh: Mesh, steps: int, clock: Callback) -> None:
+    task, data = task_and_data(network, steps)
+    strategy = HybridShardStrategy(data_parallel_size=mesh[0], domain_parallel_size=mesh[1:])
+    with quiet():
+        trainer = Trainer(
+            accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_steps=steps,
+            callbacks=[clock], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(task, data)
+
+
+def _peak(network: str, mesh: Mesh) -> int:
+    """The most bytes that tensors hold in the third step, as torch's allocator reports them.
+
+    All tensors of a run are made under the profiler, since it counts those alone.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        _fit(network, mesh, 3, _clock([]))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    begin = [event["ts"] for event in events if event.get("name") == STEP][-1]
+    memory = sorted((e["ts"], e["args"]) for e in events if e.get("name") == "[memory]")
+    return _highest(memory, begin)
+
+
+def _highest(memory: list[tuple[float, dict[str, Any]]], begin: float) -> int:
+    held = peak = 0
+    for at, given in memory:
+        held += given["Bytes"]
+        if at >= begin:
+            peak = max(peak, held)
+    return peak

@@ -1,0 +1,57 @@
+"""The comparison of predicted with measured steps: its figures, and one real run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import slow_links
+from benchmarks.forecast import merged, rank_correlation, regret, report, summary
+
+
+def case(mesh, seconds, predicted=None, network="CNN"):
+    found = {"network": network, "ranks": 4, "mesh": mesh, "gigabits": 1.0, "memory": 2**20}
+    found["seconds"] = seconds
+    return found | ({} if predicted is None else {"predicted": predicted})
+
+
+def forecast(seconds, memory=2**20):
+    return {"seconds": seconds, "memory": memory}
+
+
+MEASURED = [case([4, 1], 1.0, forecast(1.1)), case([1, 4], 0.2, forecast(0.3))]
+
+
+def test_figures():
+    assert rank_correlation([1, 2, 3], [10, 30, 20]) == 0.5
+    assert regret(MEASURED) == pytest.approx(0.25)  # 4 samples in 1 s, and 1 sample in 0.2 s
+    assert summary([case([1, 1], 1.0)]) == {}
+    found = summary(MEASURED)
+    assert found["median error of the time"] == pytest.approx(0.3)
+    assert found["median error of the memory"] == 0
+    assert found["choices within 10 % of the best"] == 0
+    assert found["mean rank correlation"] == -1
+
+
+def test_new_cases_replace_old_ones(tmp_path):
+    cases = merged(MEASURED, [case([1, 4], 0.5), case([1, 1], 1.0, network="ViT")])
+    assert [c["seconds"] for c in cases] == [0.5, 1.0, 1.0]
+    report({"machine": "a machine", "cases": MEASURED}, tmp_path)
+    page = (tmp_path / "forecast.md").read_text()
+    assert "| CNN | 4x1 | 1 | 1000 | 1100 | +10% | 1 | 1 | +0% |" in page
+    assert (tmp_path / "forecast.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_measures_on_links_of_the_kernel(tmp_path):
+    if lack := slow_links.missing():
+        pytest.skip(lack)
+    command = [sys.executable, "-m", "benchmarks.forecast", "--networks", "TFNO", "--ranks", "2"]
+    options = ["--gigabits", "1", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, check=True, timeout=500,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert "| TFNO | 1x2 | 1 |" in done.stdout
+    assert "| TFNO | 2x1 | unthrottled |" in done.stdout
