@@ -8,6 +8,7 @@ import json
 import statistics
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -153,7 +154,8 @@ def _seconds(network: str, mesh: Mesh, steps: int) -> list[float]:
 def _fit(network: str, mesh: Mesh, steps: int, clock: Callback) -> None:
     task, data = task_and_data(network, steps)
     strategy = HybridShardStrategy(data_parallel_size=mesh[0], domain_parallel_size=mesh[1:])
-    with quiet():
+    with warnings.catch_warnings(), quiet():
+        warnings.simplefilter("ignore")
         trainer = Trainer(
             accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_steps=steps,
             callbacks=[clock], logger=False, enable_checkpointing=False,
