@@ -4,10 +4,10 @@
 
 The runs are those of the Trainer with HybridShardStrategy, one sample for each data replica, on
 processes whose links are unthrottled or carry as many bits a second as one says (slow_links.py).
+The prediction runs each rank alone, and replays it on links whose collectives were measured.
 What is found is added to `forecast.json` in the folder of --output, so that networks may be
-measured one after another; --report writes the table and the picture of all that is in it.
-A step that was measured on more ranks than there are cores shares cores; the file says how many
-there were.
+measured one after another; --only does one part: runs, links, predictions, or the report of all
+that is in the file. Where ranks are more than cores, they share them, measured and predicted alike.
 """
 
 import argparse
@@ -80,10 +80,8 @@ def summary(cases: Sequence[Case]) -> dict[str, float]:
     known = [case for case in cases if "predicted" in case]
     if not known:
         return {}
-    errors = {
-        what: [abs(c["predicted"][what] / c[what] - 1) for c in known]
-        for what in ("seconds", "memory")
-    }
+    errors = [abs(c["predicted"]["seconds"] / c["seconds"] - 1) for c in known]
+    bytes_ = [c for c in known if "memory" in c["predicted"]]
     groups = [group for _, group in choices(cases)]
     regrets = [regret(group) for group in groups]
     orders = [
@@ -95,9 +93,11 @@ def summary(cases: Sequence[Case]) -> dict[str, float]:
     ]
     return {
         "cases": len(known),
-        "median error of the time": statistics.median(errors["seconds"]),
-        "within 15 %": sum(e <= BAR for e in errors["seconds"]) / len(known),
-        "median error of the memory": statistics.median(errors["memory"]),
+        "median error of the time": statistics.median(errors),
+        "within 15 %": sum(e <= BAR for e in errors) / len(known),
+        "median error of the memory": statistics.median(
+            [abs(c["predicted"]["memory"] / c["memory"] - 1) for c in bytes_] or [0.0]
+        ),
         "choices": len(groups),
         "choices within 10 % of the best": sum(r <= 0.1 for r in regrets) / max(len(groups), 1),
         "largest regret": max(regrets, default=0.0),
@@ -112,8 +112,8 @@ def rows(cases: Iterable[Case]) -> list[list[str]]:
         row = [case["network"], "x".join(map(str, case["mesh"])), _link(case)]
         for what, unit in (("seconds", 1e-3), ("memory", MIB)):
             row.append(f"{case[what] / unit:.0f}")
-            if "predicted" in case:
-                value = case["predicted"][what]
+            value = case.get("predicted", {}).get(what)
+            if value is not None:
                 row += [f"{value / unit:.0f}", f"{value / case[what] - 1:+.0%}"]
             else:
                 row += ["", ""]
@@ -127,15 +127,39 @@ def _link(case: Case) -> str:
     return "unthrottled" if case["gigabits"] is None else f"{case['gigabits']:g}"
 
 
-def _measure(options: argparse.Namespace) -> Iterator[Case]:
+def _runs(options: argparse.Namespace, stored: dict[str, Any]) -> None:
     from benchmarks.forecast_runs import measured  # takes seconds, in each process
 
+    new: list[Case] = []
     for ranks in options.ranks:
         rates = [None, *options.gigabits] if ranks > 1 else [None]
         cases = [(mesh, rate) for mesh in MESHES[ranks] for rate in rates]
-        yield from slow_links.start(
-            ranks, measured, options.networks, cases, options.rounds, options.steps
-        )
+        asked = options.networks, cases, options.rounds, options.steps
+        new += slow_links.start(ranks, measured, *asked)
+    stored["cases"] = merged(stored["cases"], new)
+
+
+def _links(options: argparse.Namespace, stored: dict[str, Any]) -> None:
+    from benchmarks.forecast_predictions import links
+
+    for ranks in options.ranks:
+        if ranks > 1:
+            found = slow_links.start(ranks, links, [None, *options.gigabits])
+            stored["links"] = stored.get("links", {}) | found
+
+
+def _predictions(options: argparse.Namespace, stored: dict[str, Any]) -> None:
+    from benchmarks.forecast_predictions import predicted
+
+    wanted = [
+        c for c in stored["cases"]
+        if c["network"] in options.networks and c["ranks"] in options.ranks
+    ]  # fmt: skip
+    new = predicted(wanted, stored.get("links", {}), options.steps)
+    stored["cases"] = merged(stored["cases"], new)
+
+
+PARTS = {"runs": _runs, "links": _links, "predictions": _predictions}
 
 
 def report(found: dict[str, Any], folder: Path) -> None:
@@ -161,18 +185,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--output", type=Path, default=Path("outputs/forecast"))
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--only", choices=[*PARTS, "report"])
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / "forecast.json"
-    stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
-    if not options.report:
+    if options.only != "report":
         if lack := slow_links.missing():
             sys.exit(lack)
         slow_links.inside("benchmarks.forecast")
-        stored |= {"machine": machine(), "cores": os.cpu_count()}
-        stored["cases"] = merged(stored["cases"], _measure(options))
-        file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    file = options.output / "forecast.json"
+    stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
+    for name, part in PARTS.items():
+        if options.only in (None, name):
+            part(options, stored)
+            stored |= {"machine": machine(), "cores": os.cpu_count()}
+            file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     report(stored, options.output)
 
 

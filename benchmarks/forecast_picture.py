@@ -13,12 +13,14 @@ from benchmarks.forecast import BAR, NETWORKS, Case
 
 def draw(cases: Sequence[Case], file: Path) -> None:
     """Predicted against measured time and memory, with the lines of equality and of the bar."""
-    known = [case for case in cases if "predicted" in case]
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     for place, (what, unit, label) in enumerate(
         (("seconds", 1.0, "seconds of a step"), ("memory", MIB, "peak, MiB"))
     ):
+        known = [c for c in cases if what in c.get("predicted", {})]
+        if not known:
+            continue
         axes: Any = figure.add_subplot(1, 2, place + 1)
         for network, marker in zip(NETWORKS, "osD^", strict=True):
             mine = [c for c in known if c["network"] == network]

@@ -29,7 +29,6 @@ from benchmarks.peer_networks import NETWORKS
 from lightning_modules.cnn.simple_cnn import SimpleCNN
 from lightning_shard import HybridShardStrategy
 from lightning_shard.processes.forking import become_rank
-from lightning_shard.rehearsal.machine import Link
 from lightning_shard.rehearsal.step import quiet
 
 Case = tuple[Mesh, float | None]  # a mesh, and the gigabits a second of each rank's link
@@ -73,8 +72,7 @@ def measured(
 
     Returns:
         Of each case what it was, the median seconds of a step on the rank that needs most, all that
-        this rank needed, the peak of bytes in tensors on the rank that holds most, and the link as
-        it was measured between the runs.
+        this rank needed, the peak of bytes in tensors on the rank that holds most.
     """
     become_rank(dist.get_rank(), dist.get_world_size(), port=1)  # the group is there already
     found: list[dict[str, Any]] = []
@@ -86,45 +84,17 @@ def measured(
 def _measured(network: str, cases: Sequence[Case], rounds: int, steps: int) -> list[dict[str, Any]]:
     ranks = dist.get_world_size()
     times: dict[Case, list[float]] = defaultdict(list)
-    links: dict[float | None, list[Link]] = defaultdict(list)
     peaks = {mesh: _most(_peak(network, mesh)) for mesh in dict.fromkeys(m for m, _ in cases)}
     for _ in range(rounds):
         for mesh, gigabits in cases:
             if ranks > 1:
                 slow_links.limit_link(None if gigabits is None else gigabits * 1e9)
-                links[gigabits].append(_link())
             times[mesh, gigabits] += _seconds(network, mesh, steps)
     return [
         {"network": network, "ranks": ranks, "mesh": list(mesh), "gigabits": gigabits,
-         "seconds": _most(statistics.median(spent)), "all": spent, "memory": int(peaks[mesh]),
-         "link": _middle(links[gigabits])}
+         "seconds": _most(statistics.median(spent)), "all": spent, "memory": int(peaks[mesh])}
         for (mesh, gigabits), spent in times.items()
     ]  # fmt: skip
-
-
-def _link() -> Link:
-    """What the link of each rank carries now, of all ranks at once."""
-    small, large = (_transposes(count) for count in (8, 2**19))
-    sent = 4 * 2**19 * (1 - 1 / dist.get_world_size())
-    return Link(_most(sent / max(large - small, 1e-9)), _most(small))
-
-
-def _transposes(numbers: int) -> float:
-    """Seconds of an all-to-all of so many numbers, the median of several."""
-    given, spent = torch.zeros(numbers), list[float]()
-    for _ in range(5 if numbers > 8 else 30):
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_to_all_single(torch.empty_like(given), given)
-        spent.append(time.perf_counter() - begin)
-    return statistics.median(spent)
-
-
-def _middle(links: Sequence[Link]) -> dict[str, float]:
-    fields = ("bandwidth", "latency")
-    return (
-        {f: statistics.median(getattr(each, f) for each in links) for f in fields} if links else {}
-    )
 
 
 def _most(value: float) -> float:

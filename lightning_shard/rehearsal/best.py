@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,13 +24,40 @@ STATES = ("parameters", "gradients", "optimizer", "gathered")  # which no field 
 class Forecast(Protocol):
     """What is predicted of one step, by `predict`."""
 
-    seconds: float
-    compute: float
-    exchange: float
-    parameters_traffic: float
-    samples: int
-    memory: int
-    bytes_by_cause: dict[str, int]
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        ...
+
+    @property
+    def compute(self) -> float:
+        """Seconds of computation."""
+        ...
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of waiting for fields."""
+        ...
+
+    @property
+    def parameters_traffic(self) -> float:
+        """Seconds of waiting for parameters and gradients."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Of all replicas."""
+        ...
+
+    @property
+    def memory(self) -> int:
+        """The peak of bytes."""
+        ...
+
+    @property
+    def bytes_by_cause(self) -> Mapping[str, int]:
+        """What is in memory then."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,14 +67,14 @@ class Setting:
     Attributes:
         mesh: Data replicas, and the ranks along each split dim.
         sharding: The mode of `ShardingOptions`.
-        checkpointing: Whether activations of blocks are computed again in backward.
-        offload: Whether they lie in the host's memory until backward.
+        activation_checkpointing: Whether activations of blocks are computed again in backward.
+        activation_offload: Whether they lie in the host's memory until backward.
     """
 
     mesh: Mesh
     sharding: Sharding = "full"
-    checkpointing: bool = False
-    offload: bool = False
+    activation_checkpointing: bool = False
+    activation_offload: bool = False
 
     @property
     def ranks(self) -> int:
@@ -57,7 +84,9 @@ class Setting:
     @property
     def kept(self) -> str:
         """What becomes of the activations of blocks."""
-        return "computed again" if self.checkpointing else "offloaded" if self.offload else "kept"
+        if self.activation_checkpointing:
+            return "computed again"
+        return "offloaded" if self.activation_offload else "kept"
 
 
 @dataclass(frozen=True)
@@ -213,7 +242,10 @@ class _Search:
         kept = Setting(mesh)
         if self._may_fit(kept) and self.try_setting(kept):
             return
-        ways = [replace(kept, checkpointing=True), replace(kept, offload=True)]
+        ways = [
+            replace(kept, activation_checkpointing=True),
+            replace(kept, activation_offload=True),
+        ]
         for way in filter(self._may_fit, ways):
             self.try_setting(way)
 
@@ -224,8 +256,9 @@ class _Search:
         try:
             forecast = self.predict(
                 self.module, self.data, self.cluster, setting.mesh, self.shard_dims,
-                sharding=setting.sharding, checkpointing=setting.checkpointing,
-                offload=setting.offload, **self.trainer,
+                sharding=setting.sharding,
+                activation_checkpointing=setting.activation_checkpointing,
+                activation_offload=setting.activation_offload, **self.trainer,
             )  # fmt: skip
         except (UnsupportedOperationError, ValueError) as error:
             self.refused[setting.mesh] = str(error)

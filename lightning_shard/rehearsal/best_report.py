@@ -89,9 +89,9 @@ def overlay(found: Ranking) -> str:
     setting, cluster = best.setting, found.cluster
     domain = list(setting.mesh[1:])
     sharding: dict[str, Any] = {"mode": setting.sharding}
-    if setting.checkpointing:
+    if setting.activation_checkpointing:
         sharding["activation_checkpointing"] = True
-    if setting.offload:
+    if setting.activation_offload:
         sharding["activation_offload"] = True
     arguments = {
         "data_parallel_size": setting.mesh[0],

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -43,8 +44,10 @@ class Machine:
         self.size, self.asked = size, []
 
     def __call__(
-        self, module, data, cluster, mesh, shard_dims, *, sharding, checkpointing, offload
-    ):
+        self, module, data, cluster, mesh, shard_dims, *, sharding, activation_checkpointing,
+        activation_offload,
+    ):  # fmt: skip
+        checkpointing, offload = activation_checkpointing, activation_offload
         self.asked.append((mesh, sharding, checkpointing, offload))
         ranks = prod(mesh[1:])
         if mesh == (1, 2, 2):
@@ -60,7 +63,8 @@ class Machine:
 
 
 def data(*shape, count=6):
-    return DataLoader([torch.zeros(1, *shape)] * count, batch_size=None)
+    samples: Any = [torch.zeros(1, *shape)] * count
+    return DataLoader(samples, batch_size=None)
 
 
 def found(size, text="1x4xH100", price=None, shape=(1, 8, 8)):
@@ -138,6 +142,7 @@ def test_cost_and_largest_field():
     first = ranking.candidates[0]
     assert ranking.samples == 6
     assert ranking.cost_of_epoch(first) == pytest.approx(2 * 4 * 6 / first.rate / 3600)
+    assert ranking.largest
     candidate, extents = ranking.largest
     assert candidate.setting.mesh == (1, 4)
     assert extents == (44, 44)  # 79 GB for what took 2.5 GB: 5.6 times longer edges
