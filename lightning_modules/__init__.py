@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lightning_modules.mnist.mistakes import Mistakes as Mistakes
     from lightning_modules.mnist.model import MNISTModule as MNISTModule
     from lightning_modules.mnist.model import MNISTNet as MNISTNet
+    from lightning_modules.segmentation.data import SegmentationDataModule as SegmentationDataModule
+    from lightning_modules.segmentation.gallery import SegmentationGallery as SegmentationGallery
+    from lightning_modules.segmentation.model import VolumeSegmentation as VolumeSegmentation
     from lightning_modules.shared.fields import FieldDataset as FieldDataset
     from lightning_modules.shared.series import SeriesDataModule as SeriesDataModule
     from lightning_modules.shared.series import SeriesDataset as SeriesDataset
@@ -54,6 +57,9 @@ _MODULES = {
     "Mistakes": "mnist.mistakes",
     "MNISTModule": "mnist.model",
     "MNISTNet": "mnist.model",
+    "SegmentationDataModule": "segmentation.data",
+    "SegmentationGallery": "segmentation.gallery",
+    "VolumeSegmentation": "segmentation.model",
     "FieldDataset": "shared.fields",
     "SeriesDataModule": "shared.series",
     "SeriesDataset": "shared.series",
