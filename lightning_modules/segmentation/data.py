@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from typing_extensions import override
@@ -31,11 +30,7 @@ class PhantomDataset(Dataset[Sample]):
         self.phantoms = phantoms
         shapes = [(1, *phantoms.shape(index)) for index in range(count)]
         self.slabs = [
-            {
-                "image": slab_of(trainer, "image", shape),
-                "label": slab_of(trainer, "label", shape, torch.int64),
-            }
-            for shape in shapes
+            {key: slab_of(trainer, key, shape) for key in ("image", "label")} for shape in shapes
         ]
         self._made: dict[int, Sample] = {}
 
@@ -175,4 +170,4 @@ def _collate(samples: Sequence[Sample]) -> Any:
             f"the volumes of a batch must have one grid; got {' and '.join(map(str, shapes))}. Use "
             "batch_size: 1, or volumes of one grid."
         )
-    return default_collate(samples)
+    return default_collate(list(samples))

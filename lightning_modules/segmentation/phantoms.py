@@ -33,8 +33,9 @@ class _Ellipsoid(NamedTuple):
         """Which nodes of a grid of three axes are inside."""
         offsets = [axis - c for axis, c in zip(axes, self.centre, strict=True)]
         along = torch.meshgrid(*offsets, indexing="ij")
-        rows = [sum(r * x for r, x in zip(row, along, strict=True)) for row in self.turned]
-        return sum((x / r).square() for x, r in zip(rows, self.radii, strict=True)) <= 1
+        rows = torch.tensordot(self.turned, torch.stack(along), 1)
+        squares = [(x / r).square() for x, r in zip(rows, self.radii, strict=True)]
+        return torch.stack(squares).sum(0) <= 1
 
 
 class Phantoms:

@@ -32,8 +32,9 @@ class VolumeDataset(Dataset[dict[str, Any]]):
             `{"image": "imagesTr", "label": "labelsTr"}`. Files are matched by their order, which is
             that of their names in a folder.
         trainer: The trainer that will use the samples; None for whole volumes.
-        labels: Keys whose values are whole numbers. Name them in `shard_dims` of the strategy,
-            `{"image": [2], "label": [2]}`, since only floating point is split by default.
+        labels: Keys whose values are whole numbers. They are split as the other volumes of the
+            sample are, of which there must be one; alone they stay whole, unless `shard_dims` of
+            the strategy names them.
         dtype: What other values are converted to.
 
     Raises:
@@ -53,6 +54,8 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         counts = {key: len(found) for key, found in self.files.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(f"each key needs as many files as the others; got {counts}.")
+        # what is split by default is of floating point, and labels with it
+        split = dict.fromkeys(files, dtype) if {*files} - {*labels} else self.dtypes
         self.slabs: list[dict[str, Any]] = []
         for sample in zip(*self.files.values(), strict=True):
             shapes = [_shape(path) for path in sample]
@@ -63,7 +66,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
                 )
             self.slabs.append(
                 {
-                    key: slab_of(trainer, key, shape, self.dtypes[key])
+                    key: slab_of(trainer, key, shape, split[key])
                     for key, shape in zip(self.files, shapes, strict=True)
                 }
             )

@@ -154,7 +154,7 @@ def _apply(
     def field(x: Tensor | LocalPart) -> Tensor:
         rows = x.tensor if isinstance(x, LocalPart) else x
         dims = dims_of(shard_dims, key, len(x.shape), rows.dtype, mesh.ndim)
-        if isinstance(x, Tensor) and (dims is None or shard_dims is None):
+        if dims is None or (shard_dims is None and isinstance(x, Tensor)):
             dims = next((f.dims_of_map(x.shape) for f in fields if f.has_map(x.shape)), dims)
         if dims is not None:
             return _split(x, mesh, dims, what)

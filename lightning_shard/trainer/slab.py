@@ -58,7 +58,9 @@ def slab_of(
             sample, the slab is the whole field.
         entry: The key of the batch under which the field will be (the position, in a tuple).
         shape: Of the field of one sample, such as (C, H, W).
-        dtype: Of the field: by default only fields of floating point are split.
+        dtype: Of the field: by default only fields of floating point are split. Leave it out for
+            classes of the spatial extents of another entry, (1, *spatial) with (C, *spatial): these
+            are split with it.
 
     Raises:
         ValueError: `shard_dims` names a dim that the field does not have, or that of the samples.

@@ -38,6 +38,10 @@ SMALLER = {
         "model": {"options": {"embed_dim": 16, "num_heads": 4}},
     },
     "mnist_cnn": {"data": {"batch_size": 4, "eval_batch_size": 8}},
+    "segmentation": {
+        "data": {"extents": [8, 8, 8], "num_train": 2, "num_val": 1, "num_test": 1},
+        "model": {"filters": [2, 2, 2], "strides": [1, 2, 2]},
+    },
     "t5_docstrings": {"data": PAIRS | {"corpus.init_args.packages": []}},
     "t5_wikihow": {
         "data": PAIRS | {"tokenizer": "null", "vocab_size": 64},
@@ -119,7 +123,15 @@ def test_every_file_is_in_the_docs():
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*tensorboardX. has been removed:UserWarning")
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
-@pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem != "mnist_xpu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # MONAI takes several seconds to import
+        pytest.param(path.stem, marks=pytest.mark.slow if path.stem == "segmentation" else ())
+        for path in CONFIGS
+        if path.stem != "mnist_xpu"
+    ],
+)
 def test_one_step_runs(name, monkeypatch):
     if name == "aurora":
         pytest.importorskip("aurora", reason="microsoft-aurora is not installed")
@@ -129,6 +141,7 @@ def test_one_step_runs(name, monkeypatch):
         write_articles(Path("data/wikihow"), 100)
     run_quickly(name, "cpu")
     pictures = {"mnist_cnn": {"confusion.png", "mistakes.png"}, "aurora": {"forecast.png"}}
+    pictures["segmentation"] = {"segmentation.png"}
     if name.startswith("tfno"):
         pictures[name] = {"error_spectrum.png", "error_by_resolution.png"}
         pictures[name] |= {"test_64.png", "test_32.png"}

@@ -55,6 +55,7 @@ def test_each_rank_makes_its_part(dims):
     assert part["image"].tensor.shape[1] < sample["image"].shape[1]
     batch = shard_batch(default_collate([part]), mesh_of(2), dims)
     for key, value in sample.items():
+        assert part[key].tensor.shape == part["image"].tensor.shape
         assert lightning_shard.gather(batch[key])[0].equal(value), key
 
 

@@ -40,9 +40,10 @@ def folders(suffix):
 
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
-@pytest.mark.parametrize("dim", [2, 4])
-def test_parts_are_those_of_the_whole_volumes(suffix, dim):
-    dims = {"image": [dim], "label": [dim]}
+@pytest.mark.parametrize(
+    ("dims", "dim"), [(None, 2), (-1, 4), ({"image": [2], "label": [2]}, 2)], ids=str
+)
+def test_parts_are_those_of_the_whole_volumes(suffix, dims, dim):
     files = folders(suffix)
     dataset, whole = VolumeDataset(files, split_by(dims)), VolumeDataset(files)
     for i in range(2):
@@ -55,6 +56,12 @@ def test_parts_are_those_of_the_whole_volumes(suffix, dim):
             found = lightning_shard.gather(batch[key])
             assert found.equal(torch.from_numpy(value)[None, None])
             assert whole[i][key].equal(found[0])
+
+
+@pytest.mark.spmd(2)
+def test_labels_alone_are_whole():
+    dataset = VolumeDataset({"label": folders(".nii")["label"]}, split_by(None))
+    assert dataset[0]["label"].shape == (1, *EXTENTS)
 
 
 @pytest.mark.spmd(2)
