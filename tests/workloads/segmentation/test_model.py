@@ -1,4 +1,7 @@
-"""Segmentation of whole volumes: on split volumes it is that of one process."""
+"""Segmentation of whole volumes: on split volumes it is that of one process.
+
+What needs MONAI is slow: each process takes several seconds to import it.
+"""
 
 import sys
 from unittest import mock
@@ -94,6 +97,7 @@ def test_twenty_steps_on_three_ranks_are_those_of_one_process():
     assert_training_is_that_of_one_process(20, (3,), {"image": 2, "label": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_two_steps_on_two_ranks_are_those_of_one_process():
     assert_training_is_that_of_one_process(2, (2,))
