@@ -48,6 +48,10 @@ INTERNALS = {
     "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
     "torch.Tensor._version": "writes into copies of rows are not noticed",
     "torch._C._storage_Use_Count": "a tensor whose memory others see does not become split",
+    "torch.UntypedStorage._cdata": "a prediction counts memory that several tensors share once",
+    "torch._subclasses.fake_tensor.FakeTensor": "a step is predicted without numbers",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "a step is predicted without numbers",
+    "torch._subclasses.fake_tensor.FakeCopyMode": "a step is predicted without numbers",
     # autograd.Functions (tensor/autograd_function.py)
     "torch.autograd.Function._backward_cls": "a Function's node of the graph is known by its class",
     "torch.autograd.function.BackwardCFunction": "a Function's own backward runs inside ours",
@@ -161,6 +165,9 @@ left_aligned: Callable[..., Any] = internal("torch._nested_tensor_from_mask_left
 in_transform: Callable[[], bool] = internal("torch._C._are_functorch_transforms_active")
 backward_pass: Callable[[], int] = internal("torch._C._current_graph_task_id")
 default_store: Callable[[], Any] = internal("torch.distributed.distributed_c10d._get_default_store")
+FakeTensor: Any = internal("torch._subclasses.fake_tensor.FakeTensor")
+FakeTensorMode: Any = internal("torch._subclasses.fake_tensor.FakeTensorMode")
+fake_copies: Any = internal("torch._subclasses.fake_tensor.FakeCopyMode")
 DispatchMode: Any = internal("torch.utils._python_dispatch.TorchDispatchMode")
 BackwardNode: Any = internal("torch.autograd.function.BackwardCFunction")
 Operator: Any = internal("torch._ops.OpOverload")
@@ -235,6 +242,12 @@ def collate_functions() -> dict[Any, Callable[..., Any]]:
 def storage_users(x: Tensor) -> int:
     """Count the objects that hold the memory of `x`, among them the storage object of this line."""
     return internal("torch._C._storage_Use_Count")(x.untyped_storage()._cdata)
+
+
+def storage_key(x: Tensor) -> int:
+    """Give a number of the memory of `x`, which no other memory has while it is there."""
+    assert "torch.UntypedStorage._cdata" in INTERNALS
+    return x.untyped_storage()._cdata
 
 
 def version_of(x: Tensor) -> int:

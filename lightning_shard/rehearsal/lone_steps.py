@@ -22,7 +22,6 @@ from lightning_shard.processes.simulate import alone
 from lightning_shard.rehearsal.batches import feed
 from lightning_shard.rehearsal.step import quiet
 from lightning_shard.rehearsal.timeline import Recorder, Timeline
-from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 WARM_UP = 2  # steps that make caches and the optimizer's states
@@ -68,10 +67,10 @@ def timed_together(training: Training, steps: int) -> list[tuple[Timeline, ...]]
 def _timed(training: Training, steps: int) -> list[Timeline]:
     rank, processes = dist.get_rank(), dist.get_world_size()
     recorder = Recorder(rank)
-    body = _Body(training, steps, recorder.cut)
+    body = _Body(training, steps + 1, recorder.cut)
     dist.barrier()
     alone(body, processes=processes, rank=rank, listener=recorder)
-    return recorder.steps[1 + WARM_UP :]
+    return recorder.steps[1 + WARM_UP : -1]  # the last has no batch to look for behind it
 
 
 @dataclass(frozen=True)
@@ -89,33 +88,36 @@ class _Body:
         train(self.training, self.steps, self.cut)
 
 
-def train(training: Training, steps: int, cut: Callable[[], None]) -> None:
+def train(training: Training, steps: int, cut: Callable[[], None], warm_up: int = WARM_UP) -> None:
     """Train on the rank that this process or thread is.
 
     Args:
         training: What to train.
         steps: After those that warm up.
-        cut: Is called as each step begins, and as one more does, which is not cut off.
+        cut: Is called as each step begins, and as the last has ended.
+        warm_up: Steps that make caches and the optimizer's states.
     """
     seed_everything(0, verbose=False)
     module, data = copy.deepcopy((training.module, training.data))
-    with warnings.catch_warnings(), quiet(), allow_gather():
+    with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
-        trainer = _trainer(training, steps, cut)
-        given = feed(module, data, "fit", [training.batch], times=WARM_UP + steps + 1)
+        trainer = _trainer(training, warm_up + steps, cut)
+        given = feed(module, data, "fit", [training.batch], times=warm_up + steps + 1)
         trainer.fit(module, **given)
 
 
 def _trainer(training: Training, steps: int, cut: Callable[[], None]) -> Trainer:
+    options = {"accelerator": "cpu", "devices": dist.get_world_size()} | training.trainer
+    callbacks = options.pop("callbacks", [])
     return Trainer(
-        **{"accelerator": "cpu", "devices": dist.get_world_size()} | training.trainer,
+        **options,
         strategy=HybridShardStrategy(
             data_parallel_size=training.mesh[0],
             domain_parallel_size=training.mesh[1:],
             **training.options,
         ),
-        max_steps=WARM_UP + steps + 1,
-        callbacks=[_Cut(cut)],
+        max_steps=steps,
+        callbacks=[_Cut(cut, steps), *callbacks],
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
@@ -126,13 +128,25 @@ def _trainer(training: Training, steps: int, cut: Callable[[], None]) -> Trainer
 
 
 class _Cut(Callback):
-    """Calls a function where steps begin."""
+    """Calls a function where steps begin, and where the last ends."""
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut = cut
+    def __init__(self, cut: Callable[[], None], steps: int) -> None:
+        self._cut, self._steps = cut, steps
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._cut()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if batch_idx == self._steps - 1:
+            self._cut()
