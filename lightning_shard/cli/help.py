@@ -85,20 +85,28 @@ examples
   {program} check --model my_package.MyModule --data my_package.MyData
 """
 PLAN = """\
-usage: {program} plan --config FILE [options of fit]
+usage: {program} plan --config FILE [--cluster CLUSTER [--best]] [options of fit]
 
 Predicts what each rank will hold and send in one training step: parameters, gradients, the
 optimizer's state, activations and messages. One step is rehearsed on the CPU of this machine, which
-need not be the one that the config asks for.
+need not be the one that the config asks for. For a cluster it predicts the time of a step, too, and
+with --best it ranks all meshes, sharding modes and ways to save memory; it then writes plan.yaml,
+to be given to fit with the config, plan.txt and plan.svg.
 
 options
+  --cluster CLUSTER   nodes x devices x kind, such as 8x8xH100; other links: 8x8xH100:HDR or
+                      8x8xH100:PCIe5/Ethernet100; or a .json file of a machine that was measured
+  --best              rank what fits
+  --price PRICE       of a device for an hour: the cost of an epoch is shown
+  --output DIR        where --best writes; by default trainer.default_root_dir
   all options of fit: {program} fit --help all
-  --trainer.devices N, --trainer.num_nodes N      how many ranks
+  --trainer.devices N, --trainer.num_nodes N      how many ranks, where no cluster is given
   --trainer.strategy.domain_parallel_size N       how many of them share a sample
 
 examples
   {program} plan --config tfno_darcy --trainer.devices 8
   {program} plan --config tfno_darcy --config node_of_8 --config domain_2
+  {program} plan --config tfno_darcy --best --cluster 8x8xH100 --price 2.5
 """
 CERTIFY = """\
 usage: {program} certify --config FILE [--meshes LIST] [--steps N] [options of fit]

@@ -32,10 +32,12 @@ from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
 from lightning_shard.cli.last_words import last_words
 from lightning_shard.cli.names import import_short_names
+from lightning_shard.cli.plan_words import PlanWords
 from lightning_shard.cli.rehearsal_commands import (
     Wanted,
     certify_run,
     on_this_machine,
+    plan_on,
     rehearse,
     wanted,
 )
@@ -224,7 +226,12 @@ class ShardCLI(LightningCLI):
 
     def resolved(self) -> tuple[str, str | None]:
         """Give the text of all options, and the folder of the run."""
-        return self._dumped(), self.config["fit"]["trainer"]["default_root_dir"]
+        return self._dumped(), self.folder
+
+    @property
+    def folder(self) -> str | None:
+        """Of the run."""
+        return self.config["fit"]["trainer"]["default_root_dir"]
 
     def _dumped(self) -> str:
         command = str(self.config["subcommand"])
@@ -245,12 +252,12 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
-def run(args: Sequence[str], certified: CertifyWords | None = None) -> None:
+def run(args: Sequence[str], own: CertifyWords | PlanWords | None = None) -> None:
     """Run a subcommand of Lightning, or a rehearsal of `fit`.
 
     Args:
         args: The words of the command line.
-        certified: What was typed for `certify` beside them.
+        own: What was typed for `certify` or `plan` beside them.
     """
     state = RunState()
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
@@ -260,8 +267,11 @@ def run(args: Sequence[str], certified: CertifyWords | None = None) -> None:
     try:
         if args[:1] and args[0] in ("check", "plan", "certify"):
             built = ShardCLI(["fit", *args[1:]], state, rehearsal=True)
-            if certified is not None:
-                certify_run(built.model, built.datamodule, built.asked, certified, built.resolved())
+            if isinstance(own, CertifyWords):
+                certify_run(built.model, built.datamodule, built.asked, own, built.resolved())
+                return
+            if isinstance(own, PlanWords) and own.cluster:
+                plan_on(own.cluster, built.model, built.datamodule, built.asked, own, built.folder)
                 return
             rehearse(args[0], built.model, built.datamodule, built.asked, built.remember)
         else:

@@ -8,13 +8,14 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard.cli.certify_words import read_certify
 from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.exits import exit_with
 from lightning_shard.cli.help import PAGES, page
+from lightning_shard.cli.plan_words import read_plan
 from lightning_shard.cli.sources import ENV_PREFIX, read_sources, split_subcommand
 from lightning_shard.cli.tool_words import WORDS as TOOLS
 from lightning_shard.cli.tool_words import read_words
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 REHEARSALS = ("check", "plan", "certify")
+
+READ_FIRST: dict[str, Callable[[Sequence[str]], tuple[Any, list[str]]]] = {
+    "certify": read_certify,
+    "plan": read_plan,
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -59,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> None:
             tool = importlib.import_module(f"lightning_shard.cli.{command}")
             getattr(tool, command)(options)
             return
-        own, rest = read_certify(words[1:]) if command == "certify" else (None, words[1:])
+        own, rest = READ_FIRST.get(command, _nothing)(words[1:])
         words = find_configs([*words[:1], *rest])
         names = (*LIGHTNING, *REHEARSALS, *TOOLS) if command not in REHEARSALS else (command,)
         shown = LIGHTNING if command.startswith("-") or not command else names
@@ -69,6 +75,10 @@ def main(args: Sequence[str] | None = None) -> None:
     except UsageError as err:
         exit_with(err, code=2)
     importlib.import_module("lightning_shard.cli.lightning_cli").run(words, own)
+
+
+def _nothing(words: Sequence[str]) -> tuple[None, list[str]]:
+    return None, list(words)
 
 
 def _version() -> str:

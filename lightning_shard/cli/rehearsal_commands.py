@@ -2,7 +2,8 @@
 
 `check` trains one step in one process and on two ranks that share each sample, compares them, and
 names the functions that have no rule; it exits with 1 if the module cannot train so. `plan`
-predicts what each of the ranks that the config asks for will hold and send. `certify` trains some
+predicts what each of the ranks that the config asks for will hold and send; with `--cluster` also
+the time of a step there, and with `--best` of the best mesh. `certify` trains some
 steps on several meshes, and writes a certificate; it exits with 1 if one differs. All run on the
 CPU, take the options of `fit`, and use its model and the first batches of its data.
 """
@@ -17,11 +18,16 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_shard.cli.certify_words import CertifyWords
+from lightning_shard.cli.plan_words import PlanWords
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.usage import UsageError, is_list, told_by_user
+from lightning_shard.rehearsal import best_report
+from lightning_shard.rehearsal.best import best
 from lightning_shard.rehearsal.certify import certify
 from lightning_shard.rehearsal.check import check
 from lightning_shard.rehearsal.forecast import plan
+from lightning_shard.rehearsal.machine import Cluster
+from lightning_shard.rehearsal.predict import predict
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,42 @@ def rehearse(
     keep(str(found))
     if not found.is_supported:
         sys.exit(1)
+
+
+def plan_on(
+    cluster: Cluster,
+    module: LightningModule,
+    data: LightningDataModule | None,
+    asked: Wanted,
+    words: PlanWords,
+    folder: str | None,
+) -> None:
+    """Print what a step takes on a cluster, of the config's mesh or of the best one.
+
+    Args:
+        cluster: Where it is to run.
+        module: What trains.
+        data: What it trains on; None if the module has its own loaders.
+        asked: What the config asks for.
+        words: What was typed for `plan`.
+        folder: Of the run, for the overlay.
+    """
+    source: Any = data or module.train_dataloader()
+    if words.best:
+        found = best(module, source, cluster, asked.shard_dims, predict=predict, **asked.trainer)
+        print(best_report.words(found))
+        print(
+            f"written to {best_report.save(found, words.output or folder or '.')}", file=sys.stderr
+        )
+        return
+    ranks = math.prod(asked.domain)
+    if cluster.devices % ranks:
+        raise UsageError(
+            f"the {cluster.devices} devices must be a multiple of the {ranks} ranks that share a "
+            "sample; change --cluster or domain_parallel_size"
+        )
+    mesh = (cluster.devices // ranks, *asked.domain)
+    print(predict(module, source, cluster, mesh, asked.shard_dims, **asked.trainer))
 
 
 def certify_run(

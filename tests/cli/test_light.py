@@ -38,7 +38,7 @@ def run(*commands: list[str]) -> tuple[str, list[str]]:
         (["--help"], None), (["--version"], None), (["doctor", "--help"], None),
         (["check", "--help"], None), (["fti"], 2), (["fit", "--config", "none.yaml"], 2),
         (["plan", "--config", "none.yaml"], 2), (["fit", "stray"], 2), ([], 2),
-        (["certify", "--meshes", "2"], 2),
+        (["certify", "--meshes", "2"], 2), (["plan", "--best", "--cluster", "8xH10O"], 2),
         (["fit", "--config", "tfno_dracy"], 2), (["inspect", "none.ckpt"], 2),
         (["export", "none.ckpt", "out.pt"], 2), (["export", "README.md", "out.txt"], 2),
     ],

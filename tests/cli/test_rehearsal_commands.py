@@ -1,9 +1,12 @@
+from unittest import mock
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 
 from lightning_shard.cli.main import main
 from tests.cli.test_configs import DARCY, NETWORK, files
+from tests.rehearsal.test_best import Machine
 
 SMALL = [
     *(f"--data.init_args.{name}={value}" for name, value in DARCY.items()),
@@ -70,6 +73,52 @@ def test_check_of_a_module_that_does_not_run(capfd):
 def test_mistakes(capsys, words, sentence):
     with pytest.raises(SystemExit) as stop:
         main(["plan", *files("tfno_darcy"), *SMALL, *words])
+    assert stop.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+PREDICT = "lightning_shard.cli.rehearsal_commands.predict"
+
+
+def test_plan_of_the_best_mesh(capfd, tmp_path):
+    words = ["--best", "--cluster=2x2xH100", "--price=2", "--output=kept"]
+    with mock.patch(PREDICT, Machine(10**9)):
+        main(["plan", *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK, *words])
+    out, err = capfd.readouterr()
+    assert "4 devices: 2x2xH100 (data sheet: NVIDIA H100 SXM), 2 per device and hour" in out
+    assert "4x1   gradients  kept" in out
+    assert "written to kept/plan.yaml" in err
+    fit = ["fit", *files("tfno_darcy"), *SMALL, *SMALL_NETWORK, "--config=kept/plan.yaml"]
+    with pytest.raises(SystemExit) as stop:
+        main([*fit, "--print_config"])
+    assert stop.value.code == 0, capfd.readouterr().err
+
+
+def test_plan_of_a_mesh_on_a_cluster(capfd):
+    command = ["plan", *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK]
+    with mock.patch(PREDICT, return_value="a prediction") as predict:
+        main([*command, "--cluster=4xA100"])
+        assert predict.call_args.args[3] == (2, 2)
+        assert capfd.readouterr().out == "a prediction\n"
+        with pytest.raises(SystemExit) as stop:
+            main([*command, "--cluster=3xA100"])
+    assert stop.value.code == 2
+    assert "the 3 devices must be a multiple of the 2 ranks" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--best"], "--best needs --cluster, such as --cluster 8x8xH100"),
+        (["--price=2"], "--price needs --cluster"),
+        (["--cluster=8x8xH10O"], "'H10O' is no known device; did you mean 'H100'?"),
+        (["--cluster=8xH100", "--price=cheap"], "'cheap' is no price of a device for an hour"),
+        (["--cluster=8xH100", "--price=-1"], "the price of a device and hour must be larger"),
+    ],
+)
+def test_mistakes_of_plan(capsys, words, sentence):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *files("tfno_darcy"), *words])
     assert stop.value.code == 2
     assert sentence in capsys.readouterr().err
 

@@ -1,0 +1,206 @@
+"""Predicted scaling of training steps on a cluster, beside two other ways to split a field.
+
+    python -m benchmarks.scaling --cluster 64x8xH100 --output outputs/scaling
+
+Nothing is measured: a rank of each mesh is traced alone, on tensors without numbers, and its
+timeline is replayed against the rates of data sheets (`plan --cluster`). Strong scaling splits one
+field over more and more ranks, weak scaling gives each rank a slab of the same rows. Each number of
+ranks shares one sample, in slabs, pencils and blocks (splits along one, two and three dims).
+
+The other ways are reckoned from the same steps, with the same compute:
+
+- "transposed": a spectral layer transposes the half spectrum of the whole field before and after
+  the transform of the split dim, in forward and in backward (benchmarks/transposed_fft.py).
+- "whole field": each rank of a domain gathers the field of a spectral layer and transforms all of
+  it; parameters, gradients and the optimizer's states are copied to each rank of a domain. So does
+  PhysicsNeMo's ShardTensor with FSDP over data replicas.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks.common import table
+from benchmarks.scaling_networks import WORKLOADS, Workload
+from lightning_shard.rehearsal.course import Mesh
+from lightning_shard.rehearsal.machine import Cluster, read_cluster
+from lightning_shard.rehearsal.predict import predict
+
+Point = dict[str, Any]
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+GIB = 2**30
+HALF_OF_COMPLEX = 4  # bytes of a half spectrum for each real number of the field
+FEW = 0.1  # the share of a step that exchange may take
+
+
+def domains(ranks: int, extents: Sequence[int]) -> Iterator[Mesh]:
+    """Slabs, pencils and blocks, each as near to equal sizes as powers of two allow."""
+    for dims in range(1, len(extents) + 1):
+        parts = [1] * dims
+        while math.prod(parts) < ranks:
+            parts[min(range(dims), key=lambda d: parts[d])] *= 2
+        enough = all(p <= extent for p, extent in zip(parts, extents, strict=False))
+        if enough and (dims == 1 or min(parts) > 1):
+            yield tuple(parts)
+
+
+def point(workload: Workload, extents: Sequence[int], domain: Mesh, cluster: Cluster) -> Point:
+    """What a step takes of one sample on one domain."""
+    used = part_of(cluster, math.prod(domain))
+    found = predict(workload.task(), workload.data(extents), used, (1, *domain))
+    return {
+        "domain": list(domain), "extents": list(extents), "seconds": found.seconds,
+        "compute": found.compute, "exchange": found.exchange,
+        "parameters": found.parameters_traffic, "memory": found.memory,
+    }  # fmt: skip
+
+
+def part_of(cluster: Cluster, ranks: int) -> Cluster:
+    """The first nodes of a cluster, with so many devices."""
+    per_node = min(ranks, cluster.per_node)
+    return Cluster(cluster.device, per_node, ranks // per_node, cluster.inside, cluster.between)
+
+
+def others(workload: Workload, best: Point, cluster: Cluster) -> dict[str, Point]:
+    """What the other ways take where ours takes the best time."""
+    ranks, device = math.prod(best["domain"]), cluster.device
+    link = cluster.link(ranks)
+    spectra = math.prod(best["extents"]) * workload.channels * HALF_OF_COMPLEX
+    kept = sum(p.nbytes for p in workload.make().parameters())
+    layers, away = workload.spectral_layers, (ranks - 1) / ranks
+    ours = best["seconds"]
+    transposes = layers * 4 * (spectra / ranks * away / link.bandwidth + link.latency)
+    gathers = layers * 2 * (spectra * away / link.bandwidth + link.latency)
+    passes = layers * 8 * len(best["extents"]) * spectra * away / device.bandwidth
+    replaced = best["exchange"] if layers else 0.0
+    field = spectra * 2 if layers and ranks > 1 else 0
+    return {
+        "transposed": {"seconds": ours - replaced + transposes, "memory": best["memory"]},
+        "whole field": {
+            "seconds": ours - replaced + gathers + passes,
+            "memory": best["memory"] + 4 * kept * away + field,
+        },
+    }
+
+
+def strong(workload: Workload, cluster: Cluster, ranks: Sequence[int]) -> list[Point]:
+    """One field on more and more ranks."""
+    return [
+        point(workload, workload.extents, domain, cluster)
+        for count in ranks
+        for domain in domains(count, workload.extents)
+    ]
+
+
+def weak(workload: Workload, cluster: Cluster, ranks: Sequence[int], first: int) -> list[Point]:
+    """Slabs of the same rows on each rank: those of the whole field on `first` ranks."""
+    rows, *rest = workload.extents
+    return [point(workload, (rows * count // first, *rest), (count,), cluster) for count in ranks]
+
+
+def fastest(points: Sequence[Point], ranks: int) -> Point:
+    """Of the domains of so many ranks."""
+    mine = [p for p in points if math.prod(p["domain"]) == ranks]
+    return min(mine, key=lambda p: p["seconds"])
+
+
+def smallest_slab(points: Sequence[Point]) -> Point | None:
+    """The thinnest slab whose rank waits for less than a tenth of the step."""
+    slabs = [p for p in points if len(p["domain"]) == 1 and p["domain"] != [1]]
+    enough = [p for p in slabs if p["exchange"] <= FEW * p["seconds"]]
+    return max(enough, key=lambda p: p["domain"][0], default=None)
+
+
+def report(found: dict[str, dict[str, list[Point]]], cluster: Cluster) -> None:
+    """Print what is in the page."""
+    for name, each in found.items():
+        print(f"\n{name}, one sample on {cluster}, seconds of a step (GiB)\n")
+        rows = [_row(name, each["strong"], n, cluster) for n in counts(each["strong"])]
+        table(["ranks", "fastest split", "slabs", "pencils", "blocks", "exchange",
+               "transposed FFT", "whole field"], rows)  # fmt: skip
+        if slab := smallest_slab(each["strong"]):
+            thin = slab["extents"][0] // slab["domain"][0]
+            print(f"\nThe thinnest slab with exchange below 10 %: {thin} rows.")
+
+
+def counts(points: Sequence[Point]) -> list[int]:
+    """The numbers of ranks."""
+    return sorted({math.prod(p["domain"]) for p in points})
+
+
+def _row(name: str, points: Sequence[Point], ranks: int, cluster: Cluster) -> list[str]:
+    best = fastest(points, ranks)
+    mine = {len(p["domain"]): p for p in points if math.prod(p["domain"]) == ranks}
+    beside = others(WORKLOADS[name], best, cluster)
+    return [
+        str(ranks), "x".join(map(str, best["domain"])),
+        *(_cell(mine.get(dims)) for dims in (1, 2, 3)), f"{best['exchange'] / best['seconds']:.0%}",
+        *map(_cell, beside.values()),
+    ]  # fmt: skip
+
+
+def _cell(p: Point | None) -> str:
+    return "" if p is None else f"{p['seconds']:.3g} ({p['memory'] / GIB:.1f})"
+
+
+def draw(found: dict[str, dict[str, list[Point]]], cluster: Cluster, folder: Path) -> None:
+    """Strong and weak scaling of all networks."""
+    for kind in ("strong", "weak"):
+        figure = Figure(figsize=(4.2 * len(found), 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        for place, (name, each) in enumerate(found.items()):
+            axes: Any = figure.add_subplot(1, len(found), place + 1)
+            _lines(axes, name, each[kind], cluster, ideal=kind == "strong")
+            axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of a step",
+                     title=name)  # fmt: skip
+            axes.set_xscale("log", base=2)
+            axes.grid(visible=True, alpha=0.3)
+            axes.legend(fontsize=8)
+        figure.savefig(folder / f"scaling_{kind}.png", dpi=100)
+
+
+def _lines(axes: Any, name: str, points: list[Point], cluster: Cluster, *, ideal: bool) -> None:
+    ranks = counts(points)
+    best = [fastest(points, n) for n in ranks]
+    axes.plot(ranks, [p["seconds"] for p in best], "o-", label="lightning_shard")
+    if WORKLOADS[name].spectral_layers:
+        for way, marker in (("transposed", "s--"), ("whole field", "^:")):
+            beside = [others(WORKLOADS[name], p, cluster)[way]["seconds"] for p in best]
+            axes.plot(ranks, beside, marker, label=way, markersize=4)
+    first = best[0]["seconds"]
+    line = [first * ranks[0] / n for n in ranks] if ideal else [first for _ in ranks]
+    axes.plot(ranks, line, color="gray", linewidth=1, label="ideal")
+
+
+def main() -> None:
+    """Predict, print tables, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster", type=read_cluster, default=read_cluster("64x8xH100"))
+    parser.add_argument("--networks", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--first", type=int, default=8, help="ranks of the first slab, weakly")
+    parser.add_argument("--output", type=Path, default=Path("outputs/scaling"))
+    parser.add_argument("--report", action="store_true", help="predict nothing")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / "scaling.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for name in () if options.report else options.networks:
+        workload = WORKLOADS[name]
+        found[name] = {
+            "strong": strong(workload, options.cluster, options.ranks),
+            "weak": weak(workload, options.cluster, options.ranks, options.first),
+        }
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    report(found, options.cluster)
+    draw(found, options.cluster, options.output)
+
+
+if __name__ == "__main__":
+    main()
