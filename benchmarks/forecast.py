@@ -6,13 +6,14 @@ The runs are those of the Trainer with HybridShardStrategy, one sample for each 
 processes whose links are unthrottled or carry as many bits a second as one says (slow_links.py).
 The prediction runs each rank alone, and replays it on links whose collectives were measured.
 What is found is added to `forecast.json` in the folder of --output, so that networks may be
-measured one after another; --only does one part: runs, links, predictions, or the report of all
+measured one after another; --only does one part: links, runs, predictions, or the report of all
 that is in the file. Where ranks are more than cores, they share them, measured and predicted alike.
 """
 
 import argparse
 import json
 import os
+import pickle
 import statistics
 import sys
 from collections import defaultdict
@@ -32,6 +33,7 @@ MESHES: dict[int, tuple[Mesh, ...]] = {
     4: ((4, 1), (2, 2), (1, 4), (1, 2, 2)),
 }
 BAR = 0.15  # the error of a step's time that the prediction aims at
+TIMED = "timelines.pickle"  # what ranks did alone
 HEAD = (
     "network", "mesh", "Gb/s", "ms measured", "predicted", "error", "MiB measured", "predicted",
     "error",
@@ -127,39 +129,41 @@ def _link(case: Case) -> str:
     return "unthrottled" if case["gigabits"] is None else f"{case['gigabits']:g}"
 
 
-def _runs(options: argparse.Namespace, stored: dict[str, Any]) -> None:
-    from benchmarks.forecast_runs import measured  # takes seconds, in each process
-
-    new: list[Case] = []
-    for ranks in options.ranks:
-        rates = [None, *options.gigabits] if ranks > 1 else [None]
-        cases = [(mesh, rate) for mesh in MESHES[ranks] for rate in rates]
-        asked = options.networks, cases, options.rounds, options.steps
-        new += slow_links.start(ranks, measured, *asked)
-    stored["cases"] = merged(stored["cases"], new)
-
-
 def _links(options: argparse.Namespace, stored: dict[str, Any]) -> None:
     from benchmarks.forecast_predictions import links
 
     for ranks in options.ranks:
         if ranks > 1:
-            found = slow_links.start(ranks, links, [None, *options.gigabits])
+            found = slow_links.start(ranks, links, [None, *options.gigabits], method="fork")
             stored["links"] = stored.get("links", {}) | found
+
+
+def _runs(options: argparse.Namespace, stored: dict[str, Any]) -> None:
+    from benchmarks.forecast_runs import measured  # takes seconds, in each process
+
+    timed = _timed(options.output)
+    for ranks in options.ranks:
+        rates = [None, *options.gigabits] if ranks > 1 else [None]
+        asked = options.networks, MESHES[ranks], rates, options.rounds, options.steps
+        cases, alone = slow_links.start(ranks, measured, *asked, method="fork")
+        stored["cases"] = merged(stored["cases"], cases)
+        timed |= alone
+    (options.output / TIMED).write_bytes(pickle.dumps(timed))
+
+
+def _timed(folder: Path) -> dict[Any, Any]:
+    file = folder / TIMED
+    return pickle.loads(file.read_bytes()) if file.exists() else {}
 
 
 def _predictions(options: argparse.Namespace, stored: dict[str, Any]) -> None:
     from benchmarks.forecast_predictions import predicted
 
-    wanted = [
-        c for c in stored["cases"]
-        if c["network"] in options.networks and c["ranks"] in options.ranks
-    ]  # fmt: skip
-    new = predicted(wanted, stored.get("links", {}), options.steps)
+    new = predicted(stored["cases"], stored.get("links", {}), _timed(options.output))
     stored["cases"] = merged(stored["cases"], new)
 
 
-PARTS = {"runs": _runs, "links": _links, "predictions": _predictions}
+PARTS = {"links": _links, "runs": _runs, "predictions": _predictions}
 
 
 def report(found: dict[str, Any], folder: Path) -> None:

@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from benchmarks import slow_links
 from benchmarks.forecast import Case
-from benchmarks.forecast_runs import task_and_data
-from lightning_shard.rehearsal.batches import first_batches
+from benchmarks.forecast_runs import Timed
 from lightning_shard.rehearsal.calibrate import MeasuredLinks, measured_links
-from lightning_shard.rehearsal.lone_steps import Training, timed_together
 from lightning_shard.rehearsal.timeline import Cost, Replay, Timeline
 
 Stored = list[list[Any]]  # of each collective its name and ranks, and the costs by bytes
@@ -38,18 +36,14 @@ def _read(stored: Stored) -> MeasuredLinks:
     })  # fmt: skip
 
 
-def predicted(cases: Iterable[Case], stored: dict[str, Stored], steps: int) -> list[Case]:
-    """The cases with what is predicted of them; each mesh is timed once, for all links."""
-    timed: dict[Any, list[tuple[Timeline, ...]]] = {}
+def predicted(cases: Iterable[Case], stored: dict[str, Stored], timed: Timed) -> list[Case]:
+    """The cases with what is predicted of them, where links and steps are known."""
     found: list[Case] = []
     for case in cases:
-        key = case["network"], tuple(case["mesh"])
-        if key not in timed:
-            task, data = task_and_data(case["network"], 1)
-            batch = first_batches(task, data, "fit")[0]
-            timed[key] = timed_together(Training(task, None, batch, key[1]), steps)
-        known = _read(stored.get(f"{case['ranks']}, {case['gigabits']}", []))
-        found.append(case | {"predicted": _replayed(timed[key], known)})
+        steps = timed.get((case["network"], tuple(case["mesh"])))
+        known = stored.get(f"{case['ranks']}, {case['gigabits']}")
+        if steps and (known or case["ranks"] == 1):
+            found.append(case | {"predicted": _replayed(steps, _read(known or []))})
     return found
 
 

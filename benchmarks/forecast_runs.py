@@ -29,9 +29,13 @@ from benchmarks.peer_networks import NETWORKS
 from lightning_modules.cnn.simple_cnn import SimpleCNN
 from lightning_shard import HybridShardStrategy
 from lightning_shard.processes.forking import become_rank
+from lightning_shard.rehearsal.batches import first_batches
+from lightning_shard.rehearsal.lone_steps import Training, timed_alone
 from lightning_shard.rehearsal.step import quiet
+from lightning_shard.rehearsal.timeline import Timeline
 
-Case = tuple[Mesh, float | None]  # a mesh, and the gigabits a second of each rank's link
+# of a network on a mesh, for each step, what each rank did alone
+Timed = dict[tuple[str, Mesh], list[tuple[Timeline, ...]]]
 
 MAKE: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with the resolution of the field
     "CNN": (lambda: SimpleCNN(hidden_channels=32), 768),
@@ -66,35 +70,59 @@ def task_and_data(network: str, steps: int) -> tuple[Task, DataLoader[Any]]:
 
 
 def measured(
-    networks: Sequence[str], cases: Sequence[Case], rounds: int, steps: int
-) -> list[dict[str, Any]]:
-    """What each case takes with each network; every rank of the group calls it.
+    networks: Sequence[str],
+    meshes: Sequence[Mesh],
+    rates: Sequence[float | None],
+    rounds: int,
+    steps: int,
+) -> tuple[list[dict[str, Any]], Timed]:
+    """What each network takes on each mesh and link; every rank of the group calls it.
+
+    In the same rounds the steps of each rank alone are recorded, for the prediction.
 
     Returns:
         Of each case what it was, the median seconds of a step on the rank that needs most, all that
-        this rank needed, the peak of bytes in tensors on the rank that holds most.
+        this rank needed, and the peak of bytes in tensors on the rank that holds most. And what was
+        recorded.
     """
     become_rank(dist.get_rank(), dist.get_world_size(), port=1)  # the group is there already
     found: list[dict[str, Any]] = []
+    timed: Timed = {}
     for network in networks:
-        found += _measured(network, cases, rounds, steps)
-    return found
+        for mesh in meshes:
+            peak = int(_most(_peak(network, mesh)))
+            of_mesh, alone = _in_turns(network, mesh, rates, rounds, steps)
+            found += [case | {"memory": peak} for case in of_mesh]
+            timed[network, mesh] = alone
+    return found, timed
 
 
-def _measured(network: str, cases: Sequence[Case], rounds: int, steps: int) -> list[dict[str, Any]]:
-    ranks = dist.get_world_size()
-    times: dict[Case, list[float]] = defaultdict(list)
-    peaks = {mesh: _most(_peak(network, mesh)) for mesh in dict.fromkeys(m for m, _ in cases)}
+def _in_turns(
+    network: str, mesh: Mesh, rates: Sequence[float | None], rounds: int, steps: int
+) -> tuple[list[dict[str, Any]], list[tuple[Timeline, ...]]]:
+    times: dict[float | None, list[float]] = defaultdict(list)
+    alone: list[Timeline] = []
+    task, data = task_and_data(network, 1)
+    training = Training(task, None, first_batches(task, data, "fit")[0], mesh)
     for _ in range(rounds):
-        for mesh, gigabits in cases:
-            if ranks > 1:
-                slow_links.limit_link(None if gigabits is None else gigabits * 1e9)
-            times[mesh, gigabits] += _seconds(network, mesh, steps)
-    return [
-        {"network": network, "ranks": ranks, "mesh": list(mesh), "gigabits": gigabits,
-         "seconds": _most(statistics.median(spent)), "all": spent, "memory": int(peaks[mesh])}
-        for (mesh, gigabits), spent in times.items()
+        for rate in rates:
+            _limit(rate)
+            times[rate] += _seconds(network, mesh, steps)
+        _limit(None)
+        alone += timed_alone(training, steps)
+    everyone: list[list[Timeline]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, alone)
+    found = [
+        {"network": network, "ranks": dist.get_world_size(), "mesh": list(mesh), "gigabits": rate,
+         "seconds": _most(statistics.median(spent)), "all": spent}
+        for rate, spent in times.items()
     ]  # fmt: skip
+    return found, [*zip(*everyone, strict=True)]
+
+
+def _limit(gigabits: float | None) -> None:
+    if dist.get_world_size() > 1:
+        slow_links.limit_link(None if gigabits is None else gigabits * 1e9)
 
 
 def _most(value: float) -> float:

@@ -33,7 +33,7 @@ from lightning_shard.rehearsal.machine import Cluster, read_cluster
 from lightning_shard.rehearsal.predict import predict
 
 Point = dict[str, Any]
-RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+RANKS = (8, 32, 128, 512)
 GIB = 2**30
 HALF_OF_COMPLEX = 4  # bytes of a half spectrum for each real number of the field
 FEW = 0.1  # the share of a step that exchange may take

@@ -66,15 +66,16 @@ def inside(module: str) -> None:
     sys.exit(running.wait())
 
 
-def start(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+def start(ranks: int, function: Callable[..., Any], *args: Any, method: str = "spawn") -> Any:
     """Call `function(*args)` on each of `ranks` new processes, one thread each; as rank 0 answers.
 
     Args:
         ranks: The number of processes.
         function: A function of a module. It may call `limit_link`.
         args: Its arguments.
+        method: Of multiprocessing; "fork" spares imports, in a process that has computed nothing.
     """
-    context = mp.get_context("spawn")
+    context: Any = mp.get_context(method)
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         pipes, running = [], []

@@ -18,6 +18,7 @@ from lightning_shard.tensor.batch import ShardDims
 
 OTHER_MODES: tuple[Sharding, ...] = ("gradients", "none", "hybrid")
 TRIED_IN_ALL_MODES = 3  # of the fastest meshes
+FOR_MESHES = 0.7  # of the time; the rest is for modes
 STATES = ("parameters", "gradients", "optimizer", "gathered")  # which no field makes larger
 
 
@@ -135,6 +136,7 @@ class Ranking:
         candidates: Those that fit, the fastest first.
         too_large: Those that do not fit into a device's memory.
         refused: Why a mesh cannot train this module, by mesh.
+        slower: Meshes that could not be faster than one that fits, even without any exchange.
         not_tried: Meshes for which there was no time.
         extents: Of the field along the dims that may be split.
         samples: Of one epoch; 0 where the data does not say.
@@ -144,6 +146,7 @@ class Ranking:
     candidates: list[Candidate] = field(default_factory=list[Candidate])
     too_large: list[Candidate] = field(default_factory=list[Candidate])
     refused: dict[Mesh, str] = field(default_factory=dict[Mesh, str])
+    slower: list[Mesh] = field(default_factory=list[Mesh])
     not_tried: list[Mesh] = field(default_factory=list[Mesh])
     extents: tuple[int, ...] = ()
     samples: int = 0
@@ -181,8 +184,9 @@ def best(
 
     Each mesh is predicted with parameters sharded over all ranks, and with all activations kept.
     Where that does not fit, activations are computed again, or offloaded. A setting is not
-    predicted whose share of the activations of a smaller domain is already too large. The fastest
-    meshes are predicted with the other sharding modes.
+    predicted whose share of the activations of a smaller domain is already too large, nor a split
+    along several dims where as many ranks along one dim would be slower than another mesh if they
+    exchanged nothing. The fastest meshes are predicted with the other sharding modes.
 
     Args:
         module: An ordinary LightningModule, which stays as it is.
@@ -197,14 +201,16 @@ def best(
     extents = extents_of(batch, shard_dims)
     search = _Search(module, data, cluster, shard_dims, predict, trainer)
     found = Ranking(cluster, extents=extents, samples=_samples_of_epoch(data, batch))
-    until = time.monotonic() + seconds
-    for mesh in meshes(cluster.devices, extents):
-        if time.monotonic() > until:
+    begin = time.monotonic()
+    for mesh in _in_order(meshes(cluster.devices, extents)):
+        if search.cannot_win(mesh):
+            found.slower.append(mesh)
+        elif time.monotonic() > begin + FOR_MESHES * seconds:
             found.not_tried.append(mesh)
         else:
             search.try_mesh(mesh)
     for setting in _in_other_modes(search.fitting, cluster):
-        if time.monotonic() <= until:
+        if time.monotonic() <= begin + seconds:
             search.try_setting(setting)
     found.candidates, found.refused = search.fitting, search.refused
     found.too_large = [each for each in search.tried if not each.fits]
@@ -217,6 +223,12 @@ def _samples_of_epoch(data: Data, batch: Any) -> int:
         return len(loader) * samples_of(batch)
     except TypeError:  # of a stream
         return 0
+
+
+def _in_order(all_meshes: list[Mesh]) -> list[Mesh]:
+    """Splits along one dim first, of which the smallest and the largest domain say most."""
+    lines = [mesh for mesh in all_meshes if len(mesh) == 2]
+    return [*lines[:1], *lines[:0:-1][:1], *lines[1:-1], *(m for m in all_meshes if len(m) > 2)]
 
 
 def _in_other_modes(fastest: Iterable[Candidate], cluster: Cluster) -> list[Setting]:
@@ -265,6 +277,17 @@ class _Search:
             return True
         self.tried.append(Candidate(setting, forecast, self.cluster.device.memory))
         return self.tried[-1].fits
+
+    def cannot_win(self, mesh: Mesh) -> bool:
+        """Whether as many ranks along fewer dims would lose if they exchanged nothing."""
+        wins = max((each.rate for each in self.tried if each.fits), default=0.0)
+        alike = [
+            each.forecast for each in self.tried
+            if each.setting.ranks == math.prod(mesh[1:]) and len(each.setting.mesh) < len(mesh)
+            and each.fits
+        ]  # fmt: skip
+        loses = [one.samples <= wins * (one.seconds - one.exchange) for one in alike]
+        return bool(loses) and all(loses)
 
     def _may_fit(self, setting: Setting) -> bool:
         """Whether its share of what a smaller domain held could fit."""

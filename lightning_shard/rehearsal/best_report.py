@@ -42,6 +42,9 @@ def words(found: Ranking) -> str:
         if names := [_by(mesh) for mesh in meshes if mesh not in fits]:
             lines.append(f"Does not fit into {_gib(found)} GiB: {', '.join(names)}.")
     lines += [f"{_by(mesh)} cannot train it: {why}" for mesh, why in found.refused.items()]
+    if found.slower:
+        names = ", ".join(map(_by, found.slower))
+        lines.append(f"Cannot be faster, even without any exchange: {names}.")
     if found.not_tried:
         lines.append(f"No time was left for {', '.join(map(_by, found.not_tried))}.")
     return "\n".join(lines)
@@ -57,7 +60,7 @@ def _row(found: Ranking, each: Candidate) -> tuple[str, ...]:
         f"{each.rate:.3g}",
         f"{each.forecast.memory / GIB:.1f}",
         each.limit,
-        "" if cost is None else f"{cost:,.2f}",
+        "" if cost is None else f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}",
     )
 
 

@@ -55,7 +55,7 @@ class Machine:
         kept = (1 / 4 if checkpointing else 1) / (2 if offload else 1)
         return Step(
             compute=(4 / 3 if checkpointing else 2 if offload else 1) / ranks,
-            exchange=0.02 * (ranks > 1),
+            exchange=0.2 * (ranks > 1),
             parameters_traffic=0.1 if sharding == "full" else 0.05,
             memory=int(GB + self.size * kept / ranks),
             samples=mesh[0],
@@ -103,7 +103,8 @@ def test_fastest_first_with_its_limit():
     assert first.limit == "compute 95%"
     rates = [each.rate for each in ranking.candidates]
     assert rates == sorted(rates, reverse=True)
-    assert ranking.refused == {(1, 2, 2): "torch.sort along a split dim"}
+    assert ranking.slower == [(1, 2, 2)]
+    assert "Cannot be faster, even without any exchange: 1x2x2." in words(ranking)
 
 
 def test_what_does_not_fit_is_checkpointed_and_not_tried_in_vain():
@@ -113,6 +114,7 @@ def test_what_does_not_fit_is_checkpointed_and_not_tried_in_vain():
     assert ((2, 2), "full", False, False) not in asked  # half of 600 GB cannot fit
     assert ((1, 4), "full", True, False) in asked
     assert all(each.limit == "memory" for each in ranking.too_large)
+    assert ranking.refused == {(1, 2, 2): "torch.sort along a split dim"}
 
 
 def test_nothing_fits(tmp_path):
@@ -133,7 +135,7 @@ def test_hybrid_needs_nodes():
 def test_no_time():
     ranking = best(LightningModule(), data(1, 8, 8), read_cluster("1x4xH100"), seconds=-1,
                    predict=Machine(GB))  # fmt: skip
-    assert ranking.not_tried == [(4, 1), (2, 2), (1, 2, 2), (1, 4)]
+    assert ranking.not_tried == [(4, 1), (1, 4), (2, 2), (1, 2, 2)]
     assert "No time was left for 4x1" in words(ranking)
 
 
