@@ -1,15 +1,19 @@
 """Predicts the steps that `benchmarks.forecast_runs` measures."""
 
+import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks import slow_links
-from benchmarks.forecast import Case
-from benchmarks.forecast_runs import Timed
+from benchmarks.forecast import Case, Mesh
+from benchmarks.forecast_runs import Timed, task_and_data
 from lightning_shard.rehearsal.calibrate import MeasuredLinks, measured_links
+from lightning_shard.rehearsal.machine import read_cluster
+from lightning_shard.rehearsal.predict import predict
 from lightning_shard.rehearsal.timeline import Cost, Replay, Timeline
 
 Stored = list[list[Any]]  # of each collective its name and ranks, and the costs by bytes
@@ -43,8 +47,17 @@ def predicted(cases: Iterable[Case], stored: dict[str, Stored], timed: Timed) ->
         steps = timed.get((case["network"], tuple(case["mesh"])))
         known = stored.get(f"{case['ranks']}, {case['gigabits']}")
         if steps and (known or case["ranks"] == 1):
-            found.append(case | {"predicted": _replayed(steps, _read(known or []))})
+            time_ = _replayed(steps, _read(known or []))
+            memory = _memory(case["network"], tuple(case["mesh"]))
+            found.append(case | {"predicted": time_ | {"memory": memory}})
     return found
+
+
+@cache
+def _memory(network: str, mesh: Mesh) -> int:
+    """The peak of bytes, which is the same on all devices."""
+    cluster = read_cluster(f"{math.prod(mesh)}xH100")
+    return predict(*task_and_data(network, 1), cluster, mesh).memory
 
 
 def _replayed(steps: Sequence[tuple[Timeline, ...]], known: MeasuredLinks) -> dict[str, float]:

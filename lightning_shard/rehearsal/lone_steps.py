@@ -60,11 +60,17 @@ def timed_together(training: Training, steps: int) -> list[tuple[Timeline, ...]]
     Returns:
         For each step the timelines of all ranks.
     """
-    found = launch(_timed, training, steps, processes=math.prod(training.mesh))
+    found = launch(timed_alone, training, steps, processes=math.prod(training.mesh))
     return [*zip(*found, strict=True)]
 
 
-def _timed(training: Training, steps: int) -> list[Timeline]:
+def timed_alone(training: Training, steps: int) -> list[Timeline]:
+    """Time steps of this rank as if it were alone; all ranks of the group call it at once.
+
+    Args:
+        training: What it trains.
+        steps: How many are timed.
+    """
     rank, processes = dist.get_rank(), dist.get_world_size()
     recorder = Recorder(rank)
     body = _Body(training, steps + 1, recorder.cut)
