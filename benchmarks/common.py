@@ -42,7 +42,7 @@ class Cost:
     peak: int
 
 
-def start(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+def start(ranks: int, function: Callable[..., Any], *args: Any, policy: bool = True) -> Any:
     """Call `function(*args)` on each of `ranks` new processes of a gloo group.
 
     Each runs on one thread.
@@ -51,6 +51,7 @@ def start(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
         ranks: The number of processes.
         function: A function of a module, so that it pickles.
         args: Its arguments.
+        policy: Whether their threads have the policy that the strategy sets on CPUs.
 
     Returns:
         What rank 0 returned.
@@ -60,17 +61,24 @@ def start(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    spawn(_serve, (ranks, port, results, function, args), nprocs=ranks)
+    spawn(_serve, (ranks, port, results, function, args, policy), nprocs=ranks)
     return results.get()
 
 
 def _serve(
-    rank: int, ranks: int, port: int, results: Any, function: Callable[..., Any], args: Any
+    rank: int,
+    ranks: int,
+    port: int,
+    results: Any,
+    function: Callable[..., Any],
+    args: Any,
+    policy: bool,
 ) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
-    let_threads_run_on()  # as the strategy does on CPUs
+    if policy:
+        let_threads_run_on()  # as the strategy does on CPUs
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     result = function(*args)

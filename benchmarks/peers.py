@@ -10,6 +10,10 @@ same time and tell each other nothing. "Whole" is stock torch, or stock neuralop
 thread, while the other ranks do the same. A way is timed if its loss is that of one process. With
 --calls the price of single calls follows. Collectives, bytes and activations are counted at the
 operators of torch, below all ways alike (step_traffic.py).
+
+All ways run under the policy of threads that this package sets on CPUs. ShardTensor sets none, so
+it is timed once more without, by processes of its own. What lets it run on CPUs is in
+peer_on_cpus.py.
 """
 
 import argparse
@@ -31,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import lightning_shard
-from benchmarks import peer_calls
+from benchmarks import peer_calls, peer_on_cpus
 from benchmarks.common import describe, start, table
 from benchmarks.dispatch import CALLS
 from benchmarks.peer_networks import IN_FLOAT32, NETWORKS
@@ -46,6 +50,7 @@ HEAD = (
     "MiB of activations", "not timed, since",
 )  # fmt: skip
 ENVIRONMENT = ROOT / ".venv-peers"
+AS_INSTALLED = "ShardTensor, Linux' default threads"  # without the policy that this package sets
 
 
 # A way to run a network: what it is called with, for the whole field and the mesh of all ranks.
@@ -69,7 +74,7 @@ def _peer(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, A
     from physicsnemo import domain_parallel  # pyright: ignore[reportMissingImports]
 
     if not torch.cuda.is_available():
-        domain_parallel.register_custom_ops()  # which it does itself with CUDA
+        peer_on_cpus.let_it_run()
     parts = whole.chunk(mesh.size(), 2)
     shapes = {0: tuple(part.shape for part in parts)}  # asking for them needs CUDA
     mine = parts[mesh.get_local_rank()].contiguous()
@@ -83,7 +88,7 @@ def _dtensor(net: nn.Module, whole: Tensor, mesh: DeviceMesh) -> tuple[nn.Module
 
 WAYS: dict[str, Way] = {
     "limit": _limit, "whole": _whole, "lightning_shard": _ours, "ShardTensor": _peer,
-    "DTensor": _dtensor,
+    "DTensor": _dtensor, AS_INSTALLED: _peer,
 }  # fmt: skip
 
 
@@ -205,7 +210,10 @@ def main() -> None:
     for name in options.networks:
         reasons = {w: refusal(name, w, options.resolution, options.ranks) for w in tried}
         ways = ["limit", "whole", *(way for way, reason in reasons.items() if reason is None)]
-        found = start(options.ranks, costs, name, ways, options.resolution, options.rounds)
+        sizes = options.resolution, options.rounds
+        found = start(options.ranks, costs, name, ways, *sizes)
+        if "ShardTensor" in found:
+            found |= start(options.ranks, costs, name, [AS_INSTALLED], *sizes, policy=False)
         rows += rows_of(name, found, {way: why for way, why in reasons.items() if why})
     if rows:
         table(HEAD, rows)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import peer_calls, peers, step_traffic
+from benchmarks import peer_calls, peer_on_cpus, peers, step_traffic
 from benchmarks.peer_networks import IN_FLOAT32
 from benchmarks.peers import StepCost
 from lightning_shard.processes.byte_counter import counted
@@ -48,6 +48,19 @@ def test_what_is_sent_is_what_our_counter_says():
         dist.reduce_scatter_tensor(torch.empty(2, 2), x)
         dist.all_reduce(x)
     assert (seen.collectives, seen.sent) == (traffic.calls, traffic.bytes)
+
+
+def test_attention_that_stands_for_the_kernel_of_cuda():
+    """The peer scales by what it is given, and hands the sums back with one dim more."""
+    q, k, v, grad = torch.randn(4, 1, 2, 8, 4, dtype=torch.double).unbind()
+    given = [t.requires_grad_() for t in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*given, scale=0.3)
+    found, sums, *seeds = peer_on_cpus.attention(*given, None, True, scale=0.3)
+    torch.testing.assert_close(found, expected)
+    gradients = peer_on_cpus.attention_backward(
+        grad, *given, None, found, sums.unsqueeze(-1), *seeds, 0.0, [True] * 3, scale=0.3
+    )
+    torch.testing.assert_close(gradients[:3], torch.autograd.grad(expected, given, grad))
 
 
 def test_table():
