@@ -46,7 +46,8 @@ def let_it_run() -> None:
     attention_patches.get_comm_stream = NoStream
     torch.cuda.current_stream = torch.cuda.Event = NoStream
     torch.cuda.stream = contextlib.nullcontext
-    torch.cuda.set_device = Tensor.record_stream = lambda *args: None
+    torch.cuda.set_device = lambda device: None
+    Tensor.record_stream = lambda self, s: None
     for name, kernel in (("", attention), ("_backward", attention_backward)):
         _kernels().impl(f"_scaled_dot_product_efficient_attention{name}", kernel)
 

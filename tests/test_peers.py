@@ -54,11 +54,12 @@ def test_attention_that_stands_for_the_kernel_of_cuda():
     """The peer scales by what it is given, and hands the sums back with one dim more."""
     q, k, v, grad = torch.randn(4, 1, 2, 8, 4, dtype=torch.double).unbind()
     given = [t.requires_grad_() for t in (q, k, v)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*given, scale=0.3)
-    found, sums, *seeds = peer_on_cpus.attention(*given, None, True, scale=0.3)
-    torch.testing.assert_close(found, expected)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3)
+    found = peer_on_cpus.attention(q, k, v, None, True, scale=0.3)
+    torch.testing.assert_close(found[0], expected)
+    seed, sums, mask = found[2], found[1].unsqueeze(-1), [True] * 3
     gradients = peer_on_cpus.attention_backward(
-        grad, *given, None, found, sums.unsqueeze(-1), *seeds, 0.0, [True] * 3, scale=0.3
+        grad, q, k, v, None, found[0], sums, seed, seed, 0.0, mask, scale=0.3
     )
     torch.testing.assert_close(gradients[:3], torch.autograd.grad(expected, given, grad))
 
