@@ -33,6 +33,7 @@ MESHES: dict[int, tuple[Mesh, ...]] = {
     4: ((4, 1), (2, 2), (1, 4), (1, 2, 2)),
 }
 BAR = 0.15  # the error of a step's time that the prediction aims at
+FILE = "forecast.json"
 TIMED = "timelines.pickle"  # what ranks did alone
 HEAD = (
     "network", "mesh", "Gb/s", "ms measured", "predicted", "error", "MiB measured", "predicted",
@@ -148,7 +149,14 @@ def _runs(options: argparse.Namespace, stored: dict[str, Any]) -> None:
         cases, alone = slow_links.start(ranks, measured, *asked, method="fork")
         stored["cases"] = merged(stored["cases"], cases)
         timed |= alone
-    (options.output / TIMED).write_bytes(pickle.dumps(timed))
+        (options.output / TIMED).write_bytes(pickle.dumps(timed))
+        _store(options, stored)
+
+
+def _store(options: argparse.Namespace, stored: dict[str, Any]) -> None:
+    stored |= {"machine": machine(), "cores": os.cpu_count()}
+    text = json.dumps(stored, indent=1)
+    (options.output / FILE).write_text(f"{text}\n", encoding="utf-8")
 
 
 def _timed(folder: Path) -> dict[Any, Any]:
@@ -196,13 +204,12 @@ def main() -> None:
         if lack := slow_links.missing():
             sys.exit(lack)
         slow_links.inside("benchmarks.forecast")
-    file = options.output / "forecast.json"
+    file = options.output / FILE
     stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
     for name, part in PARTS.items():
         if options.only in (None, name):
             part(options, stored)
-            stored |= {"machine": machine(), "cores": os.cpu_count()}
-            file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+            _store(options, stored)
     report(stored, options.output)
 
 
