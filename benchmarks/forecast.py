@@ -39,6 +39,10 @@ HEAD = (
     "network", "mesh", "Gb/s", "ms measured", "predicted", "error", "MiB measured", "predicted",
     "error",
 )  # fmt: skip
+HEAD_OF_NETWORKS = (
+    "network", "ranks", "cases", "error of the time", "error of the memory",
+    "choices within 10 % of the best", "largest regret", "rank correlation",
+)  # fmt: skip
 
 
 def key(case: Case) -> tuple[Any, ...]:
@@ -108,6 +112,22 @@ def summary(cases: Sequence[Case]) -> dict[str, float]:
     }
 
 
+def by_network(cases: Sequence[Case]) -> list[list[str]]:
+    """Rows of what came of each network on each number of ranks."""
+    found = []
+    for network, ranks in dict.fromkeys((c["network"], c["ranks"]) for c in cases):
+        mine = [c for c in cases if (c["network"], c["ranks"]) == (network, ranks)]
+        if came := summary(mine):
+            chosen = "" if not came["choices"] else f"{came['choices within 10 % of the best']:.0%}"
+            found.append([
+                network, str(ranks), f"{came['cases']}", f"{came['median error of the time']:.0%}",
+                f"{came['median error of the memory']:.1%}", chosen,
+                f"{came['largest regret']:.0%}" if chosen else "",
+                f"{came['mean rank correlation']:.2f}" if chosen else "",
+            ])  # fmt: skip
+    return found
+
+
 def rows(cases: Iterable[Case]) -> list[list[str]]:
     """Of the table."""
     found = []
@@ -174,11 +194,14 @@ def _predictions(options: argparse.Namespace, stored: dict[str, Any]) -> None:
 PARTS = {"links": _links, "runs": _runs, "predictions": _predictions}
 
 
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
+
+
 def report(found: dict[str, Any], folder: Path) -> None:
     """Print the table, and write it with the picture."""
-    lines = [found["machine"], ""]
-    shown = rows(found["cases"])
-    lines += [f"| {' | '.join(row)} |" for row in (HEAD, ["---"] * len(HEAD), *shown)]
+    lines = [found["machine"], "", *_table(HEAD, rows(found["cases"])), ""]
+    lines += _table(HEAD_OF_NETWORKS, by_network(found["cases"]))
     lines += ["", *(f"{name}: {value:.3g}" for name, value in summary(found["cases"]).items())]
     (folder / "forecast.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

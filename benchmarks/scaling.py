@@ -1,6 +1,7 @@
 """Predicted scaling of training steps on a cluster, beside two other ways to split a field.
 
     python -m benchmarks.scaling --cluster 64x8xH100 --output outputs/scaling
+    python -m benchmarks.scaling --cluster 8x8xH100 --best "U-Net 512³"
 
 Nothing is measured: a rank of each mesh is traced alone, on tensors without numbers, and its
 timeline is replayed against the rates of data sheets (`plan --cluster`). Strong scaling splits one
@@ -20,6 +21,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import table
 from benchmarks.scaling_networks import WORKLOADS, Workload
+from lightning_shard.rehearsal import best_report
+from lightning_shard.rehearsal.best import best
 from lightning_shard.rehearsal.course import Mesh
 from lightning_shard.rehearsal.machine import Cluster, read_cluster
 from lightning_shard.rehearsal.predict import predict
@@ -36,7 +40,7 @@ Point = dict[str, Any]
 RANKS = (8, 32, 128, 512)
 GIB = 2**30
 HALF_OF_COMPLEX = 4  # bytes of a half spectrum for each real number of the field
-FEW = 0.1  # the share of a step that exchange may take
+FEW = 0.1  # of the computation that exchange may take
 
 
 def domains(ranks: int, extents: Sequence[int]) -> Iterator[Mesh]:
@@ -67,24 +71,23 @@ def part_of(cluster: Cluster, ranks: int) -> Cluster:
     return Cluster(cluster.device, per_node, ranks // per_node, cluster.inside, cluster.between)
 
 
-def others(workload: Workload, best: Point, cluster: Cluster) -> dict[str, Point]:
+def others(workload: Workload, ours: Point, cluster: Cluster) -> dict[str, Point]:
     """What the other ways take where ours takes the best time."""
-    ranks, device = math.prod(best["domain"]), cluster.device
+    ranks, device = math.prod(ours["domain"]), cluster.device
     link = cluster.link(ranks)
-    spectra = math.prod(best["extents"]) * workload.channels * HALF_OF_COMPLEX
+    spectra = math.prod(ours["extents"]) * workload.channels * HALF_OF_COMPLEX
     kept = sum(p.nbytes for p in workload.make().parameters())
     layers, away = workload.spectral_layers, (ranks - 1) / ranks
-    ours = best["seconds"]
     transposes = layers * 4 * (spectra / ranks * away / link.bandwidth + link.latency)
     gathers = layers * 2 * (spectra * away / link.bandwidth + link.latency)
-    passes = layers * 8 * len(best["extents"]) * spectra * away / device.bandwidth
-    replaced = best["exchange"] if layers else 0.0
+    passes = layers * 8 * len(ours["extents"]) * spectra * away / device.bandwidth
+    rest = ours["seconds"] - (ours["exchange"] if layers else 0.0)
     field = spectra * 2 if layers and ranks > 1 else 0
     return {
-        "transposed": {"seconds": ours - replaced + transposes, "memory": best["memory"]},
+        "transposed": {"seconds": rest + transposes, "memory": ours["memory"]},
         "whole field": {
-            "seconds": ours - replaced + gathers + passes,
-            "memory": best["memory"] + 4 * kept * away + field,
+            "seconds": rest + gathers + passes,
+            "memory": ours["memory"] + 4 * kept * away + field,
         },
     }
 
@@ -111,10 +114,10 @@ def fastest(points: Sequence[Point], ranks: int) -> Point:
 
 
 def smallest_slab(points: Sequence[Point]) -> Point | None:
-    """The thinnest slab whose rank waits for less than a tenth of the step."""
-    slabs = [p for p in points if len(p["domain"]) == 1 and p["domain"] != [1]]
-    enough = [p for p in slabs if p["exchange"] <= FEW * p["seconds"]]
-    return max(enough, key=lambda p: p["domain"][0], default=None)
+    """The thinnest slab up to which waiting for fields takes a tenth of the computation at most."""
+    slabs = sorted((p for p in points if len(p["domain"]) == 1), key=lambda p: p["domain"][0])
+    enough = [*takewhile(lambda p: p["exchange"] <= FEW * p["compute"], slabs)]
+    return enough[-1] if enough else None
 
 
 def report(found: dict[str, dict[str, list[Point]]], cluster: Cluster) -> None:
@@ -126,7 +129,9 @@ def report(found: dict[str, dict[str, list[Point]]], cluster: Cluster) -> None:
                "transposed FFT", "whole field"], rows)  # fmt: skip
         if slab := smallest_slab(each["strong"]):
             thin = slab["extents"][0] // slab["domain"][0]
-            print(f"\nThe thinnest slab with exchange below 10 %: {thin} rows.")
+            print(
+                f"\nThe thinnest slab whose exchange takes at most a tenth of its computation: {thin} rows."
+            )
 
 
 def counts(points: Sequence[Point]) -> list[int]:
@@ -135,12 +140,13 @@ def counts(points: Sequence[Point]) -> list[int]:
 
 
 def _row(name: str, points: Sequence[Point], ranks: int, cluster: Cluster) -> list[str]:
-    best = fastest(points, ranks)
+    first = fastest(points, ranks)
     mine = {len(p["domain"]): p for p in points if math.prod(p["domain"]) == ranks}
-    beside = others(WORKLOADS[name], best, cluster)
+    beside = others(WORKLOADS[name], first, cluster)
     return [
-        str(ranks), "x".join(map(str, best["domain"])),
-        *(_cell(mine.get(dims)) for dims in (1, 2, 3)), f"{best['exchange'] / best['seconds']:.0%}",
+        str(ranks), "x".join(map(str, first["domain"])),
+        *(_cell(mine.get(dims)) for dims in (1, 2, 3)),
+        f"{first['exchange'] / first['seconds']:.0%}",
         *map(_cell, beside.values()),
     ]  # fmt: skip
 
@@ -167,13 +173,13 @@ def draw(found: dict[str, dict[str, list[Point]]], cluster: Cluster, folder: Pat
 
 def _lines(axes: Any, name: str, points: list[Point], cluster: Cluster, *, ideal: bool) -> None:
     ranks = counts(points)
-    best = [fastest(points, n) for n in ranks]
-    axes.plot(ranks, [p["seconds"] for p in best], "o-", label="lightning_shard")
+    ours = [fastest(points, n) for n in ranks]
+    axes.plot(ranks, [p["seconds"] for p in ours], "o-", label="lightning_shard")
     if WORKLOADS[name].spectral_layers:
         for way, marker in (("transposed", "s--"), ("whole field", "^:")):
-            beside = [others(WORKLOADS[name], p, cluster)[way]["seconds"] for p in best]
+            beside = [others(WORKLOADS[name], p, cluster)[way]["seconds"] for p in ours]
             axes.plot(ranks, beside, marker, label=way, markersize=4)
-    first = best[0]["seconds"]
+    first = ours[0]["seconds"]
     line = [first * ranks[0] / n for n in ranks] if ideal else [first for _ in ranks]
     axes.plot(ranks, line, color="gray", linewidth=1, label="ideal")
 
@@ -187,8 +193,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=8, help="ranks of the first slab, weakly")
     parser.add_argument("--output", type=Path, default=Path("outputs/scaling"))
     parser.add_argument("--report", action="store_true", help="predict nothing")
+    parser.add_argument("--best", choices=WORKLOADS, help="rank the meshes of the cluster instead")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.best:
+        workload = WORKLOADS[options.best]
+        ranking = best(workload.task(), workload.data(), options.cluster, predict=predict)
+        best_report.save(ranking, options.output)
+        print(best_report.words(ranking))
+        return
     file = options.output / "scaling.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     for name in () if options.report else options.networks:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import slow_links
-from benchmarks.forecast import merged, rank_correlation, regret, report, rows, summary
+from benchmarks.forecast import by_network, merged, rank_correlation, regret, report, rows, summary
 
 
 def case(mesh, seconds, predicted=None, network="CNN"):
@@ -32,6 +32,7 @@ def test_figures():
     assert found["median error of the memory"] == 0
     assert found["choices within 10 % of the best"] == 0
     assert found["mean rank correlation"] == -1
+    assert by_network(MEASURED) == [["CNN", "4", "2", "30%", "0.0%", "0%", "25%", "-1.00"]]
 
 
 def test_new_cases_replace_old_ones(tmp_path):
