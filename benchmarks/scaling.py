@@ -129,9 +129,7 @@ def report(found: dict[str, dict[str, list[Point]]], cluster: Cluster) -> None:
                "transposed FFT", "whole field"], rows)  # fmt: skip
         if slab := smallest_slab(each["strong"]):
             thin = slab["extents"][0] // slab["domain"][0]
-            print(
-                f"\nThe thinnest slab whose exchange takes at most a tenth of its computation: {thin} rows."
-            )
+            print(f"\nSlabs of {thin} rows or more wait for fields less than 10 % of computing.")
 
 
 def counts(points: Sequence[Point]) -> list[int]:
