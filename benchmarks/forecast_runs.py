@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +175,22 @@ def _peak(network: str, mesh: Mesh) -> int:
         seen.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     begin = [event["ts"] for event in events if event.get("name") == STEP][-1]
-    memory = sorted((e["ts"], e["args"]) for e in events if e.get("name") == "[memory]")
+    memory = sorted(
+        ((e["ts"], e["args"]) for e in events if e.get("name") == "[memory]"), key=itemgetter(0)
+    )
     return _highest(memory, begin)
 
 
 def _highest(memory: list[tuple[float, dict[str, Any]]], begin: float) -> int:
+    """The most that is held from `begin` on; what a run before had left may be given back, too."""
+    live: dict[Any, int] = {}
     held = peak = 0
     for at, given in memory:
-        held += given["Bytes"]
+        if given["Bytes"] > 0:
+            live[given["Addr"]] = given["Bytes"]
+            held += given["Bytes"]
+        else:
+            held -= live.pop(given["Addr"], 0)
         if at >= begin:
             peak = max(peak, held)
     return peak
