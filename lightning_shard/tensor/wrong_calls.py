@@ -160,6 +160,8 @@ def _run(
     make: Callable[[Tensor], Tensor],
 ) -> None:
     def stand_in(value: Any) -> Any:
+        if type(value) is Tensor and value.ndim == 0 and not value.is_floating_point():
+            return value.clone()  # may be a size, as in x.view(n, -1)
         if isinstance(value, Tensor):
             return make(value)
         if isinstance(value, torch.Generator):  # the user's, who wants its numbers

@@ -71,3 +71,18 @@ def test_refusals():
         torch.randn(2, 3, 1, 4).expand_as(x)
     with pytest.raises(RuntimeError, match="invalid"):
         x.reshape(4, -1, 4)
+
+
+def sizes_that_are_tensors(x):
+    n, m = torch.tensor(6), torch.tensor(7)
+    return (
+        x.view(n, -1) * 2,
+        x.reshape((-1, m, torch.tensor(5))),
+        x.unflatten(0, (torch.tensor(2), -1)),
+        x[:, :1].expand(-1, n, -1, torch.tensor(-1)),
+    )
+
+
+@pytest.mark.spmd(3)
+def test_sizes_that_are_tensors():
+    assert_parity(sizes_that_are_tensors, [SHAPE], {0: [2]}, mesh_of(3))
