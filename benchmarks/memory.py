@@ -111,7 +111,7 @@ def counts(sizes: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
         alone = make()
         found: dict[str, Any] = {"block": _largest_block(alone)}
         if dist.get_rank() == 0:
-            found["1x1"] = _count(alone, sample())
+            found["1x1"] = _counted(alone, sample())
         del alone
         dist.barrier()
         for label, (data, domain) in MESHES[dist.get_world_size()].items():
@@ -122,7 +122,7 @@ def counts(sizes: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
             x = sample()
             if domain > 1:
                 x = lightning_shard.shard(x, mesh["domain"], dim)
-            found[label] = _most(_count(net, x))
+            found[label] = most_of(_counted(net, x))
         results[name] = found
     return results
 
@@ -135,13 +135,23 @@ def _largest_block(net: nn.Module) -> int:
     return max([*sizes, sum(p.nbytes for p in rest)])
 
 
-def _count(net: nn.Module, x: Tensor) -> Bytes:
+def _counted(net: nn.Module, x: Tensor) -> Bytes:
+    return count(net, lambda: net(x), torch.optim.Adam(net.parameters(), lr=1e-3))
+
+
+def count(net: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Bytes:
+    """What this rank holds in a step.
+
+    Args:
+        net: The network, after `parallelize` on several ranks.
+        loss: Runs it and gives its loss.
+        optimizer: Of its parameters.
+    """
     found = Bytes()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     for _ in range(2):  # in the second step optimizer states are there
         optimizer.zero_grad()
         with _watched(net, optimizer, found):
-            net(x).backward()
+            loss().backward()
         found.gradients = sum(_local(p.grad).nbytes for p in net.parameters() if p.grad is not None)
         optimizer.step()
         found.optimizer = _state_bytes(optimizer)
@@ -210,8 +220,8 @@ def _watched(net: nn.Module, optimizer: torch.optim.Optimizer, found: Bytes) -> 
     found.activations = sum(saved.values())
 
 
-def _most(mine: Bytes) -> Bytes:
-    """Over the ranks."""
+def most_of(mine: Bytes) -> Bytes:
+    """What `count` gives of the rank that needs most, of each kind; called on each rank."""
     values = torch.tensor(list(vars(mine).values()))
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return Bytes(*values.tolist())

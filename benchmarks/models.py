@@ -121,7 +121,7 @@ def run(library: str, parts: Sequence[str], sizes: tuple[int, ...]) -> list[Row]
 def outcome(case: Case, mesh: DeviceMesh) -> tuple[str, str]:
     """The result, and its reason; called on each rank, equal on all."""
     try:
-        errors = differences(case, mesh, case.split_by(mesh.ndim))
+        errors = differences(case, mesh)
     except UnsupportedOperationError as error:
         found = ("refused", short(error))
     except Exception as error:

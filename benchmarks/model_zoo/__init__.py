@@ -30,6 +30,7 @@ LIBRARIES = {
     "segment_anything": ("segment_anything",),
     "spandrel": ("spandrel",),
     "x_transformers": ("x_transformers",),
+    "terratorch": ("terratorch",),
     "handwritten": (
         "handwritten_fields",
         "handwritten_steps",
@@ -69,6 +70,17 @@ class Case:
         dims = self.each[0] if self.each else self.dims
         dims = [*dims] * axes if len(dims) == 1 else dims
         return dims[:axes] if len(dims) >= axes else []
+
+    def dims_of_each(self, axes: int) -> list[Sequence[int]]:
+        """For each input the dims that the axes of a mesh split.
+
+        Where `each` does not name them they are those of the input with most dims; those of the
+        others are counted from the end.
+        """
+        if self.each:
+            return [dims[:axes] for dims in self.each]
+        ndims = [len(i) if isinstance(i, tuple) else i().ndim for i in self.inputs]
+        return [[dim - max(ndims) + n for dim in self.split_by(axes)] for n in ndims]
 
     def tensors(self) -> list[Tensor]:
         """The inputs, whole and in float64 where they are not integers."""

@@ -15,14 +15,12 @@ from benchmarks.model_zoo import Case, prepared
 FLOOR = 1e-3  # of the largest output or gradient: errors of smaller ones are relative to this
 
 
-def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, float]:
+def differences(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     """Relative errors in train mode, by name: outputs, gradients of inputs and parameters, buffers.
 
     Args:
         case: The model and its inputs.
         mesh: The domain mesh: all ranks.
-        dims: The dims that its axes split, of the input with most dims; those of the others are
-            counted from the end.
 
     Returns:
         The largest difference of each tensor over its largest value; infinite where shapes, dtypes
@@ -32,21 +30,19 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
         UnsupportedOperationError: The model cannot run split.
         ValueError: There is no gradient to compare.
     """
-    split_model, model = _made(case), _made(case)  # in a copy, a model's own closures would not be
+    split_model, model = made(case), made(case)  # in a copy, a model's own closures would not be
     inputs = case.tensors()
-    most = max(x.ndim for x in inputs)
     whole = [_leaf(x) for x in inputs]
     expected = _backward(model, whole)
     leaves = [_leaf(x) for x in inputs]
-    each = [[dim - most + x.ndim for dim in dims] for x in leaves]
-    each = [own[: mesh.ndim] for own in case.each] or each
-    split = [lightning_shard.shard(x, mesh, own) for x, own in zip(leaves, each, strict=True)]
+    each = zip(leaves, case.dims_of_each(mesh.ndim), strict=True)
+    split = [lightning_shard.shard(x, mesh, dims) for x, dims in each]
     found = _backward(split_model, split)
 
     if len(found) != len(expected):
         return {"outputs": float("inf")}
     named = [(f"output {i}", *pair) for i, pair in enumerate(zip(found, expected, strict=True))]
-    errors = _errors(named)
+    errors = relative_errors(named)
     pairs = [(f"input {i}", a, b) for i, (a, b) in enumerate(zip(leaves, whole, strict=True))]
     theirs = dict(model.named_parameters())
     pairs += [(name, p, theirs[name]) for name, p in split_model.named_parameters()]
@@ -57,7 +53,7 @@ def differences(case: Case, mesh: DeviceMesh, dims: Sequence[int]) -> dict[str, 
     ]
     if not any(_largest(b) for _, _, b in gradients):
         raise ValueError("all gradients of the one-process run are zero: nothing to compare")
-    errors |= _errors(gradients)
+    errors |= relative_errors(gradients)
     theirs = dict(model.named_buffers())
     for name, buffer in split_model.named_buffers():
         errors[f"buffer {name}"] = _error(buffer, theirs[name], 0.0)
@@ -74,15 +70,15 @@ def rounding(case: Case) -> float:
     inputs = case.tensors()
     found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
     for given in (inputs, [_next_number(x) for x in inputs]):
-        model, leaves = _made(case), [_leaf(x) for x in given]
+        model, leaves = made(case), [_leaf(x) for x in given]
         outputs = _backward(model, leaves)
         named = {f"input {i}": x for i, x in enumerate(leaves)} | dict(model.named_parameters())
         gradients = {name: x.grad for name, x in named.items() if x.grad is not None}
         found.append((outputs, gradients))
     (outputs, gradients), (others, other_gradients) = found
     pairs = zip(others, outputs, strict=True)
-    errors = _errors([(f"output {i}", *pair) for i, pair in enumerate(pairs)])
-    errors |= _errors([(name, other_gradients[name], x) for name, x in gradients.items()])
+    errors = relative_errors([(f"output {i}", *pair) for i, pair in enumerate(pairs)])
+    errors |= relative_errors([(name, other_gradients[name], x) for name, x in gradients.items()])
     return max(errors.values())
 
 
@@ -90,7 +86,8 @@ def _next_number(x: Tensor) -> Tensor:
     return torch.nextafter(x, x.sign() * math.inf) if x.is_floating_point() else x
 
 
-def _made(case: Case) -> nn.Module:
+def made(case: Case) -> nn.Module:
+    """The model of a case, the same each time."""
     torch.manual_seed(5)
     return prepared(case.make()).train()
 
@@ -102,7 +99,7 @@ def _leaf(x: Tensor) -> Tensor:
 def _backward(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The whole outputs, after the backward pass of their sum with random weights."""
     torch.manual_seed(6)
-    outputs = [lightning_shard.gather(x) for x in _tensors(model(*inputs))]
+    outputs = [lightning_shard.gather(x) for x in tensors_of(model(*inputs))]
     generator = torch.Generator().manual_seed(9)
     losses = []
     for x in outputs:
@@ -114,12 +111,13 @@ def _backward(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach() for x in outputs]
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def tensors_of(output: Any) -> list[Tensor]:
+    """All tensors of what a model returns."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, dict):
         output = list(output.values())
-    return [x for y in output for x in _tensors(y)] if isinstance(output, list | tuple) else []
+    return [x for y in output for x in tensors_of(y)] if isinstance(output, list | tuple) else []
 
 
 def _mean(leaf: Tensor) -> Tensor:
@@ -130,7 +128,8 @@ def _mean(leaf: Tensor) -> Tensor:
     return mean
 
 
-def _errors(named: Sequence[tuple[str, Tensor, Tensor]]) -> dict[str, float]:
+def relative_errors(named: Sequence[tuple[str, Tensor, Tensor]]) -> dict[str, float]:
+    """Of each name the largest difference of its two tensors over the largest value."""
     largest = max((_largest(b) for _, _, b in named), default=0.0)
     return {name: _error(a, b, FLOOR * largest) for name, a, b in named}
 

@@ -2,15 +2,51 @@
 
 import torch
 from monai.networks import nets
+from monai.networks.nets import vista3d as vista
 
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import Apply, Case, Float32
 
 
 def timed(make):
     return lambda: Apply(lambda m, x: m(x, torch.tensor([3, 5])[: x.shape[0]]), make())
 
 
+def vista3d():
+    """Its network of four levels, with fewer channels and classes."""
+    encoder = vista.SegResNetDS2(
+        in_channels=1, blocks_down=(1, 1, 1), norm="instance", out_channels=8, init_filters=8,
+        dsdepth=1,
+    )  # fmt: skip
+    points = vista.PointMappingSAM(feature_size=8, n_classes=6, last_supported=4)
+    for layer in (*points.feat_downsample, points.output_upscaling[0]):
+        if hasattr(layer, "kernel_size"):  # before a norm: a gradient of zero but for rounding
+            layer.bias.requires_grad_(False)
+    classes = vista.ClassMappingClassify(n_classes=6, feature_size=8, use_mlp=True)
+    return vista.VISTA3D(encoder, classes, points)
+
+
+POINTS = torch.tensor([[[3, 5, 7], [12, 9, 2]], [[20, 1, 3], [8, 8, 8]]])
+SIGNS = torch.tensor([[1, 0], [1, -1]])
+CLASSES = torch.tensor([[2], [3]])
+
+
 CASES = {
+    "vista3d_classes": Case(
+        lambda: Apply(lambda m, x: m(x, class_vector=CLASSES), vista3d()),
+        [(1, 1, 24, 16, 16)],
+        (2, 3, 4),
+    ),
+    "vista3d_points": Case(
+        lambda: Float32(
+            lambda m, x: m(
+                x, point_coords=POINTS.float(), point_labels=SIGNS, prompt_class=CLASSES
+            ),
+            vista3d(),
+        ),
+        [(1, 1, 24, 16, 16)],
+        (2, 3, 4),
+        1e-4,
+    ),
     "unet": Case(
         lambda: nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=1),
         [(1, 1, 32, 16, 20)],

@@ -70,7 +70,11 @@ CASES = {
         lambda: torch.randint(2, (2, 3, 9, 7)).double(),
     ),
     "soft_ce": loss(lambda: smp.losses.SoftCrossEntropyLoss(smooth_factor=0.1)),
-    "mcc": loss(lambda: smp.losses.MCCLoss(), lambda: torch.randint(2, (2, 3, 9, 7)).double()),
+    "mcc": Case(
+        lambda: Apply(lambda f, x, y: f(x.sigmoid(), y), smp.losses.MCCLoss()),
+        [(2, 3, 9, 7), lambda: torch.randint(2, (2, 3, 9, 7)).double()],
+        (2, 3),
+    ),
 }
 
 CASES["dpt"] = Case(

@@ -1,0 +1,285 @@
+"""Unmodified models of other people, trained under HybridShardStrategy, beside one process.
+
+    python -m benchmarks.trained_models
+
+One model of each library of benchmarks/model_zoo, in float64. Each takes five steps of AdamW in
+Lightning's Trainer: alone in one process, and split over several. The first table gives the largest
+relative error of the five losses, and the largest error of how far the steps moved weights and
+buffers. With two replicas, one process accumulates the gradients of both samples; the replicas'
+buffers then differ from its own, as under DDP, and are not compared.
+
+The second table is of one step on larger inputs, where the model takes them, without the Trainer:
+what the rank that needs most holds (benchmarks/memory.py says how it is counted) and how long a
+step takes, the median of five.
+
+`--library timm smp` are some libraries; one that is not installed is named and left out. `--part
+steps` or `--part memory` is one table.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+import lightning_shard
+from benchmarks.common import describe, start, table
+from benchmarks.memory import MIB, Bytes, count, most_of
+from benchmarks.model_zoo import Case, cases
+from benchmarks.model_zoo.comparison import made, relative_errors, tensors_of
+from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.processes.mesh import make_mesh
+
+STEPS = 5
+WAIT_S = 300
+# by library: a model, and larger inputs for memory and time
+MODELS: dict[str, tuple[str, Sequence[tuple[int, ...]]]] = {
+    "torchvision": ("resnet18", [(2, 3, 256, 192)]),
+    "neuralop": ("tfno_tucker", [(2, 1, 192, 160)]),
+    "transformers": ("bert_embeds", [(2, 384, 16)]),
+    "timm": ("test_convnext", [(2, 3, 256, 192)]),
+    "monai": ("unet_2d", [(2, 1, 256, 192)]),
+    "smp": ("unet", [(2, 3, 256, 192)]),
+    "diffusers": ("unet_2d", [(2, 3, 96, 64)]),
+    "torch_geometric": ("mesh_graph_net", []),
+    "aurora": ("pretrained", []),
+    "physicsnemo": ("dit", []),
+    "torch_harmonics": ("sfno", []),
+    "anemoi": ("transformer_processor", [(1024, 16)]),
+    "credit": ("wxformer", []),
+    "the_well": ("unet_convnext", []),
+    "nnunet": ("residual_encoder_unet", [(1, 2, 64, 48, 48)]),
+    "segment_anything": ("image_encoder", []),
+    "spandrel": ("swinir", [(1, 3, 96, 96)]),
+    "x_transformers": ("vision", []),
+}
+# data replicas, and the ranks of the domain along each of its axes
+MESHES = {"2": (1, (2,)), "3": (1, (3,)), "2x2": (1, (2, 2)), "2 replicas x 2": (2, (2,))}
+ALONE, SIZES = "1", (1, 2, 4)
+
+
+class Trained(LightningModule):
+    """A model of the gallery that learns fixed random numbers from random inputs.
+
+    Attributes:
+        losses: Of each step.
+        split: Whether the last batch was.
+    """
+
+    split = False
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.network = made(case)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        torch.manual_seed(6)
+        self.split = any(isinstance(x, lightning_shard.DomainTensor) for x in batch.values())
+        loss = distance(self.network(*batch.values()))
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adam(self.parameters())
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW, which moves no weight whose gradient is zero but for rounding."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6)
+
+
+def distance(outputs: Any) -> Tensor:
+    """The squared distance of the outputs from random numbers, summed over outputs."""
+    generator = torch.Generator().manual_seed(9)
+    losses = []
+    for x in tensors_of(outputs):
+        if x.requires_grad and x.is_floating_point():
+            target = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            losses.append((x - target.to(x.dtype)).square().mean().double())
+    return torch.stack(losses).sum()
+
+
+def batches(case: Case, number: int) -> DataLoader:
+    """Batches of one sample each, the same on every rank."""
+    samples = []
+    for index in range(number):
+        torch.manual_seed(index)
+        samples.append({str(place): x for place, x in enumerate(case.tensors())})
+    return DataLoader(samples, 1, collate_fn=lambda items: items[0])  # pyright: ignore[reportArgumentType]
+
+
+def fitted(case: Case, number: int, **options: Any) -> Trained:
+    """The model after the Trainer's steps on `number` batches."""
+    module = Trained(case)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, batches(case, number))
+    return module
+
+
+def compared(library: str, name: str, replicas: int, domain: tuple[int, ...]) -> str:
+    """Errors of losses and of states after the steps; called on each rank."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as a launcher does
+    case = cases(library)[name]
+    number = STEPS * replicas
+    strategy = lightning_shard.HybridShardStrategy(
+        replicas, domain, {str(i): dims for i, dims in enumerate(case.dims_of_each(len(domain)))}
+    )
+    module = fitted(
+        case, number, devices=dist.get_world_size(), strategy=strategy,
+        plugins=[TorchElasticEnvironment()],
+    )  # fmt: skip
+    if not module.split:
+        raise ValueError("the batches were not split")
+    losses = torch.tensor(module.losses, dtype=torch.float64)
+    dist.all_reduce(losses)
+    found = full_module_state(module)
+    if dist.get_rank():
+        return ""
+    alone = fitted(case, number, devices=1, accumulate_grad_batches=replicas)
+    expected = torch.tensor(alone.losses, dtype=torch.float64).view(STEPS, replicas).mean(1)
+    loss = float(((losses / dist.get_world_size() - expected) / expected).abs().max())
+    kept = dict(alone.named_parameters()) if replicas > 1 else alone.state_dict()
+    begin = Trained(case).state_dict()
+    moved = [
+        (name, found[name] - begin[name], x.detach() - begin[name])
+        for name, x in kept.items()
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    ]
+    return f"{loss:.0e}, {max(relative_errors(moved).values()):.0e}"
+
+
+def held(library: str, name: str, inputs: Sequence[tuple[int, ...]]) -> tuple[Bytes, float]:
+    """What the rank that needs most holds, and the seconds of a step; called on each rank."""
+    case = cases(library)[name]
+    case = dataclasses.replace(case, inputs=inputs or case.inputs)
+    torch.manual_seed(0)
+    given, net = case.tensors(), made(case)
+    if (ranks := dist.get_world_size()) > 1:
+        mesh = make_mesh("cpu", 1, (ranks,))
+        lightning_shard.parallelize(net, mesh)
+        given = split(case, given, mesh["domain"])
+
+    def loss() -> Tensor:
+        return distance(net(*given))
+
+    optimizer = adam(net.parameters())
+    most = most_of(count(net, loss, optimizer))
+    return most, seconds(net, loss, optimizer)
+
+
+def split(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """The parts of the inputs."""
+    each = zip(inputs, case.dims_of_each(mesh.ndim), strict=True)
+    return [lightning_shard.shard(x, mesh, dims) for x, dims in each]
+
+
+def seconds(net: Any, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
+    """Of a step: the median, on the slowest rank."""
+    spent = []
+    for _ in range(STEPS):
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        spent.append(time.perf_counter() - begin)
+    slowest = torch.tensor(statistics.median(spent))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def each(libraries: Sequence[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """`function(library, model, *args)` of each library; an error is its words."""
+    found: dict[str, Any] = {}
+    for library in libraries:
+        faulthandler.dump_traceback_later(WAIT_S, exit=True)
+        name, inputs = MODELS[library]
+        more = args or (inputs,)
+        try:
+            with contextlib.redirect_stdout(None):  # some models print
+                found[library] = function(library, name, *more)
+        except Exception as error:
+            found[library] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        faulthandler.cancel_dump_traceback_later()
+        if dist.get_rank() == 0:
+            print(library, dist.get_world_size(), found[library], file=sys.stderr, flush=True)
+    return found
+
+
+def print_steps(libraries: Sequence[str]) -> None:
+    """Print the table of errors after the steps."""
+    found = {}
+    for title, (replicas, domain) in MESHES.items():
+        ranks = replicas * math.prod(domain)
+        found[title] = start(ranks, each, libraries, compared, replicas, domain)
+    rows = [(n, MODELS[n][0], *(found[title][n] for title in MESHES)) for n in libraries]
+    table(("library", "model", *MESHES), rows)
+
+
+def print_memory(libraries: Sequence[str]) -> None:
+    """Print the table of memory and time."""
+    found = {ranks: start(ranks, each, libraries, held) for ranks in SIZES}
+    rows = []
+    for library in libraries:
+        name, inputs = MODELS[library]
+        shapes = inputs or [x for x in cases(library)[name].inputs if isinstance(x, tuple)]
+        cells = [x if isinstance(x := found[r][library], str) else None for r in SIZES]
+        if any(cells):
+            rows.append((library, name, *(cell or "" for cell in cells)))
+            continue
+        states, saved, peaks, times = zip(
+            *((b.states, b.activations, b.peak, s) for b, s in (found[r][library] for r in SIZES)),
+            strict=True,
+        )
+        rows.append((
+            library, name, " x ".join(map(str, shapes[0])),
+            *(" / ".join(f"{b / MIB:.2f}" for b in bytes_) for bytes_ in (states, saved, peaks)),
+            " / ".join(f"{t * 1e3:.0f}" for t in times),
+        ))  # fmt: skip
+    table(("library", "model", "input", "states", "activations", "peak", "step (ms)"), rows)
+
+
+def main() -> None:
+    """Print the tables of the libraries asked for."""
+    parser = argparse.ArgumentParser(description="Unmodified models trained by the Trainer.")
+    parser.add_argument("--library", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--part", choices=("steps", "memory", "both"), default="both")
+    options = parser.parse_args()
+    describe()
+    libraries = [library for library in options.library if installed(library)]
+    if options.part != "memory":
+        print_steps(libraries)
+    if options.part != "steps":
+        print_memory(libraries)
+
+
+def installed(library: str) -> bool:
+    """Whether it can be imported; if not, print why."""
+    try:
+        cases(library)
+    except ImportError as error:
+        print(f"{library} is not installed: {error}")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
