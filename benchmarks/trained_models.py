@@ -9,8 +9,8 @@ buffers. With two replicas, one process accumulates the gradients of both sample
 buffers then differ from its own, as under DDP, and are not compared.
 
 The second table is of one step on larger inputs, where the model takes them, without the Trainer:
-what the rank that needs most holds (benchmarks/memory.py says how it is counted) and how long a
-step takes, the median of five.
+what the rank that needs most holds (benchmarks/memory.py says how it is counted), and its processor
+time, which other work on the machine does not lengthen, the median of five steps.
 
 `--library timm smp` are some libraries; one that is not installed is named and left out. `--part
 steps` or `--part memory` is one table.
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[str, Sequence[tuple[int, ...]]]] = {
 }
 # data replicas, and the ranks of the domain along each of its axes
 MESHES = {"2": (1, (2,)), "3": (1, (3,)), "2x2": (1, (2, 2)), "2 replicas x 2": (2, (2,))}
-ALONE, SIZES = "1", (1, 2, 4)
+SIZES = (1, 2, 4)
 
 
 class Trained(LightningModule):
@@ -182,7 +182,7 @@ def held(library: str, name: str, inputs: Sequence[tuple[int, ...]]) -> tuple[By
 
     optimizer = adam(net.parameters())
     most = most_of(count(net, loss, optimizer))
-    return most, seconds(net, loss, optimizer)
+    return most, seconds(loss, optimizer)
 
 
 def split(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
@@ -191,19 +191,19 @@ def split(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor
     return [lightning_shard.shard(x, mesh, dims) for x, dims in each]
 
 
-def seconds(net: Any, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """Of a step: the median, on the slowest rank."""
+def seconds(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
+    """Of the processor for a step: the median, on the rank that needs most."""
     spent = []
     for _ in range(STEPS):
         dist.barrier()
-        begin = time.perf_counter()
+        begin = time.process_time()
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
-        spent.append(time.perf_counter() - begin)
-    slowest = torch.tensor(statistics.median(spent))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+        spent.append(time.process_time() - begin)
+    most = torch.tensor(statistics.median(spent))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def each(libraries: Sequence[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -241,20 +241,18 @@ def print_memory(libraries: Sequence[str]) -> None:
     for library in libraries:
         name, inputs = MODELS[library]
         shapes = inputs or [x for x in cases(library)[name].inputs if isinstance(x, tuple)]
-        cells = [x if isinstance(x := found[r][library], str) else None for r in SIZES]
-        if any(cells):
-            rows.append((library, name, *(cell or "" for cell in cells)))
-            continue
-        states, saved, peaks, times = zip(
-            *((b.states, b.activations, b.peak, s) for b, s in (found[r][library] for r in SIZES)),
-            strict=True,
-        )
-        rows.append((
-            library, name, " x ".join(map(str, shapes[0])),
-            *(" / ".join(f"{b / MIB:.2f}" for b in bytes_) for bytes_ in (states, saved, peaks)),
-            " / ".join(f"{t * 1e3:.0f}" for t in times),
-        ))  # fmt: skip
-    table(("library", "model", "input", "states", "activations", "peak", "step (ms)"), rows)
+        extents = " x ".join(map(str, shapes[0]))
+        rows.append((library, name, extents, *costs([found[r][library] for r in SIZES])))
+    table(("library", "model", "input", "states", "activations", "peak", "processor ms"), rows)
+
+
+def costs(found: Sequence[Any]) -> list[str]:
+    """The cells of a row: MiB and milliseconds for each number of ranks, or what went wrong."""
+    if wrong := [each for each in found if isinstance(each, str)]:
+        return [wrong[0]]
+    kinds = [[getattr(b, k) / MIB for b, _ in found] for k in ("states", "activations", "peak")]
+    cells = [" / ".join(f"{size:.2f}" for size in sizes) for sizes in kinds]
+    return [*cells, " / ".join(f"{time * 1e3:.0f}" for _, time in found)]
 
 
 def main() -> None:

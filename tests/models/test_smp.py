@@ -10,7 +10,7 @@ from tests.models.check import check
     "name",
     [
         "unet",
-        "fpn",
+        pytest.param("fpn", marks=pytest.mark.slow),
         pytest.param("manet", marks=pytest.mark.slow),
         "segformer",
         "focal_ignore",
