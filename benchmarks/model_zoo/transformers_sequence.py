@@ -188,7 +188,9 @@ CASES = {
     "gpt_neox": of_ids(tf.GPTNeoXModel, conf(tf.GPTNeoXConfig), FLOAT32),
     "opt": of_ids(tf.OPTModel, conf(tf.OPTConfig, ffn_dim=32, word_embed_proj_dim=16)),
     "bloom": of_ids(
-        tf.BloomModel, lambda: tf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
+        tf.BloomModel,
+        lambda: tf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2),
+        FLOAT32,
     ),
     "bart": of_labels(tf.BartForConditionalGeneration, bart),
     "llama": of_ids(tf.LlamaModel, rope(tf.LlamaConfig), FLOAT32),
