@@ -134,8 +134,10 @@ def fitted(case: Case, number: int, **options: Any) -> Trained:
     return module
 
 
-def compared(library: str, name: str, replicas: int, domain: tuple[int, ...]) -> str:
-    """Errors of losses and of states after the steps; called on each rank."""
+def compared(
+    library: str, name: str, replicas: int, domain: tuple[int, ...]
+) -> tuple[float, float]:
+    """Errors of losses and of states after the steps; called on each rank, for rank 0 to know."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as a launcher does
     case = cases(library)[name]
     number = STEPS * replicas
@@ -152,7 +154,7 @@ def compared(library: str, name: str, replicas: int, domain: tuple[int, ...]) ->
     dist.all_reduce(losses)
     found = full_module_state(module)
     if dist.get_rank():
-        return ""
+        return 0.0, 0.0
     alone = fitted(case, number, devices=1, accumulate_grad_batches=replicas)
     expected = torch.tensor(alone.losses, dtype=torch.float64).view(STEPS, replicas).mean(1)
     loss = float(((losses / dist.get_world_size() - expected) / expected).abs().max())
@@ -163,7 +165,7 @@ def compared(library: str, name: str, replicas: int, domain: tuple[int, ...]) ->
         for name, x in kept.items()
         if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
     ]
-    return f"{loss:.0e}, {max(relative_errors(moved).values()):.0e}"
+    return loss, max(relative_errors(moved).values())
 
 
 def held(library: str, name: str, inputs: Sequence[tuple[int, ...]]) -> tuple[Bytes, float]:
@@ -230,7 +232,11 @@ def print_steps(libraries: Sequence[str]) -> None:
     for title, (replicas, domain) in MESHES.items():
         ranks = replicas * math.prod(domain)
         found[title] = start(ranks, each, libraries, compared, replicas, domain)
-    rows = [(n, MODELS[n][0], *(found[title][n] for title in MESHES)) for n in libraries]
+    rows = []
+    for library in libraries:
+        errors = [found[title][library] for title in MESHES]
+        cells = [e if isinstance(e, str) else f"{e[0]:.0e}, {e[1]:.0e}" for e in errors]
+        rows.append((library, MODELS[library][0], *cells))
     table(("library", "model", *MESHES), rows)
 
 

@@ -1,0 +1,14 @@
+"""Steps of a model of the gallery in the Trainer equal those of one process."""
+
+import pytest
+
+from benchmarks.trained_models import compared
+
+pytest.importorskip("timm", reason="timm is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(("replicas", "domain"), [(1, (2,)), (2, (1,))], ids=str)
+def test_steps(replicas, domain):
+    assert max(compared("timm", "test_convnext", replicas, domain)) < 1e-9
