@@ -1,14 +1,21 @@
 """Networks of small packages."""
 
+import importlib.util
+
 import pytest
 
 from tests.models.check import check
 
 
+def model(library, name):
+    absent = importlib.util.find_spec(library) is None
+    skip = pytest.mark.skipif(absent, reason=f"{library} is not installed")
+    return pytest.param(library, name, marks=skip, id=f"{library}-{name}")
+
+
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
-    ("library", "name"), [("spandrel", "swinir"), ("x_transformers", "continuous")]
+    ("library", "name"), [model("spandrel", "swinir"), model("x_transformers", "continuous")]
 )
 def test_model(library, name):
-    pytest.importorskip(library, reason=f"{library} is not installed")
     check(library, name, 2)
