@@ -13,7 +13,7 @@ what the rank that needs most holds (benchmarks/memory.py says how it is counted
 time, which other work on the machine does not lengthen, the median of five steps.
 
 `--library timm smp` are some libraries; one that is not installed is named and left out. `--part
-steps` or `--part memory` is one table.
+steps` or `--part memory` is one table, `--mesh 2 2x2` are some meshes of the first one.
 """
 
 import argparse
@@ -136,8 +136,11 @@ def fitted(case: Case, number: int, **options: Any) -> Trained:
 
 def compared(
     library: str, name: str, replicas: int, domain: tuple[int, ...]
-) -> tuple[float, float]:
-    """Errors of losses and of states after the steps; called on each rank, for rank 0 to know."""
+) -> tuple[float, float, str]:
+    """Errors of losses and of states after the steps, and the name of the worst state.
+
+    Called on each rank; rank 0 knows the result.
+    """
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as a launcher does
     case = cases(library)[name]
     number = STEPS * replicas
@@ -154,7 +157,7 @@ def compared(
     dist.all_reduce(losses)
     found = full_module_state(module)
     if dist.get_rank():
-        return 0.0, 0.0
+        return 0.0, 0.0, ""
     alone = fitted(case, number, devices=1, accumulate_grad_batches=replicas)
     expected = torch.tensor(alone.losses, dtype=torch.float64).view(STEPS, replicas).mean(1)
     loss = float(((losses / dist.get_world_size() - expected) / expected).abs().max())
@@ -165,7 +168,9 @@ def compared(
         for name, x in kept.items()
         if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
     ]
-    return loss, max(relative_errors(moved).values())
+    errors = relative_errors(moved)
+    worst = max(errors, key=lambda name: errors[name])
+    return loss, errors[worst], worst
 
 
 def held(library: str, name: str, inputs: Sequence[tuple[int, ...]]) -> tuple[Bytes, float]:
@@ -226,18 +231,18 @@ def each(libraries: Sequence[str], function: Callable[..., Any], *args: Any) -> 
     return found
 
 
-def print_steps(libraries: Sequence[str]) -> None:
+def print_steps(libraries: Sequence[str], meshes: Sequence[str]) -> None:
     """Print the table of errors after the steps."""
-    found = {}
-    for title, (replicas, domain) in MESHES.items():
+    found = []
+    for replicas, domain in (MESHES[title] for title in meshes):
         ranks = replicas * math.prod(domain)
-        found[title] = start(ranks, each, libraries, compared, replicas, domain)
+        found.append(start(ranks, each, libraries, compared, replicas, domain))
     rows = []
     for library in libraries:
-        errors = [found[title][library] for title in MESHES]
+        errors = [of_mesh[library] for of_mesh in found]
         cells = [e if isinstance(e, str) else f"{e[0]:.0e}, {e[1]:.0e}" for e in errors]
         rows.append((library, MODELS[library][0], *cells))
-    table(("library", "model", *MESHES), rows)
+    table(("library", "model", *meshes), rows)
 
 
 def print_memory(libraries: Sequence[str]) -> None:
@@ -266,11 +271,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Unmodified models trained by the Trainer.")
     parser.add_argument("--library", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--part", choices=("steps", "memory", "both"), default="both")
+    parser.add_argument("--mesh", nargs="+", choices=MESHES, default=[*MESHES], help="of the steps")
     options = parser.parse_args()
     describe()
     libraries = [library for library in options.library if installed(library)]
     if options.part != "memory":
-        print_steps(libraries)
+        print_steps(libraries, options.mesh)
     if options.part != "steps":
         print_memory(libraries)
 
