@@ -4,8 +4,8 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.spmd(2)
-@pytest.mark.parametrize(("replicas", "domain"), [(1, (2,)), (2, (1,))], ids=str)
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(("replicas", "domain"), [(1, (2, 2)), (2, (2,))], ids=str)
 def test_steps(replicas, domain):
     from benchmarks.trained_models import compared  # which imports many packages
 
