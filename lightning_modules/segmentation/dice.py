@@ -23,7 +23,7 @@ class DicePerClass(Metric):
     def __init__(self, num_classes: int, **options: Any) -> None:
         super().__init__(**options)
         self.num_classes = num_classes
-        zeros = torch.zeros(num_classes, dtype=torch.float64)
+        zeros = torch.zeros(num_classes)
         self.add_state("total", zeros, dist_reduce_fx="sum")
         self.add_state("volumes", zeros.clone(), dist_reduce_fx="sum")
         self.total: Tensor
@@ -33,6 +33,7 @@ class DicePerClass(Metric):
     def update(self, predicted: Tensor, label: Tensor) -> None:
         """Count the classes (B, X, Y, Z) of some volumes, predicted and true."""
         both, either = counts(predicted, label, self.num_classes)
+        # whole numbers until here: a device may have no float64, and float32 cannot count a volume
         self.total += torch.where(either > 0, 2 * both / either.clamp(min=1), 0.0).sum(0)
         self.volumes += (either > 0).sum(0)
 
@@ -43,7 +44,7 @@ class DicePerClass(Metric):
 
 
 def counts(predicted: Tensor, label: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Voxels of each volume and class, (B, classes) float64.
+    """Voxels of each volume and class, (B, classes) int64.
 
     Args:
         predicted: Classes (B, X, Y, Z).
@@ -56,4 +57,4 @@ def counts(predicted: Tensor, label: Tensor, num_classes: int) -> tuple[Tensor, 
     found, true = ([x == c for c in range(num_classes)] for x in (predicted, label))
     both = [(a & b).sum((1, 2, 3)) for a, b in zip(found, true, strict=True)]
     either = [a.sum((1, 2, 3)) + b.sum((1, 2, 3)) for a, b in zip(found, true, strict=True)]
-    return torch.stack(both, 1).double(), torch.stack(either, 1).double()
+    return torch.stack(both, 1), torch.stack(either, 1)
