@@ -77,19 +77,19 @@ def draw_planes(planes: list[list[np.ndarray]], classes: tuple[str, ...]) -> Fig
         planes: Image, true and predicted classes of each, (X, Y).
         classes: Their names.
     """
-    figure = new_figure(8.2, 2.4 * len(planes) + 0.4)
+    figure = new_figure(6.2, 2.0 * len(planes) + 0.4)
     axes = figure.subplots(len(planes), len(KEYS), squeeze=False)
     shown: Any = None
+    for axis, title in zip(axes[0], ("image", "truth", "prediction"), strict=True):
+        axis.set_title(title, fontsize=10)
     for row, plane in zip(axes, planes, strict=True):
-        for axis, title, values in zip(row, ("image", "truth", "prediction"), plane, strict=True):
-            if title == "image":
+        for axis, key, values in zip(row, KEYS, plane, strict=True):
+            if key == "image":
                 axis.imshow(values, cmap="gray")
             else:
                 style = {"vmin": -0.5, "vmax": len(classes) - 0.5, "interpolation": "nearest"}
                 shown = axis.imshow(values, cmap="viridis", **style)
             axis.set_axis_off()
-            if row is axes[0]:
-                axis.set_title(title, fontsize=10)
     bar = figure.colorbar(shown, ax=axes, shrink=0.6, ticks=range(len(classes)))
     bar.ax.set_yticklabels(classes, fontsize=8)
     return figure
