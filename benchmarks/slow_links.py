@@ -10,17 +10,20 @@ import contextlib
 import ctypes
 import multiprocessing as mp
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import ANSWER
 from lightning_shard.processes.group import let_threads_run_on
 
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
@@ -76,12 +79,11 @@ def start(ranks: int, function: Callable[..., Any], *args: Any, method: str = "s
         method: Of multiprocessing; "fork" spares imports, in a process that has computed nothing.
     """
     context: Any = mp.get_context(method)
-    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         pipes, running = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            job = (rank, ranks, f"{folder}/store", theirs, results, function, args)
+            job = (rank, ranks, folder, theirs, function, args)
             process = context.Process(target=_serve, args=job, daemon=True)
             process.start()
             pipes.append(ours)
@@ -96,7 +98,7 @@ def start(ranks: int, function: Callable[..., Any], *args: Any, method: str = "s
             process.join()
         if failed := [p.exitcode for p in running if p.exitcode]:
             raise RuntimeError(f"a rank ended with status {failed[0]}.")
-        return results.get()
+        return pickle.loads(Path(folder, ANSWER).read_bytes())
 
 
 def limit_link(bits: float | None) -> None:
@@ -113,9 +115,8 @@ def limit_link(bits: float | None) -> None:
 
 
 def _serve(
-    rank: int, ranks: int, store: str, pipe: Any, results: Any, function: Callable[..., Any],
-    args: Any,
-) -> None:  # fmt: skip
+    rank: int, ranks: int, folder: str, pipe: Any, function: Callable[..., Any], args: Any
+) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if libc.unshare(CLONE_NEWNET):
@@ -128,11 +129,12 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
     torch.set_num_threads(1)
     let_threads_run_on()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     torch.manual_seed(0)
     result = function(*args)
     if rank == 0:
-        results.put(result)
+        Path(folder, ANSWER).write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

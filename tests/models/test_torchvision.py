@@ -26,6 +26,7 @@ def test_model(name):
     check("torchvision", name, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_detection():
     check("torchvision", "faster_rcnn", 3)

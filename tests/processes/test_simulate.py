@@ -313,6 +313,7 @@ def test_warnings_are_caught_by_the_rank_that_looks_for_them():
     assert simulate(body, processes=3) == [["rank 0"], ["rank 1"], ["rank 2"]]
 
 
+@pytest.mark.slow
 def test_the_process_can_still_be_forked():
     """In an interpreter of its own: autograd begins once in a process."""
     code = """

@@ -19,13 +19,14 @@ from lightning_shard.rehearsal.predict import cost_on, predict, rank_inside
 from lightning_shard.rehearsal.step import rehearse
 from lightning_shard.rehearsal.timeline import Collective, Cost
 
-SLOW = Device("slow", 10**9, {"float32": 1e6, "float64": 1e5}, 1e9, 1e-9, "made up")
+SLOW = pytest.mark.slow
+SNAIL = Device("slow", 10**9, {"float32": 1e6, "float64": 1e5}, 1e9, 1e-9, "made up")
 LINK = Link(1e6, 1e-3)
 
 
 def cluster(devices, per_node=8):
     nodes = max(1, devices // per_node)
-    return Cluster(SLOW, devices // nodes, nodes, LINK, Link(1e5, 2e-3))
+    return Cluster(SNAIL, devices // nodes, nodes, LINK, Link(1e5, 2e-3))
 
 
 class Net(LightningModule):
@@ -61,7 +62,9 @@ def data(*shape):
     return DataLoader([torch.zeros(()).expand(shape)], batch_size=None)
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 3), (1, 2, 2)])
+@pytest.mark.parametrize(
+    "mesh", [(1, 2, 2), pytest.param((1, 2), marks=SLOW), pytest.param((2, 3), marks=SLOW)]
+)
 def test_bytes_are_those_of_real_ranks(mesh):
     """Of the rank in the middle: what it sends, and what it keeps from forward for backward."""
     fields = data(2, 2, 12, 24)
@@ -76,7 +79,7 @@ def test_operations_take_their_flops_or_their_bytes():
     module, x = Wide(), torch.zeros(1, 3, 64, 64)
     training = Training(module, None, x, (1, 1))
     flops = 2 * 3 * 64**3  # forward; the gradient of the weight takes as many
-    slow = traced(training, 1, 0, SLOW).timeline.computed
+    slow = traced(training, 1, 0, SNAIL).timeline.computed
     assert slow == pytest.approx(2 * flops / 1e6, rel=0.1)
     quick = Device("quick", 10**9, {"float32": 1e15}, 1e6, 1e-12, "made up")
     of_bytes = traced(training, 1, 0, quick).timeline.computed
