@@ -165,7 +165,7 @@ class _Mode(FakeTensorMode):
                 return 1.0 if given[0].is_floating_point() else 1
             if func is _aten.equal.default:
                 return True
-        elif _is_of_integers(func, given, leaves, kwargs.get("dtype")):
+        elif _is_of_integers(func, given, leaves, kwargs.get("dtype")) or _is_on_meta(leaves):
             return func(*args, **kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace != "prim" and not any(isinstance(x, DomainTensor) for x in given):
@@ -181,6 +181,14 @@ def _is_of_integers(func: Any, given: list[Tensor], leaves: list[Any], dtype: An
             isinstance(x, float) for x in leaves
         )
     return dtype in _INTEGERS
+
+
+def _is_on_meta(leaves: list[Any]) -> bool:
+    """Whether somebody tries a function on shapes himself, and knows how it fails."""
+    return any(
+        x.is_meta if isinstance(x, Tensor) else isinstance(x, torch.device) and x.type == "meta"
+        for x in leaves
+    )
 
 
 def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:

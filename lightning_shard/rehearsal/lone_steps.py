@@ -4,7 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class Training:
     """What each rank trains.
 
     Attributes:
-        module: What is trained; it stays as it is.
+        module: What is trained.
         data: The data module, which the module may ask for.
         batch: Of one data replica.
         mesh: Data replicas, and the ranks along each split dim.
@@ -91,24 +91,25 @@ class _Body:
         return self
 
     def __call__(self) -> None:
-        train(self.training, self.steps, self.cut)
+        module, data = copy.deepcopy((self.training.module, self.training.data))
+        train(replace(self.training, module=module, data=data), self.steps, self.cut)
 
 
 def train(training: Training, steps: int, cut: Callable[[], None], warm_up: int = WARM_UP) -> None:
     """Train on the rank that this process or thread is.
 
     Args:
-        training: What to train.
+        training: What to train; its module is changed.
         steps: After those that warm up.
         cut: Is called as each step begins, and as the last has ended.
         warm_up: Steps that make caches and the optimizer's states.
     """
     seed_everything(0, verbose=False)
-    module, data = copy.deepcopy((training.module, training.data))
+    module = training.module
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
         trainer = _trainer(training, warm_up + steps, cut)
-        given = feed(module, data, "fit", [training.batch], times=warm_up + steps + 1)
+        given = feed(module, training.data, "fit", [training.batch], times=warm_up + steps + 1)
         trainer.fit(module, **given)
 
 

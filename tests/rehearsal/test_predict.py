@@ -167,3 +167,29 @@ def test_it_prints_a_table_and_leaves_a_batch_of_shapes():
     assert "peak memory" in shown
     assert shown.startswith("1x2 ranks of 1x2xslow (made up), as predicted:")
     assert first_batches(Net(), fields, "fit")[0].untyped_storage().nbytes() == 4
+
+
+class Attends(Net):
+    """Attention over all rows of a field, whose heads are laid out anew behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(8, 24)
+
+    def training_step(self, batch):
+        rows = self.layers(batch.flatten(2).transpose(1, 2)).unflatten(2, (3, 2, 4))
+        q, k, v = rows.transpose(1, 3).unbind(2)
+        found = nn.functional.scaled_dot_product_attention(q, k, v)
+        return found.transpose(1, 2).flatten(2).square().mean()
+
+
+def test_attention_is_traced_and_parameters_are_held_once():
+    fields = data(1, 8, 8, 8)
+    module = Attends()
+    for mesh in ((1, 1), (1, 2)):
+        found = predict(module, fields, cluster(math.prod(mesh)), mesh)
+        assert found.bytes_by_cause["parameters"] <= 24 * 9 * 4
+    whole = predict(Wide(), data(1, 1, 64, 64), cluster(1), (1, 1))
+    kept = ("parameters", "gradients", "optimizer", "activations", "batch")
+    rest = whole.memory - sum(whole.bytes_by_cause.get(cause, 0) for cause in kept)
+    assert rest <= 3 * 64 * 64 * 4  # results of operations, and no second copy of the weights
