@@ -7,6 +7,7 @@ memory falls with every rank. Each rank's gradient of the replicated loss is a p
 
 import difflib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -125,8 +126,11 @@ def parallelize(
         setattr(module, method, _returning_no_view(plain_method))
         register_fsdp_forward_method(module, method)
         counting = _in_replica_world(getattr(module, method), mesh, axes)
-        # Lightning looks behind one decorator for the arguments that a step takes
-        counting.__dict__["__wrapped__"] = getattr(plain_method, "__wrapped__", plain_method)
+        if inspect.ismethod(plain_method):  # a function that was put there is given all arguments
+            # Lightning looks behind one decorator for the arguments that a step takes
+            counting.__dict__["__wrapped__"] = getattr(plain_method, "__wrapped__", plain_method)
+        else:
+            del counting.__dict__["__wrapped__"]
         setattr(module, method, counting)
     _count_domains_once(module, mesh, axes)
     module.register_load_state_dict_pre_hook(_split_loaded)

@@ -59,8 +59,7 @@ def slab_of(
         entry: The key of the batch under which the field will be (the position, in a tuple).
         shape: Of the field of one sample, such as (C, H, W).
         dtype: Of the field: by default only fields of floating point are split. Leave it out for
-            classes of the spatial extents of another entry, (1, *spatial) with (C, *spatial): these
-            are split with it.
+            classes (1, H, W) of the extents of another entry (C, H, W): these are split with it.
 
     Raises:
         ValueError: `shard_dims` names a dim that the field does not have, or that of the samples.
