@@ -168,7 +168,8 @@ class _Mode(FakeTensorMode):
         elif _is_of_integers(func, given, leaves, kwargs.get("dtype")) or _is_on_meta(leaves):
             return func(*args, **kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace != "prim" and not any(isinstance(x, DomainTensor) for x in given):
+        wrapped = any(isinstance(x, DomainTensor | DTensor) for x in given)
+        if func.namespace != "prim" and not wrapped:  # what they hold was counted by itself
             self._ledger.note(func, args, kwargs, given, out)
         return out
 
