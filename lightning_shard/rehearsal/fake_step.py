@@ -94,11 +94,18 @@ class _Body:
             stack.enter_context(mode)
             with fake_copies(mode):
                 module, data = copy.deepcopy((given.module, given.data))
+            if data is not None:  # it was set up for its batch, and could read files here
+                for hook in ("prepare_data", "setup"):
+                    setattr(data, hook, _nothing)
             batch = tree_map(_as_fake, given.batch)
             follower = _Follow(self._ledger)
             options = given.trainer | {"callbacks": [follower]}
             fake = replace(given, module=module, data=data, batch=batch, trainer=options)
             train(fake, 1, self._recorder.cut, warm_up=1)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 @contextmanager
@@ -165,11 +172,17 @@ class _Mode(FakeTensorMode):
                 return 1.0 if given[0].is_floating_point() else 1
             if func is _aten.equal.default:
                 return True
-        elif _is_of_integers(func, given, leaves, kwargs.get("dtype")) or _is_on_meta(leaves):
+        elif _is_of_integers(func, given, leaves, kwargs.get("dtype")):
             return func(*args, **kwargs)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        wrapped = any(isinstance(x, DomainTensor | DTensor) for x in given)
-        if func.namespace != "prim" and not wrapped:  # what they hold was counted by itself
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except ValueError as error:
+            if func is _aten.view.default:  # of which real tensors say it so
+                raise RuntimeError(str(error)) from error
+            raise
+        if isinstance(out, FakeTensor):
+            out.constant = None  # a real tensor, of which no deep copy can be made here
+        if func.namespace != "prim" and not any(map(_holds_nothing, [*given, *tree_leaves(out)])):
             self._ledger.note(func, args, kwargs, given, out)
         return out
 
@@ -184,12 +197,9 @@ def _is_of_integers(func: Any, given: list[Tensor], leaves: list[Any], dtype: An
     return dtype in _INTEGERS
 
 
-def _is_on_meta(leaves: list[Any]) -> bool:
-    """Whether somebody tries a function on shapes himself, and knows how it fails."""
-    return any(
-        x.is_meta if isinstance(x, Tensor) else isinstance(x, torch.device) and x.type == "meta"
-        for x in leaves
-    )
+def _holds_nothing(x: Any) -> bool:
+    """Whether it is a wrapper, what is in which is counted by itself, or shapes that are tried."""
+    return isinstance(x, DomainTensor | DTensor) or (isinstance(x, Tensor) and x.is_meta)
 
 
 def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:

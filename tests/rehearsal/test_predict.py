@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -203,3 +203,32 @@ def test_parameters_are_held_once():
     found = predict(Large(), data(1, 1, 1, 512), cluster(1), (1, 1))
     # they, their gradients, and one that is copied as fake tensors are when it is kept
     assert found.memory < 3.1 * 512 * 512 * 4
+
+
+class Files(LightningDataModule):
+    """Reads what it has from a file, and gives the module a number of it."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def setup(self, stage):
+        self.fields = torch.load(self.path)
+        self.scale = self.fields.std().item()
+
+    def train_dataloader(self):
+        return DataLoader(self.fields, batch_size=2)
+
+
+class Logs(Net):
+    def training_step(self, batch):
+        loss = super().training_step(batch) * self.trainer.datamodule.scale
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_data_modules_that_read_files_and_modules_that_log(tmp_path):
+    torch.save(torch.randn(4, 2, 12, 9), tmp_path / "fields.pt")
+    found = predict(Logs(), Files(tmp_path / "fields.pt"), cluster(2), (1, 2))
+    assert found.samples == 2
+    assert found.seconds > 0
