@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.processes.simulated.collectives import sent_bytes
 from lightning_shard.processes.simulated.state import per_rank
 
 
@@ -76,35 +77,37 @@ def _counting(
     return call
 
 
+# Each of these finds among a call's arguments what `sent_bytes` asks for.
+
+
 def _all_to_all_single(
     input: Tensor,  # noqa: A002 - torch's name of the argument
     input_split_sizes: list[int] | None,
     group: Any,
     **_: Any,
 ) -> int:
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    rows = len(input) if input.ndim else 1
-    sizes = input_split_sizes or [rows // ranks] * ranks
-    return (rows - sizes[rank]) * input.nbytes // max(rows, 1)
+    return _sent("all_to_all_single", (input, None, input_split_sizes, None), group)
 
 
 def _all_to_all(input_tensor_list: list[Tensor], group: Any, **_: Any) -> int:
-    rank = dist.get_rank(group)
-    return sum(t.nbytes for peer, t in enumerate(input_tensor_list) if peer != rank)
+    return _sent("all_to_all", (input_tensor_list, None), group)
 
 
 def _all_gather(group: Any, **given: Any) -> int:
     part: Any = given.get("input_tensor", given.get("input"))
-    return part.nbytes * (dist.get_world_size(group) - 1)
+    return _sent("all_gather_single", (part, None), group)
 
 
 def _reduce_scatter(output: Tensor, group: Any, **_: Any) -> int:
-    return output.nbytes * (dist.get_world_size(group) - 1)
+    return _sent("reduce_scatter_single", (None, output), group)
 
 
 def _all_reduce(tensor: Tensor, group: Any, **_: Any) -> int:
-    ranks = dist.get_world_size(group)
-    return 2 * tensor.nbytes * (ranks - 1) // ranks
+    return _sent("all_reduce", [tensor], group)
+
+
+def _sent(name: str, data: Any, group: Any) -> int:
+    return sent_bytes(name, data, dist.get_rank(group), dist.get_world_size(group))
 
 
 _SENT: dict[str, Callable[..., int]] = {
