@@ -129,8 +129,6 @@ def parallelize(
         if inspect.ismethod(plain_method):  # a function that was put there is given all arguments
             # Lightning looks behind one decorator for the arguments that a step takes
             counting.__dict__["__wrapped__"] = getattr(plain_method, "__wrapped__", plain_method)
-        else:
-            del counting.__dict__["__wrapped__"]
         setattr(module, method, counting)
     _count_domains_once(module, mesh, axes)
     module.register_load_state_dict_pre_hook(_split_loaded)
