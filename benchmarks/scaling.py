@@ -196,7 +196,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     if options.best:
         workload = WORKLOADS[options.best]
-        ranking = best(workload.task(), workload.data(), options.cluster, predict=predict)
+        ranking = best(workload.task(), workload.data(), options.cluster)
         best_report.save(ranking, options.output)
         print(best_report.words(ranking))
         return

@@ -141,7 +141,7 @@ def plan_on(
     """
     source: Any = data or module.train_dataloader()
     if words.best:
-        found = best(module, source, cluster, asked.shard_dims, predict=predict, **asked.trainer)
+        found = best(module, source, cluster, asked.shard_dims, **asked.trainer)
         print(best_report.words(found))
         print(
             f"written to {best_report.save(found, words.output or folder or '.')}", file=sys.stderr

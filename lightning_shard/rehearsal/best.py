@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
@@ -14,51 +14,13 @@ from lightning_shard.rehearsal.batches import Data, first_batches
 from lightning_shard.rehearsal.course import Mesh, samples_of
 from lightning_shard.rehearsal.machine import Cluster
 from lightning_shard.rehearsal.meshes import extents_of, meshes
+from lightning_shard.rehearsal.predict import Prediction, predict
 from lightning_shard.tensor.batch import ShardDims
 
 OTHER_MODES: tuple[Sharding, ...] = ("gradients", "none", "hybrid")
 TRIED_IN_ALL_MODES = 3  # of the fastest meshes
 FOR_MESHES = 0.7  # of the time; the rest is for modes
 STATES = ("parameters", "gradients", "optimizer", "gathered")  # which no field makes larger
-
-
-class Forecast(Protocol):
-    """What is predicted of one step, by `predict`."""
-
-    @property
-    def seconds(self) -> float:
-        """Of the step."""
-        ...
-
-    @property
-    def compute(self) -> float:
-        """Seconds of computation."""
-        ...
-
-    @property
-    def exchange(self) -> float:
-        """Seconds of waiting for fields."""
-        ...
-
-    @property
-    def parameters_traffic(self) -> float:
-        """Seconds of waiting for parameters and gradients."""
-        ...
-
-    @property
-    def samples(self) -> int:
-        """Of all replicas."""
-        ...
-
-    @property
-    def memory(self) -> int:
-        """The peak of bytes."""
-        ...
-
-    @property
-    def bytes_by_cause(self) -> Mapping[str, int]:
-        """What is in memory then."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +57,7 @@ class Candidate:
     """A setting, and what is predicted of it."""
 
     setting: Setting
-    forecast: Forecast
+    forecast: Prediction
     memory_of_device: int
 
     @property
@@ -167,16 +129,13 @@ class Ranking:
         return self.cluster.price * self.cluster.devices * self.samples / candidate.rate / 3600
 
 
-Predict = Callable[..., Forecast]
-
-
 def best(
     module: LightningModule,
     data: Data,
     cluster: Cluster,
     shard_dims: ShardDims = None,
     *,
-    predict: Predict,
+    predict: Callable[..., Prediction] = predict,
     seconds: float = 45.0,
     **trainer: Any,
 ) -> Ranking:
@@ -193,7 +152,7 @@ def best(
         data: A data module, or a DataLoader of training batches: those of one data replica.
         cluster: Where it is to run.
         shard_dims: As for `HybridShardStrategy`.
-        predict: Predicts a step.
+        predict: Predicts a step, as the function of that name.
         seconds: After which no further mesh is tried.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
     """
