@@ -31,7 +31,7 @@ from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.typed import is_mapping
 from lightning_shard.rehearsal.outputs import Output, Outputs
-from lightning_shard.rehearsal.step import quiet, simulated_as_launched
+from lightning_shard.rehearsal.step import WITHOUT_FILES, quiet, simulated_as_launched
 from lightning_shard.tensor.batch import ShardDims, leaves_of
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.tensor.records import map_leaves
@@ -148,11 +148,7 @@ def _trainer(task: Task, follower: Callback) -> Trainer:
         strategy=strategy,
         callbacks=[follower],
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **WITHOUT_FILES,
     )
 
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.simulate import alone
 from lightning_shard.rehearsal.batches import feed
-from lightning_shard.rehearsal.step import quiet
+from lightning_shard.rehearsal.step import WITHOUT_FILES, quiet
 from lightning_shard.rehearsal.timeline import Recorder, Timeline
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
@@ -126,11 +126,7 @@ def _trainer(training: Training, steps: int, cut: Callable[[], None]) -> Trainer
         max_steps=steps,
         callbacks=[_Cut(cut, steps), *callbacks],
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **WITHOUT_FILES,
     )
 
 

@@ -32,6 +32,14 @@ from lightning_shard.tensor.batch import ShardDims
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
+# of Trainers that leave nothing behind, and whose batches are given in order
+WITHOUT_FILES: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
 _GATHERED = re.compile("(.*) has no rule for split tensors; it runs on gathered ones")
 
 
@@ -148,11 +156,7 @@ def _trainer(task: _Task, seen: Rehearsal) -> Trainer:
         limit_val_batches=0 if task.stage == "fit" else 1,
         limit_test_batches=1,
         limit_predict_batches=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **WITHOUT_FILES,
     )
 
 
