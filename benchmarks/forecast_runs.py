@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 from benchmarks import slow_links
 from benchmarks.forecast import Mesh
 from benchmarks.peer_networks import NETWORKS
+from benchmarks.scaling_networks import Task
 from lightning_modules.cnn.simple_cnn import SimpleCNN
 from lightning_shard import HybridShardStrategy
 from lightning_shard.processes.forking import become_rank
@@ -45,21 +46,6 @@ MAKE: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with the resolution 
     "ViT": (NETWORKS["ViT"], 256),
 }
 STEP = "forecast: step"
-
-
-class Task(LightningModule):
-    """The mean square of a network's output, with Adam."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """(B, 3, H, W) -> ()."""
-        return self.network(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-3)
 
 
 def task_and_data(network: str, steps: int) -> tuple[Task, DataLoader[Any]]:

@@ -2,43 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from neuralop.models import TFNO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.unet_step import UNet
 
-class UNet3d(nn.Module):
-    """Two convolutions with group norm at each of four resolutions, down and up again."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        widths = [channels * 2**level for level in range(4)]
-        self.down = nn.ModuleList(map(_double, [1, *widths[:-1]], widths))
-        self.up = nn.ModuleList(_double(wide + low, low) for low, wide in pairwise(widths))
-        self.head = nn.Conv3d(channels, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, 1, H, W, D) -> (B, 1, H, W, D)."""
-        kept = []
-        for block in self.down:
-            x = block(F.max_pool3d(x, 2) if kept else x)
-            kept.append(x)
-        for block, beside in zip(reversed(self.up), reversed(kept[:-1]), strict=True):
-            x = block(torch.cat([F.interpolate(x, scale_factor=2), beside], 1))
-        return self.head(x)
-
-
-def _double(given: int, made: int) -> nn.Sequential:
-    layers = []
-    for channels in (given, made):
-        layers += [nn.Conv3d(channels, made, 3, padding=1), nn.GroupNorm(8, made), nn.ReLU()]
-    return nn.Sequential(*layers)
+UNet3d = partial(UNet, given=1, conv=nn.Conv3d)
 
 
 class Task(LightningModule):

@@ -15,6 +15,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -30,30 +31,40 @@ from lightning_shard.processes.byte_counter import counted
 
 
 class UNet(nn.Module):
-    """Two convolutions with group norm at each of four resolutions, down and up again."""
+    """Two convolutions with group norm at each of four resolutions, down and up again.
 
-    def __init__(self, channels: int) -> None:
+    Args:
+        channels: Of the finest resolution.
+        given: Channels of the field.
+        conv: `nn.Conv2d`, or `nn.Conv3d` for volumes.
+    """
+
+    def __init__(
+        self, channels: int, given: int = 3, conv: type[nn.Conv2d | nn.Conv3d] = nn.Conv2d
+    ) -> None:
         super().__init__()
         widths = [channels * 2**level for level in range(4)]
-        self.down = nn.ModuleList(map(_double, [3, *widths[:-1]], widths))
-        self.up = nn.ModuleList(_double(wide + low, low) for low, wide in pairwise(widths))
-        self.head = nn.Conv2d(channels, 1, 1)
+        double = partial(_double, conv)
+        self.down = nn.ModuleList(map(double, [given, *widths[:-1]], widths))
+        self.up = nn.ModuleList(double(wide + low, low) for low, wide in pairwise(widths))
+        self.head = conv(channels, 1, 1)
+        self.pool = F.max_pool2d if conv is nn.Conv2d else F.max_pool3d
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, 1, H, W)."""
+        """(B, channels, *spatial) -> (B, 1, *spatial)."""
         kept = []
         for block in self.down:
-            x = block(F.max_pool2d(x, 2) if kept else x)
+            x = block(self.pool(x, 2) if kept else x)
             kept.append(x)
         for block, beside in zip(reversed(self.up), reversed(kept[:-1]), strict=True):
             x = block(torch.cat([F.interpolate(x, scale_factor=2), beside], 1))
         return self.head(x)
 
 
-def _double(given: int, made: int) -> nn.Sequential:
+def _double(conv: type[nn.Conv2d | nn.Conv3d], given: int, made: int) -> nn.Sequential:
     layers = []
     for channels in (given, made):
-        layers += [nn.Conv2d(channels, made, 3, padding=1), nn.GroupNorm(8, made), nn.ReLU()]
+        layers += [conv(channels, made, 3, padding=1), nn.GroupNorm(8, made), nn.ReLU()]
     return nn.Sequential(*layers)
 
 
