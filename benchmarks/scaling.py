@@ -163,7 +163,11 @@ def draw(found: dict[str, dict[str, list[Point]]], cluster: Cluster, folder: Pat
             _lines(axes, name, each[kind], cluster, ideal=kind == "strong")
             axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of a step",
                      title=name)  # fmt: skip
-            axes.set_xscale("log", base=2)
+            ranks = counts(each[kind])
+            axes.set_xticks(ranks, labels=[str(n) for n in ranks], minor=False)
+            axes.minorticks_off()
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, high / 8), high * 1.3)  # a power of ten has its tick
             axes.grid(visible=True, alpha=0.3)
             axes.legend(fontsize=8)
         figure.savefig(folder / f"scaling_{kind}.png", dpi=100)
