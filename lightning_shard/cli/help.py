@@ -13,6 +13,7 @@ commands
   predict    run the prediction loader
   check      train one step on two ranks of this machine, compare it with one process
   plan       predict the memory and the traffic of each rank
+  calibrate  measure this machine for plan
   certify    train some steps on several meshes, and compare them with one process
   ops        list the functions that run on split tensors
   export     write a checkpoint as one file for other programs
@@ -108,6 +109,23 @@ examples
   {program} plan --config tfno_darcy --config node_of_8 --config domain_2
   {program} plan --config tfno_darcy --best --cluster 8x8xH100 --price 2.5
 """
+CALIBRATE = """\
+usage: {program} calibrate [--output FILE] [--processes N] [--device DEVICE]
+
+Measures in about a minute what kernels and collectives take on this machine, and writes a file for
+plan --cluster. All ranks measure at the same time, since they share the machine in a run, too. Let
+nothing else run meanwhile. Started by a launcher, it measures the ranks of the launcher.
+
+options
+  --output FILE     machine.json by default
+  --processes N     ranks that are started here; by default one for each device, or two on a CPU
+  --device DEVICE   cpu, cuda or xpu; by default the first that this machine has
+
+examples
+  {program} calibrate
+  torchrun --nproc-per-node 8 -m lightning_shard calibrate --output node.json
+  {program} plan --config tfno_darcy --cluster machine.json
+"""
 CERTIFY = """\
 usage: {program} certify --config FILE [--meshes LIST] [--steps N] [options of fit]
 
@@ -186,6 +204,7 @@ PAGES = {
     **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
     "check": CHECK,
     "plan": PLAN,
+    "calibrate": CALIBRATE,
     "certify": CERTIFY,
     "ops": OPS,
     "export": EXPORT,

@@ -1,4 +1,4 @@
-"""What is typed after `ops`, `inspect`, `export` and `doctor`, read before torch is imported."""
+"""What is typed after the commands that need no config, read before torch is imported."""
 
 import argparse
 import os
@@ -21,7 +21,13 @@ WORDS: dict[str, dict[str, dict[str, Any]]] = {  # of each command, as argparse 
         "--trusted": SWITCH,
     },
     "doctor": {},
+    "calibrate": {
+        "--output": {"type": Path, "default": Path("machine.json")},
+        "--processes": {"type": int},
+        "--device": {"choices": ("cpu", "cuda", "xpu")},
+    },
 }
+PER_CORE = 16  # ranks, which more than share a core
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +49,7 @@ def read_words(command: str, words: Sequence[str]) -> argparse.Namespace:
     """Read what follows a command.
 
     Raises:
-        UsageError: There are other words, no such checkpoint, or OUT is of no known kind.
+        UsageError: There are other words, no such checkpoint or folder, or a value that cannot be.
     """
     if words and not WORDS[command]:
         raise UsageError(f"unexpected '{words[0]}': {command} takes no options")
@@ -51,8 +57,8 @@ def read_words(command: str, words: Sequence[str]) -> argparse.Namespace:
     for name, how in WORDS[command].items():
         parser.add_argument(name, **how)
     options = parser.read(words)
-    if command == "export":
-        _check_export(options)
+    if command in _CHECKS:
+        _CHECKS[command](options)
     if "checkpoint" in options and not options.checkpoint.exists():
         close = nearest_file(options.checkpoint)
         raise UsageError(f"there is no file '{options.checkpoint}'{close}")
@@ -68,3 +74,20 @@ def _check_export(options: argparse.Namespace) -> None:
         raise UsageError("--strip renames weights for other programs; a .ckpt keeps their names")
     if os.path.realpath(options.out) == os.path.realpath(options.checkpoint):
         raise UsageError(f"'{options.out}' is the checkpoint itself; give another name")
+
+
+def _check_calibrate(options: argparse.Namespace) -> None:
+    most = PER_CORE * (os.cpu_count() or 1)
+    if options.processes is not None and not 1 <= options.processes <= most:
+        raise UsageError(
+            f"--processes must be from 1 to {most} on this machine; got {options.processes}"
+        )
+    if options.output.suffix != ".json":
+        raise UsageError(
+            f"--output must end with .json, by which plan knows it; got '{options.output}'"
+        )
+    if not options.output.absolute().parent.is_dir() or options.output.is_dir():
+        raise UsageError(f"--output '{options.output}' is no file in a folder that exists")
+
+
+_CHECKS = {"export": _check_export, "calibrate": _check_calibrate}

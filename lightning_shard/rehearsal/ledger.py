@@ -18,6 +18,7 @@ from lightning_shard.rehearsal.machine import Device
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FFT_FLOPS = 5  # times n log2(n), of complex numbers
 HOST_RATE = 25e9  # bytes a second between device and host, of 16 lanes of PCIe 4 in practice
+THIN = 8  # channels, on either side of a convolution, below which its kernels are slower
 _NO_KERNEL = ("empty", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
 
 
@@ -169,9 +170,20 @@ class Ledger:
         device, dtype = self._device, used[-1].dtype
         moved = sum(x.numel() * x.element_size() for x in used)
         kind = str(_REAL.get(dtype, dtype)).removeprefix("torch.")
-        rate = device.flops.get(kind, device.flops["float32"])
         flops = _flops(operator, args, kwargs, out)
-        return max(moved / device.bandwidth, flops / rate, device.per_call)
+        rate = device.flops_of(_kernel(operator, args), kind) if flops else 1.0
+        return max(moved / device.bandwidth_of(moved), flops / rate, device.per_call)
+
+
+def _kernel(operator: Any, args: Any) -> str:
+    """The kind of kernel, as `Device.kernels` names it."""
+    name: str = operator.overloadpacket.__name__
+    if name.startswith("_fft_"):
+        return "fft"
+    if name not in ("convolution", "convolution_backward"):
+        return ""
+    weight = args[2] if name.endswith("_backward") else args[1]
+    return f"thin_{name}" if min(weight.shape[:2]) < THIN else name
 
 
 def _flops(operator: Any, args: Any, kwargs: Any, out: Any) -> float:

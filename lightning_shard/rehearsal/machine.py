@@ -7,13 +7,19 @@ does not reach. A machine that was measured is read from the file that `calibrat
 import json
 import math
 import re
+from bisect import bisect
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.rehearsal.machine_file import MOST_DEVICES, read_machine
+
 GB = 1e9
+
+Rates = dict[str, float]  # by type of number, such as "float32"
+Measured = tuple[str, int, list[tuple[int, float, float]]]
 _SIZES = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][^:]*)(?::(.+))?", re.IGNORECASE)
 
 
@@ -42,14 +48,35 @@ class Device:
         bandwidth: Bytes a second of its memory.
         per_call: Seconds that a kernel takes at least.
         source: The name of a data sheet, or where it was measured.
+        kernels: As `flops`, of kinds of kernels that were measured: "fft", "convolution" and
+            "convolution_backward", and "thin_" before these two where channels are few.
+        bandwidths: Pairs of bytes that a kernel reads and writes, and bytes a second, by growing
+            bytes: small tensors lie in caches.
     """
 
     name: str
     memory: int
-    flops: dict[str, float]
+    flops: Rates
     bandwidth: float
     per_call: float
     source: str
+    kernels: dict[str, Rates] = field(default_factory=dict[str, Rates])
+    bandwidths: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+
+    def flops_of(self, kernel: str, dtype: str) -> float:
+        """Operations a second of a kind of kernel, of dense products where it is not known."""
+        dense = self.flops.get(dtype, self.flops["float32"])
+        return self.kernels.get(kernel, {}).get(dtype, dense)
+
+    def bandwidth_of(self, moved: float) -> float:
+        """Bytes a second of a kernel that reads and writes so many."""
+        if not self.bandwidths:
+            return self.bandwidth
+        place = bisect(self.bandwidths, moved, key=lambda pair: pair[0])
+        if place in (0, len(self.bandwidths)):
+            return self.bandwidths[min(place, len(self.bandwidths) - 1)][1]
+        (low, first), (high, last) = self.bandwidths[place - 1 : place + 1]
+        return first + (last - first) * math.log(moved / low) / math.log(high / low)
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,8 @@ class Cluster:
         inside: The link within a node.
         between: The link between nodes, for each device when all of a node send.
         price: Of one device for an hour, in any currency; None: unknown.
+        collectives: What was measured of them: the name, how many ranks, and for growing bytes that
+            a rank sends the seconds in which it works for that, and in which the link does.
     """
 
     device: Device
@@ -71,6 +100,7 @@ class Cluster:
     inside: Link
     between: Link
     price: float | None = None
+    collectives: list[Measured] = field(default_factory=list[Measured])
 
     @property
     def devices(self) -> int:
@@ -180,8 +210,11 @@ def read_cluster(text: str, price: float | None = None) -> Cluster:
             "8x8xH100, or a .json file that calibrate wrote."
         )
     nodes, per_node = int(found[1] or 1), int(found[2])
-    if not nodes * per_node:
-        raise ValueError(f"'{text}' has no device; give at least one node and one device of it.")
+    if not 0 < nodes * per_node <= MOST_DEVICES:
+        raise ValueError(
+            f"'{text}' has {nodes * per_node} devices; give at least one node and one device of "
+            f"it, and {MOST_DEVICES} at most."
+        )
     device = DEVICES[_SAME.get(found[3].upper(), _known("device", found[3], [*DEVICES, *_SAME]))]
     inside, between = _links(device.name, found[4])
     return Cluster(device, per_node, nodes, inside, between, price)
@@ -214,16 +247,19 @@ def _known(kind: str, name: str, names: Iterable[str]) -> str:
 
 
 def _from_file(path: Path, price: float | None) -> Cluster:
-    if not path.is_file():
-        raise ValueError(f"there is no file '{path}'; `calibrate` writes one of this machine.")
-    try:
-        given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        links = {name: Link(**given.pop(name)) for name in ("inside", "between")}
-        rest: dict[str, Any] = {**links, "device": Device(**given.pop("device"))}
-        cluster = Cluster(**given, **rest)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    given: dict[str, Any] = read_machine(path)
+    inside, between = (Link(**given.pop(name)) for name in ("inside", "between"))
+    device: dict[str, Any] = given.pop("device")
+    device["bandwidths"] = [(size, rate) for size, rate in device.get("bandwidths", [])]
+    measured = [
+        (name, ranks, [(sent, busy, link) for sent, busy, link in costs])
+        for name, ranks, costs in given.pop("collectives", [])
+    ]
+    cluster = Cluster(
+        **given, device=Device(**device), inside=inside, between=between, collectives=measured
+    )
+    if cluster.devices > MOST_DEVICES:
         raise ValueError(
-            f"'{path}' is no file that `calibrate` wrote ({type(error).__name__}: {error}); let "
-            "it write a new one."
-        ) from error
+            f"'{path}' has {cluster.devices} devices, and {MOST_DEVICES} are the most."
+        )
     return cluster if price is None else replace(cluster, price=price)

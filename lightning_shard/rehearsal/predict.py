@@ -16,6 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.rehearsal.batches import Data, first_batches
+from lightning_shard.rehearsal.calibrate import measured_of
 from lightning_shard.rehearsal.course import samples_of
 from lightning_shard.rehearsal.fake_step import traced
 from lightning_shard.rehearsal.lone_steps import Training
@@ -157,13 +158,21 @@ def rank_inside(mesh: tuple[int, ...]) -> int:
 
 
 def cost_on(cluster: Cluster) -> Callable[[Collective], Cost]:
-    """What collectives take on the links of a cluster, whose ranks are numbered node by node."""
+    """What collectives take on the links of a cluster, whose ranks are numbered node by node.
+
+    Those that were measured take what they took, on as many nodes.
+    """
+    inside, between = measured_of(cluster)
 
     def cost(collective: Collective) -> Cost:
         members = collective.members
         if len(members) == 1:
             return Cost(0.0, 0.0)
-        link = cluster.link(max(members) - min(members) + 1)
+        ranks = max(members) - min(members) + 1
+        measured = inside if ranks <= cluster.per_node else between
+        if measured.knows(collective.name):
+            return measured.cost(collective)
+        link = cluster.link(ranks)
         rounds = math.ceil(math.log2(len(members))) if collective.name in _IN_ROUNDS else 1
         return Cost(0.0, rounds * link.latency + collective.sent / link.bandwidth)
 

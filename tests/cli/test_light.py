@@ -37,6 +37,7 @@ def run(*commands: list[str]) -> tuple[str, list[str]]:
     [
         (["--help"], None), (["--version"], None), (["doctor", "--help"], None),
         (["check", "--help"], None), (["fti"], 2), (["fit", "--config", "none.yaml"], 2),
+        (["calibrate", "--processes", "0"], 2),
         (["plan", "--config", "none.yaml"], 2), (["fit", "stray"], 2), ([], 2),
         (["certify", "--meshes", "2"], 2), (["plan", "--best", "--cluster", "8xH10O"], 2),
         (["fit", "--config", "tfno_dracy"], 2), (["inspect", "none.ckpt"], 2),
@@ -126,6 +127,14 @@ def _fail() -> float:
         ("inspect README.md --trust", "unexpected '--trust'; did you mean '--trusted'?"),
         ("inspect pyproject.tom", "there is no file 'pyproject.tom'"),
         ("export README.md", "the following arguments are required: out"),
+        ("calibrate --processes 0", "--processes must be from 1 to"),
+        ("calibrate --processes 100000", "--processes must be from 1 to"),
+        ("calibrate --processes two", "argument --processes: invalid int value: 'two'"),
+        ("calibrate --device gpu", "argument --device: invalid choice: 'gpu'"),
+        ("calibrate --device xpu --processes 1", "this machine has no device of type 'xpu'"),
+        ("calibrate --output machine.yaml", "--output must end with .json"),
+        ("calibrate --output none/machine.json", "--output 'none/machine.json' is no file"),
+        ("calibrate --rank 2", "unexpected '--rank'; options are --device, --output"),
         ("export README.md o.onnx", "'o.onnx' ends with none of .safetensors, .pt"),
     ],
 )  # fmt: skip

@@ -50,7 +50,7 @@ def test_a_file(tmp_path):
         ("8x8xH100:HDR/HDR/HDR", "'HDR/HDR/HDR' names 3 links; give the one between nodes.*"),
         ("H100", "'H100' is no cluster: nodes x devices of a node x kind of device.*"),
         ("8x8x", "'8x8x' is no cluster.*"),
-        ("0x8xH100", "'0x8xH100' has no device.*"),
+        ("0x8xH100", "'0x8xH100' has 0 devices; give at least one node and one.*"),
         ("none.json", "there is no file 'none.json'.*"),
     ],
 )

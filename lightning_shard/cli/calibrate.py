@@ -1,0 +1,24 @@
+"""`python -m lightning_shard calibrate`: measures this machine for `plan --cluster`."""
+
+import argparse
+import sys
+
+from lightning_shard.cli.exits import is_first_rank
+from lightning_shard.cli.help import PROGRAM
+from lightning_shard.cli.usage import told_by_user
+from lightning_shard.rehearsal import calibrate as measuring
+from lightning_shard.rehearsal.calibrate_report import words
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Print what was measured, and write it.
+
+    Raises:
+        UsageError: There are fewer devices than ranks, or a launcher has started others.
+    """
+    with told_by_user(ValueError, RuntimeError):
+        found = measuring.calibrate(options.processes, options.device)
+    if is_first_rank():
+        found.save(options.output)
+        print(words(found))
+        print(f"written to {options.output}, for {PROGRAM} plan --cluster", file=sys.stderr)
