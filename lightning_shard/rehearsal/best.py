@@ -161,13 +161,27 @@ def best(
     search = _Search(module, data, cluster, shard_dims, predict, trainer)
     found = Ranking(cluster, extents=extents, samples=_samples_of_epoch(data, batch))
     begin = time.monotonic()
-    for mesh in _in_order(meshes(cluster.devices, extents)):
-        if search.cannot_win(mesh):
-            found.slower.append(mesh)
-        elif time.monotonic() > begin + FOR_MESHES * seconds:
+
+    def is_late() -> bool:
+        return time.monotonic() > begin + FOR_MESHES * seconds
+
+    lines, blocks = _in_order(meshes(cluster.devices, extents))
+    for mesh in lines:
+        if is_late():
             found.not_tried.append(mesh)
         else:
-            search.try_mesh(mesh)
+            search.try_kept(mesh)
+    for mesh in lines:
+        if not is_late():
+            search.save_memory(mesh)
+    for mesh in blocks:
+        if search.cannot_win(mesh):
+            found.slower.append(mesh)
+        elif is_late():
+            found.not_tried.append(mesh)
+        else:
+            search.try_kept(mesh)
+            search.save_memory(mesh)
     for setting in _in_other_modes(search.fitting, cluster):
         if time.monotonic() <= begin + seconds:
             search.try_setting(setting)
@@ -184,10 +198,10 @@ def _samples_of_epoch(data: Data, batch: Any) -> int:
         return 0
 
 
-def _in_order(all_meshes: list[Mesh]) -> list[Mesh]:
-    """Splits along one dim first, of which the smallest and the largest domain say most."""
+def _in_order(all_meshes: list[Mesh]) -> tuple[list[Mesh], list[Mesh]]:
+    """Splits along one dim, of which the smallest and the largest domain say most, and others."""
     lines = [mesh for mesh in all_meshes if len(mesh) == 2]
-    return [*lines[:1], *lines[:0:-1][:1], *lines[1:-1], *(m for m in all_meshes if len(m) > 2)]
+    return [*lines[:1], *lines[:0:-1][:1], *lines[1:-1]], [m for m in all_meshes if len(m) > 2]
 
 
 def _in_other_modes(fastest: Iterable[Candidate], cluster: Cluster) -> list[Setting]:
@@ -208,10 +222,15 @@ class _Search:
     def fitting(self) -> list[Candidate]:
         return sorted((each for each in self.tried if each.fits), key=lambda c: -c.rate)
 
-    def try_mesh(self, mesh: Mesh) -> None:
-        """With as much kept as fits."""
+    def try_kept(self, mesh: Mesh) -> None:
+        """With all activations kept, unless that cannot fit."""
+        if self._may_fit(Setting(mesh)):
+            self.try_setting(Setting(mesh))
+
+    def save_memory(self, mesh: Mesh) -> None:
+        """Try what needs less memory, of a mesh that does not fit with all activations kept."""
         kept = Setting(mesh)
-        if self._may_fit(kept) and self.try_setting(kept):
+        if any(each.setting == kept and each.fits for each in self.tried):
             return
         ways = [
             replace(kept, activation_checkpointing=True),

@@ -18,6 +18,8 @@ WORDS = {
     "compute": "compute", "exchange": "exchange of fields",
     "parameters_traffic": "traffic of parameters",
 }  # fmt: skip
+NOTHING_FITS = "Nothing fits: take smaller fields or batches, or more devices."
+NOT_YET = "Nothing that was tried fits, and there was no time for the rest: let nothing else run."
 HEAD = ("mesh", "sharding", "activations", "s/step", "samples/s", "GiB", "limited by", "cost/epoch")
 
 
@@ -27,7 +29,7 @@ def words(found: Ranking) -> str:
     lines = [f"{found.cluster.devices} devices: {found.cluster}", ""]
     lines += _table([HEAD, *(_row(found, each) for each in ranked)])
     if not ranked:
-        lines[2:] = ["Nothing fits: take smaller fields or batches, or more devices."]
+        lines[2:] = [NOT_YET if found.not_tried else NOTHING_FITS]
     if found.cluster.price is None and ranked:
         lines.append("cost/epoch needs --price, of one device for an hour.")
     if largest := found.largest:

@@ -137,6 +137,14 @@ def test_no_time():
                    predict=Machine(GB))  # fmt: skip
     assert ranking.not_tried == [(4, 1), (1, 4), (2, 2), (1, 2, 2)]
     assert "No time was left for 4x1" in words(ranking)
+    assert "there was no time for the rest" in words(ranking)
+
+
+def test_all_splits_along_one_dim_come_before_what_saves_memory():
+    """So that a search that ends early has seen one that fits."""
+    _, asked = found(150 * GB)
+    saving = [checkpointing or offload for _, _, checkpointing, offload in asked]
+    assert saving.index(True) > [mesh for mesh, *_ in asked].index((1, 4))
 
 
 def test_cost_and_largest_field():
