@@ -43,6 +43,8 @@ def read_plan(words: Sequence[str]) -> tuple[PlanWords, list[str]]:
             if getattr(own, name):
                 raise UsageError(f"--{name} needs --cluster, such as --cluster 8x8xH100")
         return PlanWords(None, own.best, own.output), rest
+    if own.output is not None and own.output.is_file():
+        raise UsageError(f"--output '{own.output}' is a file; give a folder")
     with told_by_user(ValueError):
         return PlanWords(read_cluster(own.cluster, own.price), own.best, own.output), rest
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_DEVICES = 100_000
+MOST_DEVICES = 16_384  # of which one step takes about a minute to predict
 LARGEST = 1e30  # of a rate
 LONGEST = 200  # characters of a text
 Check = Callable[[Any, str], None]  # of a value, and its place in the file

@@ -113,6 +113,7 @@ def test_plan_of_a_mesh_on_a_cluster(capfd):
         (["--price=2"], "--price needs --cluster"),
         (["--cluster=8x8xH10O"], "'H10O' is no known device; did you mean 'H100'?"),
         (["--cluster=8xH100", "--price=cheap"], "'cheap' is no price of a device for an hour"),
+        (["--best", "--cluster=8xH100", f"--output={__file__}"], "is a file; give a folder"),
         (["--cluster=8xH100", "--price=-1"], "the price of a device and hour must be larger"),
     ],
 )

@@ -68,7 +68,7 @@ def data(*shape, count=6):
 
 
 def found(size, text="1x4xH100", price=None, shape=(1, 8, 8)):
-    predict = Machine(size)
+    predict: Any = Machine(size)
     cluster = read_cluster(text, price)
     return best(LightningModule(), data(*shape), cluster, predict=predict), predict.asked
 
@@ -133,8 +133,9 @@ def test_hybrid_needs_nodes():
 
 
 def test_no_time():
+    machine: Any = Machine(GB)
     ranking = best(LightningModule(), data(1, 8, 8), read_cluster("1x4xH100"), seconds=-1,
-                   predict=Machine(GB))  # fmt: skip
+                   predict=machine)  # fmt: skip
     assert ranking.not_tried == [(4, 1), (1, 4), (2, 2), (1, 2, 2)]
     assert "No time was left for 4x1" in words(ranking)
     assert "there was no time for the rest" in words(ranking)

@@ -125,7 +125,7 @@ def _changed(place, value):
         (("device", "name"), "\x1b[31m", "device.name is .*, and must be a short text"),
         (("device", "kernels", "fft"), {"float3": 1.0}, "'device.kernels.fft.float3' is nothing"),
         (("device", "bandwidths"), [[2, 1.0], [1, 1.0]], "device.bandwidths must have 0 sizes"),
-        (("nodes",), 10**30, "nodes is 10*, and must be a whole number from 1 to 100000"),
+        (("nodes",), 10**30, "nodes is 10*, and must be a whole number from 1 to 16384"),
         (("nodes",), True, "nodes is True, and must be a whole number"),
         (("price",), -1, "price is -1, and must be a number above 0, or null"),
         (("collectives", 0, 2), [[0, 1, 1]], r"collectives\[0\]\[2\] must have 2 sizes or more"),
