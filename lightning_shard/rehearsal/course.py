@@ -89,12 +89,14 @@ class Course:
         weights: Parameters and buffers after each step, by name; with the first rank.
         outputs: What modules or functions gave in the step that was looked into.
         gradients: Of that step, by the name of the parameter.
+        buffers: As that step leaves them, by name.
     """
 
     losses: list[float] = field(default_factory=list[float])
     weights: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     outputs: list[Output] = field(default_factory=list[Output])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def run(task: Task) -> Course:
@@ -205,7 +207,7 @@ class _Follow(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        """Read the gradients as a state, whose names and layout are those of the plain module."""
+        """Read gradients and buffers as a state, whose names are those of the plain module."""
         if self._outputs is None or self.course.gradients:
             return
         with torch.no_grad():
@@ -213,7 +215,9 @@ class _Follow(Callback):
                 p.zero_() if p.grad is None else p.copy_(p.grad)
         names = {name for name, _ in self._task.module.named_parameters()}
         state = full_module_state(pl_module)
-        self.course.gradients = {k: v.clone() for k, v in state.items() if k in names}
+        values = {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+        self.course.gradients = {k: v for k, v in values.items() if k in names}
+        self.course.buffers = {k: v for k, v in values.items() if k not in names}
         trainer.should_stop = True
 
     @override

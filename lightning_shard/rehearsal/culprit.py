@@ -23,6 +23,8 @@ class Culprit:
             all of them agree.
         difference: Of that output, relative.
         backward: Whether all outputs of modules agree, and gradients differ.
+        buffer: Of the module, where outputs and gradients agree and this differs.
+        optimizer: Whether all of these agree, and weights differ after the optimizer's step.
     """
 
     step: int
@@ -31,12 +33,19 @@ class Culprit:
     function: str = ""
     difference: float = 0.0
     backward: bool = False
+    buffer: str = ""
+    optimizer: bool = False
 
     def __str__(self) -> str:
         where = f"module {self.module} ({self.kind})" if self.module else "the step itself"
         what = f"step {self.step}: "
         if self.backward:
             return f"{what}all outputs agree, and gradients differ from {where} on"
+        if self.buffer or self.optimizer:
+            found = f"the buffer {self.buffer} of {where} differs"
+            if self.optimizer:
+                found = "weights differ after the optimizer's step"
+            return f"{what}all outputs and gradients agree, and {found}"
         if self.function:
             what += f"{self.function} in "
         return f"{what}{where} is the first whose output differs, by {self.difference:.1e}"
@@ -67,10 +76,21 @@ def find(alone: Task, ranks: Task, step: int, tolerance: float) -> Culprit:
     if inner is not None:
         function = of_step[0].outputs[inner].name
         return Culprit(step, output.name, output.kind, function, gap)
-    if at is None and (name := _of_gradients(expected, found, tolerance)) is not None:
-        kind = next((o.kind for o in expected.outputs if o.name == name), "")
-        return Culprit(step, name, kind, backward=True)
+    if at is None:
+        return _behind_outputs(expected, found, step, tolerance)
     return Culprit(step, output.name, output.kind, difference=difference)
+
+
+def _behind_outputs(expected: Course, found: Course, step: int, tolerance: float) -> Culprit:
+    """What differs first where all outputs agree."""
+    kinds = {output.name: output.kind for output in expected.outputs}
+    if (name := _of_gradients(expected, found, tolerance)) is not None:
+        return Culprit(step, name, kinds.get(name, ""), backward=True)
+    gaps = differences(found.buffers, expected.buffers)
+    if wrong := [name for name, gap in gaps.items() if not gap <= tolerance]:
+        name, _, buffer = wrong[0].rpartition(".")
+        return Culprit(step, name, kinds.get(name, ""), difference=gaps[wrong[0]], buffer=buffer)
+    return Culprit(step, optimizer=True)
 
 
 def _first(

@@ -11,12 +11,14 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from lightning_shard import certify
+from lightning_shard import HybridShardStrategy, certify
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.norm import batch_norm, normalize
 from lightning_shard.ops.window import conv
 
 window_rows = conv.window_rows
+optimizer_step = HybridShardStrategy.optimizer_step
 
 
 class Net(LightningModule):
@@ -46,6 +48,14 @@ def one_row_short(x, dim, output, **window):
     rows = found.local.narrow(dim, 0, found.local.shape[dim] - 1)
     last = torch.zeros_like(found.local.narrow(dim, 0, 1))
     return Subdomain(torch.cat([rows, last], dim), found.layout, found.domain)
+
+
+def a_step_too_far(strategy, optimizer, *args, **kwargs):
+    found = optimizer_step(strategy, optimizer, *args, **kwargs)
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(1.01)
+    return found
 
 
 class HalfGradient(torch.autograd.Function):
@@ -119,6 +129,23 @@ def test_a_fault_in_backward_is_named():
     assert found.culprit.backward
     assert found.culprit.module == "body.0"
     assert "all outputs agree, and gradients differ from module body.0 (Conv2d) on" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "sentence"),
+    [
+        (normalize.Groups, "combined", lambda _, *own: own,
+         "torch.nn.functional.batch_norm in module body.1 (BatchNorm2d) is the first whose output"),
+        (batch_norm, "volume", lambda *_: 3,
+         "all outputs and gradients agree, and the buffer running_var of module body.1 (B"),
+        (HybridShardStrategy, "optimizer_step", a_step_too_far,
+         "all outputs and gradients agree, and weights differ after the optimizer's step"),
+    ],
+)  # fmt: skip
+def test_faults_of_a_norm_and_of_the_optimizer_are_named(place, name, fault, sentence):
+    with mock.patch.object(place, name, fault):
+        found = certify(Net(nn.BatchNorm2d(4)), batches(), [(1, 2)], steps=2, simulated=True)
+    assert f"step 0: {sentence}" in str(found)
 
 
 def test_statistics_of_a_share_of_a_batch_differ_and_are_named():
