@@ -1,6 +1,7 @@
 """Certificates: equal meshes, planted faults that are found and named, and what is written."""
 
 import json
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,7 +23,7 @@ optimizer_step = HybridShardStrategy.optimizer_step
 
 
 class Net(LightningModule):
-    def __init__(self, middle=nn.GELU(), last=nn.Identity()):  # noqa: B008 - without state
+    def __init__(self, middle: nn.Module = nn.GELU(), last: nn.Module = nn.Identity()):  # noqa: B008
         super().__init__()
         torch.manual_seed(3)
         self.body = nn.Sequential(nn.Conv2d(1, 4, 1), middle, nn.Conv2d(4, 4, 3, padding=1))
@@ -36,7 +37,8 @@ class Net(LightningModule):
 
 
 def batches(size=4, count=3):
-    return DataLoader(torch.randn(size * count, 1, 12, 10), size)
+    samples: Any = torch.randn(size * count, 1, 12, 10)  # a tensor serves as a dataset
+    return DataLoader(samples, size)
 
 
 def one_row_short(x, dim, output, **window):
