@@ -11,7 +11,8 @@ Run `python benchmarks/models.py`: half an hour on 2 cores; `--library timm` is 
 prints docs/models.md. `--mesh 2 3 2x2` compares on three meshes: one table of each library, with a
 column for each mesh. On a mesh of several axes a sequence is split by all of them. A library that
 is not installed is named and left out. A model for which some rank waits ten minutes ends the run,
-with the place where each rank is.
+with the place where each rank is. `--simulated` takes ranks of lightning_shard.simulate, all in one
+process, instead of processes.
 """
 
 import argparse
@@ -21,12 +22,14 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import lightning_shard
 from benchmarks.common import describe, start, table
 from benchmarks.model_zoo import LIBRARIES, Case, cases
 from benchmarks.model_zoo.comparison import differences, rounding
@@ -58,6 +61,7 @@ def main() -> None:
     parser.add_argument("--library", choices=LIBRARIES, action="append", help="default: all")
     parser.add_argument("--model", nargs="+", default=[""], help="parts of names; default: all")
     parser.add_argument("--mesh", nargs="+", default=["2"], help="such as 2 3 2x2")
+    parser.add_argument("--simulated", action="store_true", help="the ranks of one process")
     options = parser.parse_args()
     print("# Models\n")
     describe()
@@ -74,9 +78,16 @@ def main() -> None:
         found: dict[str, dict[str, Row]] = {}
         for shape in options.mesh:
             sizes = tuple(map(int, shape.split("x")))
-            for row in start(math.prod(sizes), run, library, options.model, sizes):
+            ranks = simulated if options.simulated else start
+            for row in ranks(math.prod(sizes), run, library, options.model, sizes):
                 found.setdefault(row[0], {})[shape] = row
         print_found(found, options.mesh)
+
+
+def simulated(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What `function(*args)` returns on simulated rank 0; `start` is the same with processes."""
+    with contextlib.redirect_stdout(None):  # which ranks that take turns cannot do for themselves
+        return lightning_shard.simulate(function, *args, processes=ranks)[0]
 
 
 def print_found(found: dict[str, dict[str, Row]], shapes: Sequence[str]) -> None:

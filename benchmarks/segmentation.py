@@ -167,22 +167,43 @@ def main() -> None:
 
 
 def draw(image: Tensor, logits: dict[str, Tensor], path: Path) -> None:
-    """A plane of the volume, and the logarithm of each way's difference from the whole one."""
-    import matplotlib.pyplot as plt
+    """A plane: the classes that each way finds, and its difference from the whole volume's logits.
 
-    figure, axes = plt.subplots(1, len(logits), figsize=(2.7 * len(logits), 3.0))
-    plane = image.shape[2] // 2
+    It is the plane where most classes are found.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import BoundaryNorm
+
+    found = {way: values.argmax(0) for way, values in logits.items()}
+    plane = max(range(image.shape[2]), key=lambda z: found["whole"][..., z].unique().numel())
+    figure, axes = plt.subplots(
+        2, len(logits), figsize=(2.3 * len(logits) + 1, 5.6), layout="constrained"
+    )
+    decades = 10.0 ** np.arange(-8, 2)
+    style: dict[str, Any] = {
+        "cmap": plt.get_cmap("magma", len(decades)),
+        "norm": BoundaryNorm(decades, len(decades), extend="min"),
+    }
+    classes = {"cmap": plt.get_cmap("viridis", len(CLASSES)), "vmin": -0.5}
     shown: Any = None
-    axes[0].imshow(image[..., plane], cmap="gray")
-    axes[0].set_title("a plane of the volume", fontsize=9)
-    for axis, (way, values) in zip(axes[1:], list(logits.items())[1:], strict=True):
-        field = (values - logits["whole"]).abs().amax(0)[..., plane]
-        shown = axis.imshow((field + 1e-9).log10(), vmin=-8, vmax=1)
-        axis.set_title(way, fontsize=9)
-    for axis in axes:
+    below: Any = None
+    for column, (way, values) in zip(axes.T, logits.items(), strict=True):
+        shown = column[0].imshow(found[way][..., plane], vmax=len(CLASSES) - 0.5, **classes)
+        field = (values - logits["whole"]).abs().amax(0)
+        if way == "whole":
+            column[0].set_title("whole, one process")
+            column[1].imshow(image[..., plane], cmap="gray")
+            column[1].set_title("the image")
+        else:
+            column[0].set_title(way)
+            below = column[1].imshow(field[..., plane], **style)
+            column[1].set_title(f"difference, at most {field.max():.0e}", fontsize=10)
+    for axis in axes.flat:
         axis.set_axis_off()
-    figure.colorbar(shown, ax=axes, label="log10 of the difference", shrink=0.8)
-    figure.savefig(path, dpi=90, bbox_inches="tight")
+    bar = figure.colorbar(shown, ax=axes[0], ticks=range(len(CLASSES)), shrink=0.8)
+    bar.ax.set_yticklabels([name.replace("_", " ") for name in CLASSES])
+    figure.colorbar(below, ax=axes[1], label="difference of a logit", shrink=0.9)
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from typing_extensions import override
 
@@ -79,6 +80,7 @@ def draw_planes(planes: list[list[np.ndarray]], classes: tuple[str, ...]) -> Fig
     """
     figure = new_figure(6.2, 2.0 * len(planes) + 0.4)
     axes = figure.subplots(len(planes), len(KEYS), squeeze=False)
+    colours = colormaps["viridis"].resampled(len(classes))
     shown: Any = None
     for axis, title in zip(axes[0], ("image", "truth", "prediction"), strict=True):
         axis.set_title(title, fontsize=10)
@@ -88,8 +90,8 @@ def draw_planes(planes: list[list[np.ndarray]], classes: tuple[str, ...]) -> Fig
                 axis.imshow(values, cmap="gray")
             else:
                 style = {"vmin": -0.5, "vmax": len(classes) - 0.5, "interpolation": "nearest"}
-                shown = axis.imshow(values, cmap="viridis", **style)
+                shown = axis.imshow(values, cmap=colours, **style)
             axis.set_axis_off()
     bar = figure.colorbar(shown, ax=axes, shrink=0.6, ticks=range(len(classes)))
-    bar.ax.set_yticklabels(classes, fontsize=8)
+    bar.ax.set_yticklabels([name.replace("_", " ") for name in classes], fontsize=8)
     return figure

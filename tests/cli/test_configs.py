@@ -173,6 +173,7 @@ def run_quickly(name: str, *overlays: str) -> None:
     "name",
     [
         pytest.param("mnist_cnn", marks=pytest.mark.slow),
+        pytest.param("segmentation", marks=pytest.mark.slow),
         pytest.param("t5_docstrings", marks=pytest.mark.slow),
         "tfno_darcy",
     ],
