@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from lightning_shard.processes.byte_counter import counted
 from lightning_shard.processes.group import let_threads_run_on
@@ -44,7 +44,9 @@ class Cost:
     peak: int
 
 
-def start(ranks: int, function: Callable[..., Any], *args: Any, policy: bool = True) -> Any:
+def start(
+    ranks: int, function: Callable[..., Any], *args: Any, policy: bool = True, fork: bool = False
+) -> Any:
     """Call `function(*args)` on each of `ranks` new processes of a gloo group.
 
     Each runs on one thread.
@@ -54,6 +56,8 @@ def start(ranks: int, function: Callable[..., Any], *args: Any, policy: bool = T
         function: A function of a module, so that it pickles.
         args: Its arguments.
         policy: Whether their threads have the policy that the strategy sets on CPUs.
+        fork: Whether they begin with what this process has imported, which saves the time. It must
+            not have computed anything.
 
     Returns:
         What rank 0 returned.
@@ -62,7 +66,9 @@ def start(ranks: int, function: Callable[..., Any], *args: Any, policy: bool = T
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_serve, (ranks, port, folder, function, args, policy), nprocs=ranks)
+        method = "fork" if fork else "spawn"
+        given = (ranks, port, folder, function, args, policy)
+        start_processes(_serve, given, nprocs=ranks, start_method=method)
         return pickle.loads(Path(folder, ANSWER).read_bytes())
 
 

@@ -23,6 +23,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -78,7 +79,7 @@ def main() -> None:
         found: dict[str, dict[str, Row]] = {}
         for shape in options.mesh:
             sizes = tuple(map(int, shape.split("x")))
-            ranks = simulated if options.simulated else start
+            ranks = simulated if options.simulated else partial(start, fork=True)
             for row in ranks(math.prod(sizes), run, library, options.model, sizes):
                 found.setdefault(row[0], {})[shape] = row
         print_found(found, options.mesh)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from monai.inferers.inferer import SlidingWindowInferer
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common import MIB, Cost, describe, measured, start, table
 from lightning_modules import SegmentationDataModule, VolumeSegmentation
@@ -39,6 +39,25 @@ WINDOWS: dict[str, tuple[float, str]] = {
     "windows, overlap 1/4": (0.25, "constant"),
     "windows, overlap 1/2, blended": (0.5, "gaussian"),
 }
+
+
+class Windows(nn.Module):
+    """A network in windows of what the module gives it: the volume, normalised and padded whole.
+
+    Args:
+        network: The network.
+        size: Voxels of a window along each dim.
+        overlap: Of windows that lie beside each other.
+        mode: How they are blended.
+    """
+
+    def __init__(self, network: nn.Module, size: int, overlap: float, mode: str) -> None:
+        super().__init__()
+        self.network = network
+        self.inferer = SlidingWindowInferer(size, overlap=overlap, mode=mode)
+
+    def forward(self, volume: Tensor) -> Any:
+        return self.inferer(volume, self.network)
 
 
 def network(checkpoint: Path | None) -> VolumeSegmentation:
@@ -64,17 +83,11 @@ def inferred(
     if way.endswith("ranks"):
         split = split_inputs(module, init_mesh({"domain": dist.get_world_size()}), 2)
 
-    def call(x: Tensor) -> Any:
-        if way not in WINDOWS:
-            return module(x)
-        overlap, mode = WINDOWS[way]
-        inferer = SlidingWindowInferer(window, overlap=overlap, mode=mode)
-        # normalised as a whole, as by the module
-        return inferer(F.instance_norm(x), module.network)
-
+    if way in WINDOWS:
+        module.network = Windows(module.network, window, *WINDOWS[way])
     with torch.inference_mode(), split:
-        cost = measured(lambda: call(image), lambda: call(small))
-        logits = call(image)
+        cost = measured(lambda: module(image), lambda: module(small))
+        logits = module(image)
     if dist.get_rank() == 0:
         np.save(path, logits[0].numpy())
     return cost
@@ -191,18 +204,21 @@ def draw(image: Tensor, logits: dict[str, Tensor], path: Path) -> None:
         shown = column[0].imshow(found[way][..., plane], vmax=len(CLASSES) - 0.5, **classes)
         field = (values - logits["whole"]).abs().amax(0)
         if way == "whole":
-            column[0].set_title("whole, one process")
+            column[0].set_title("whole,\none process")
             column[1].imshow(image[..., plane], cmap="gray")
             column[1].set_title("the image")
         else:
-            column[0].set_title(way)
+            column[0].set_title(way.replace(", ", "\n", 1))
             below = column[1].imshow(field[..., plane], **style)
             column[1].set_title(f"difference, at most {field.max():.0e}", fontsize=10)
     for axis in axes.flat:
         axis.set_axis_off()
     bar = figure.colorbar(shown, ax=axes[0], ticks=range(len(CLASSES)), shrink=0.8)
     bar.ax.set_yticklabels([name.replace("_", " ") for name in CLASSES])
-    figure.colorbar(below, ax=axes[1], label="difference of a logit", shrink=0.9)
+    figure.colorbar(
+        below, ax=axes[1], label="difference of a logit", shrink=0.9,
+        format=lambda value, _: f"{value:.0e}",
+    )  # fmt: skip
     figure.savefig(path, dpi=90)
 
 

@@ -5,8 +5,9 @@
 One model of each library of benchmarks/model_zoo, in float64. Each takes five steps of AdamW in
 Lightning's Trainer: alone in one process, and split over several. The first table gives the largest
 relative error of the five losses, and the largest error of how far the steps moved weights and
-buffers. With two replicas, one process accumulates the gradients of both samples; the replicas'
-buffers then differ from its own, as under DDP, and are not compared.
+buffers. With two replicas, one process accumulates the gradients of both samples, and begins both
+with the same buffers, as replicas do: a spectral norm computes with them. The buffers afterwards
+differ from the replicas', as under DDP, and are not compared.
 
 The second table is of one step on larger inputs, where the model takes them, without the Trainer:
 what the rank that needs most holds (benchmarks/memory.py says how it is counted), and its processor
@@ -33,14 +34,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import lightning_shard
 from benchmarks.common import describe, start, table
 from benchmarks.memory import MIB, Bytes, count, most_of
 from benchmarks.model_zoo import Case, cases
-from benchmarks.model_zoo.comparison import made, relative_errors, tensors_of
+from benchmarks.model_zoo.comparison import made, parts, relative_errors, tensors_of
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.processes.mesh import make_mesh
 
@@ -75,6 +75,10 @@ SIZES = (1, 2, 4)
 class Trained(LightningModule):
     """A model of the gallery that learns fixed random numbers from random inputs.
 
+    Args:
+        case: The model.
+        replicas: Batches of one step, which this process takes one after the other.
+
     Attributes:
         losses: Of each step.
         split: Whether the last batch was.
@@ -82,13 +86,18 @@ class Trained(LightningModule):
 
     split = False
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, replicas: int = 1) -> None:
         super().__init__()
-        self.network = made(case)
+        self.network, self.replicas = made(case), replicas
+        self.before: list[Tensor] = []  # the buffers, when a step began
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         torch.manual_seed(6)
+        if batch_idx % self.replicas == 0:
+            self.before = [x.clone() for x in self.buffers()]
+        for buffer, value in zip(self.buffers(), self.before, strict=True):
+            buffer.copy_(value)
         self.split = any(isinstance(x, lightning_shard.DomainTensor) for x in batch.values())
         loss = distance(self.network(*batch.values()))
         self.losses.append(float(loss.detach()))
@@ -123,12 +132,13 @@ def batches(case: Case, number: int) -> DataLoader:
     return DataLoader(samples, 1, collate_fn=lambda items: items[0])  # pyright: ignore[reportArgumentType]
 
 
-def fitted(case: Case, number: int, **options: Any) -> Trained:
-    """The model after the Trainer's steps on `number` batches."""
-    module = Trained(case)
+def fitted(case: Case, number: int, replicas: int = 1, **options: Any) -> Trained:
+    """The model after the Trainer's steps on `number` batches, `replicas` in each."""
+    module = Trained(case, replicas)
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
+        enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=replicas, **options,
     )  # fmt: skip
     trainer.fit(module, batches(case, number))
     return module
@@ -158,7 +168,7 @@ def compared(
     found = full_module_state(module)
     if dist.get_rank():
         return 0.0, 0.0, ""
-    alone = fitted(case, number, devices=1, accumulate_grad_batches=replicas)
+    alone = fitted(case, number, replicas, devices=1)
     expected = torch.tensor(alone.losses, dtype=torch.float64).view(STEPS, replicas).mean(1)
     loss = float(((losses / dist.get_world_size() - expected) / expected).abs().max())
     kept = dict(alone.named_parameters()) if replicas > 1 else alone.state_dict()
@@ -182,7 +192,7 @@ def held(library: str, name: str, inputs: Sequence[tuple[int, ...]]) -> tuple[By
     if (ranks := dist.get_world_size()) > 1:
         mesh = make_mesh("cpu", 1, (ranks,))
         lightning_shard.parallelize(net, mesh)
-        given = split(case, given, mesh["domain"])
+        given = parts(case, given, mesh["domain"])
 
     def loss() -> Tensor:
         return distance(net(*given))
@@ -190,12 +200,6 @@ def held(library: str, name: str, inputs: Sequence[tuple[int, ...]]) -> tuple[By
     optimizer = adam(net.parameters())
     most = most_of(count(net, loss, optimizer))
     return most, seconds(loss, optimizer)
-
-
-def split(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """The parts of the inputs."""
-    each = zip(inputs, case.dims_of_each(mesh.ndim), strict=True)
-    return [lightning_shard.shard(x, mesh, dims) for x, dims in each]
 
 
 def seconds(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
@@ -236,7 +240,7 @@ def print_steps(libraries: Sequence[str], meshes: Sequence[str]) -> None:
     found = []
     for replicas, domain in (MESHES[title] for title in meshes):
         ranks = replicas * math.prod(domain)
-        found.append(start(ranks, each, libraries, compared, replicas, domain))
+        found.append(start(ranks, each, libraries, compared, replicas, domain, fork=True))
     rows = []
     for library in libraries:
         errors = [of_mesh[library] for of_mesh in found]
@@ -247,7 +251,7 @@ def print_steps(libraries: Sequence[str], meshes: Sequence[str]) -> None:
 
 def print_memory(libraries: Sequence[str]) -> None:
     """Print the table of memory and time."""
-    found = {ranks: start(ranks, each, libraries, held) for ranks in SIZES}
+    found = {ranks: start(ranks, each, libraries, held, fork=True) for ranks in SIZES}
     rows = []
     for library in libraries:
         name, inputs = MODELS[library]

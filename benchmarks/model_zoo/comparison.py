@@ -35,9 +35,7 @@ def differences(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     whole = [_leaf(x) for x in inputs]
     expected = _backward(model, whole)
     leaves = [_leaf(x) for x in inputs]
-    each = zip(leaves, case.dims_of_each(mesh.ndim), strict=True)
-    split = [lightning_shard.shard(x, mesh, dims) for x, dims in each]
-    found = _backward(split_model, split)
+    found = _backward(split_model, parts(case, leaves, mesh))
 
     if len(found) != len(expected):
         return {"outputs": float("inf")}
@@ -90,6 +88,12 @@ def made(case: Case) -> nn.Module:
     """The model of a case, the same each time."""
     torch.manual_seed(5)
     return prepared(case.make()).train()
+
+
+def parts(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """The inputs of a case, split over the ranks."""
+    each = zip(inputs, case.dims_of_each(mesh.ndim), strict=True)
+    return [lightning_shard.shard(x, mesh, dims) for x, dims in each]
 
 
 def _leaf(x: Tensor) -> Tensor:

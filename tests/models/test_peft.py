@@ -1,5 +1,7 @@
 """LoRA adapters of peft on a split network train as in one process, and they alone are saved."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,7 +14,7 @@ from tests import training
 from tests.trainer.featured import QUIET, assert_same_state
 from tests.training import Fields, darcy_sample
 
-peft = pytest.importorskip("peft", reason="peft is not installed")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 
 class Attention(nn.Module):
@@ -38,6 +40,8 @@ class Adapted(LightningModule):
     strict_loading = False  # a checkpoint has the adapters alone
 
     def __init__(self):
+        import peft  # which imports many packages
+
         super().__init__()
         torch.manual_seed(6)
         adapters = peft.LoraConfig(r=2, target_modules=["query", "value", "patches", "last"])

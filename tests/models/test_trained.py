@@ -5,10 +5,17 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(("replicas", "domain"), [(1, (2, 2)), (2, (2,))], ids=str)
-def test_steps(replicas, domain):
+@pytest.mark.parametrize(
+    ("library", "name", "replicas", "domain"),
+    [
+        ("timm", "test_convnext", 1, (2, 2)),
+        ("timm", "test_convnext", 2, (2,)),
+        ("handwritten", "spectral_norm_gan", 2, (2,)),  # it computes with its buffers
+    ],
+)
+def test_steps(library, name, replicas, domain):
     from benchmarks.trained_models import compared  # which imports many packages
 
-    loss, moved, worst = compared("timm", "test_convnext", replicas, domain)
+    loss, moved, worst = compared(library, name, replicas, domain)
     assert loss < 1e-12
     assert moved < 1e-9, worst
