@@ -14,7 +14,10 @@ from tests import training
 from tests.trainer.featured import QUIET, assert_same_state
 from tests.training import Fields, darcy_sample
 
-pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
+]
 
 
 class Attention(nn.Module):
