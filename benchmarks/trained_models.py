@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -168,7 +169,7 @@ def compared(
     found = full_module_state(module)
     if dist.get_rank():
         return 0.0, 0.0, ""
-    alone = fitted(case, number, replicas, devices=1)
+    alone = fitted(case, number, replicas, devices=1, plugins=[LightningEnvironment()])
     expected = torch.tensor(alone.losses, dtype=torch.float64).view(STEPS, replicas).mean(1)
     loss = float(((losses / dist.get_world_size() - expected) / expected).abs().max())
     kept = dict(alone.named_parameters()) if replicas > 1 else alone.state_dict()
