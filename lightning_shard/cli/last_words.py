@@ -1,11 +1,12 @@
 """What a run says at its end: where the checkpoints lie, and how to go on."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.trainer.callbacks.run_report import RunReport
@@ -26,6 +27,39 @@ def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iter
     yield f"Done in {_duration(time.monotonic() - started)}: {steps} steps of training."
     if steps == 0:
         yield f"  Nothing was trained: {_why(trainer)}."
+    best, last = yield from _checkpoints(trainer)
+    if best or last:
+        words = _config(Path(best or last).parent, Path(logs))
+        yield f"  test it          {PROGRAM} test {words} --ckpt_path {best or last}"
+        yield f"  go on            {PROGRAM} fit {words} --ckpt_path {last or best}{_more(trainer)}"
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, RunReport) and callback.path:
+            yield f"  report           {callback.path}"
+        if isinstance(callback, StepProfile) and callback.path:
+            yield f"  profile          {callback.path}"
+    if logs:
+        yield f"  logs             {logs}"
+
+
+def words_of_an_interrupt(trainer: Trainer) -> Iterator[str]:
+    """Lines for a terminal after Ctrl-C, of one rank alone: the others may have ended.
+
+    Args:
+        trainer: That was interrupted.
+    """
+    yield f"Interrupted after step {trainer.global_step}."
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    best, last = yield from _checkpoints(trainer)
+    if newest := last or best:
+        words = _config(Path(newest).parent, Path(newest).parents[1])
+        yield f"  go on            {PROGRAM} fit {words} --ckpt_path {newest}"
+    else:
+        yield "  No checkpoint was written."
+
+
+def _checkpoints(trainer: Trainer) -> Generator[str, None, tuple[str, str]]:
+    """Name them line by line; returns the best one and the last one, "" where there is none."""
     best = last = ""
     for callback in trainer.checkpoint_callbacks:
         best = getattr(callback, "best_model_path", "") or best
@@ -37,19 +71,13 @@ def last_words(trainer: Trainer, started: float, first_step: int | None) -> Iter
             yield f"  checkpoint       {best}"
     if last and last != best:
         yield f"  last checkpoint  {last}"
-    if best or last:
-        folders = [Path(best or last).parent, Path(logs)]
-        configs = (folder / "config.yaml" for folder in folders)
-        words = f"--config {next((c for c in configs if c.is_file()), '...')}"
-        yield f"  test it          {PROGRAM} test {words} --ckpt_path {best or last}"
-        yield f"  go on            {PROGRAM} fit {words} --ckpt_path {last or best}{_more(trainer)}"
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, RunReport) and callback.path:
-            yield f"  report           {callback.path}"
-        if isinstance(callback, StepProfile) and callback.path:
-            yield f"  profile          {callback.path}"
-    if logs:
-        yield f"  logs             {logs}"
+    return best, last
+
+
+def _config(*folders: Path) -> str:
+    """Words that give the options of a run, if they lie in one of its folders."""
+    configs = (folder / "config.yaml" for folder in folders)
+    return f"--config {next((c for c in configs if c.is_file()), '...')}"
 
 
 def _why(trainer: Trainer) -> str:

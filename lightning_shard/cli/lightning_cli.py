@@ -30,7 +30,7 @@ from lightning_shard.cli.errors import SWITCHES, diagnose
 from lightning_shard.cli.exits import exit_with, is_first_rank, origin
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
-from lightning_shard.cli.last_words import last_words
+from lightning_shard.cli.last_words import last_words, words_of_an_interrupt
 from lightning_shard.cli.names import import_short_names
 from lightning_shard.cli.plan_words import PlanWords
 from lightning_shard.cli.rehearsal_commands import (
@@ -285,3 +285,7 @@ def run(args: Sequence[str], own: CertifyWords | PlanWords | None = None) -> Non
         state.stop_children()
         named = state.given.mentioned(str(err)) if state.first_step is None else ()
         exit_with(err, code=1, given=named)
+    except SystemExit:  # what Lightning makes of Ctrl-C
+        if (trainer := state.trainer) and trainer.interrupted and is_first_rank():
+            print("\n".join(words_of_an_interrupt(trainer)), file=sys.stderr)
+        raise

@@ -21,6 +21,7 @@ RUN = CONFIG.replace("max_epochs: 1", "max_epochs: 500").replace(
 START_S, END_S = 240, 90
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
@@ -46,6 +47,10 @@ def test_interrupt_and_resume(tmp_path, monkeypatch):
     output, _ = started.communicate(timeout=END_S)
     assert last.exists(), output
     assert "KeyboardInterrupt" in output
+    assert output.count("Interrupted after step ") == 1, output
+    folder = tmp_path / "checkpoints"
+    go_on = f"fit --config {folder / 'config.yaml'} --ckpt_path {folder / 'last.ckpt'}"
+    assert go_on in output, output
     while (left := _alive(started.pid)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left, "processes of the run are left"
