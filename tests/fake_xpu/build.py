@@ -27,6 +27,8 @@ def torch_folder() -> Path:
 def library() -> Path:
     """The compiled library, in the user's cache: made in about 20 s, from then on found.
 
+    Environments with the same version of torch share it, wherever they are.
+
     Raises:
         CannotBuildError: There is no C++ compiler, or it refuses the source.
     """
@@ -35,8 +37,8 @@ def library() -> Path:
     torch = torch_folder()
     options = [
         "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-DUSE_DISTRIBUTED",
-        f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include",
-        f"-L{torch}/lib", "-ltorch_cpu", "-lc10",
+        "-I{torch}/include", "-I{torch}/include/torch/csrc/api/include",
+        "-L{torch}/lib", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     sources = [file.read_text() for file in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])]
     everything = "\n".join([version("torch"), *options, *sources])
@@ -44,7 +46,7 @@ def library() -> Path:
     with (folder / "fake_xpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # others may ask at the same time
         if not path.exists():
-            _compile(path, options)
+            _compile(path, [option.format(torch=torch) for option in options])
     return path
 
 
