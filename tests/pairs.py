@@ -17,6 +17,11 @@ def pairwise(first: Iterable[Any], second: Iterable[Any], third: Iterable[Any]) 
     ]
 
 
+def few(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Those values, of which only the fast ones run by default."""
+    return [v if v in fast else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
 def each_once(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
     """The product of two; slow are all but one for each value of the first, by turns."""
     seconds = [*second]

@@ -83,6 +83,7 @@ def trained_without_all(tmp_path_factory):
     return done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow
 def test_the_strategy_trains_without_all_of_them(trained_without_all):
     lines, errors = trained_without_all
     assert lines[0] == "[]", errors

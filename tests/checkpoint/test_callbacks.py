@@ -85,6 +85,7 @@ def test_sharded_tensors_of_callbacks(options):
         assert torch.equal(loaded, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("options", [pytest.param({}, marks=SLOW), DIRECTORY], ids=["file", "dir"])
 def test_averaged_weights(options):

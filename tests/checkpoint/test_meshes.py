@@ -78,7 +78,11 @@ def test_any_mesh(saved, mesh):
     pool.pool_of(ranks).run(resume, {"folder": saved, "optimizers": 1, "domain": domain})
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint_format": "sharded"}], ids=["file", "dir"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"checkpoint_format": "sharded"}],
+    ids=["file", "dir"],
+)
 def test_several_optimizers_on_another_mesh(options, tmp_path):
     given = {"folder": str(tmp_path), "optimizers": 2}
     pool.pool_of(4).run(save, {**given, "options": options})

@@ -70,6 +70,7 @@ def test_checkpoint_is_a_plain_one(name):
         assert entry["exp_avg"].dtype == p.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "meshes"),

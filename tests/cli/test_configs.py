@@ -119,6 +119,9 @@ def test_every_file_is_in_the_docs():
     assert named == {path.stem for path in CONFIGS + OVERLAYS}
 
 
+SLOW = ("segmentation", "tfno_darcy_tutorial")
+
+
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*tensorboardX. has been removed:UserWarning")
@@ -126,8 +129,8 @@ def test_every_file_is_in_the_docs():
 @pytest.mark.parametrize(
     "name",
     [
-        # MONAI takes several seconds to import
-        pytest.param(path.stem, marks=pytest.mark.slow if path.stem == "segmentation" else ())
+        # MONAI takes several seconds to import; the tutorial's network is that of tfno_darcy
+        pytest.param(path.stem, marks=pytest.mark.slow if path.stem in SLOW else ())
         for path in CONFIGS
         if path.stem != "mnist_xpu"
     ],
@@ -168,16 +171,9 @@ def run_quickly(name: str, *overlays: str) -> None:
         leave_group()
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("mnist_cnn", marks=pytest.mark.slow),
-        pytest.param("segmentation", marks=pytest.mark.slow),
-        pytest.param("t5_docstrings", marks=pytest.mark.slow),
-        "tfno_darcy",
-    ],
-)
+@pytest.mark.parametrize("name", ["mnist_cnn", "segmentation", "t5_docstrings", "tfno_darcy"])
 def test_one_step_runs_on_two_by_two_ranks(name):
     setup = mock.patch.object(
         HybridShardStrategy, "setup", autospec=True, side_effect=HybridShardStrategy.setup

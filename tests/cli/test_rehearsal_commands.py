@@ -80,6 +80,7 @@ def test_mistakes(capsys, words, sentence):
 PREDICT = "lightning_shard.cli.rehearsal_commands.predict"
 
 
+@pytest.mark.slow
 def test_plan_of_the_best_mesh(capfd, tmp_path):
     words = ["--best", "--cluster=2x2xH100", "--price=2", "--output=kept"]
     with mock.patch(PREDICT, Machine(10**9)):

@@ -29,6 +29,7 @@ from tests.fsdp.network import (
     train_alone,
     train_sharded,
 )
+from tests.pairs import few
 from tests.parity import mesh_of
 
 ROWS = {
@@ -73,7 +74,9 @@ def test_on_a_domain_of_two_dims(row):
 
 
 @pytest.mark.spmd(4)
-@rows
+@pytest.mark.parametrize(
+    "row", few(ROWS, "full", "none", "gradients", "hybrid", "offload", "ignored")
+)
 def test_with_a_domain_accumulation_and_clipping(row):
     """Gradients that wait for the next step are exact for every kind of parameter."""
     found = train_sharded((2,), ROWS[row], accumulate_grad_batches=2, gradient_clip_val=0.05)
@@ -252,7 +255,7 @@ def train_compiled(domain, **more):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("more", few([{}, {"activation_checkpointing": True}], {}), ids=str)
 def test_compiled_blocks_of_split_tensors(more):
     """Traced and divided as the compiler does, and run on torch's kernels."""
     like_compiler = functools.partial(CompiledBlock, backend="aot_eager_decomp_partition")

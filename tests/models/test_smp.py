@@ -9,7 +9,7 @@ from tests.models.check import check
 @pytest.mark.parametrize(
     "name",
     [
-        "unet",
+        pytest.param("unet", marks=pytest.mark.slow),
         pytest.param("fpn", marks=pytest.mark.slow),
         pytest.param("manet", marks=pytest.mark.slow),
         "segformer",

@@ -13,7 +13,7 @@ from tests.models.check import check
         "test_efficientnet",
         "test_mambaout",
         "test_vit",
-        "xcit_nano_12_p8_224",
+        pytest.param("xcit_nano_12_p8_224", marks=pytest.mark.slow),
         "swinv2_tiny_window8_256",
     ],
 )

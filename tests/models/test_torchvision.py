@@ -32,6 +32,7 @@ def test_detection():
     check("torchvision", "faster_rcnn", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_two_by_two_ranks():
     check("torchvision", "mobilenet_v3_small", 2, 2)

@@ -24,6 +24,7 @@ def test_model(name):
     check("transformers", name, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_three_ranks():
     check("transformers", "t5_loss", 3)

@@ -49,6 +49,7 @@ def test_a_module_that_runs(capfd):
     assert not capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_module_of_a_data_module(tmp_path):
     small = {"train_resolution": 8, "num_train": 4, "num_val": 2, "num_test": 2, "batch_size": 2}
     module = TFNODarcy(n_modes=(4, 4), hidden_channels=4, n_layers=2)
@@ -214,6 +215,7 @@ def test_evaluation_and_prediction_are_rehearsed_too():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_differs():
     class Local(StopsIn):
         def test_step(self, batch, batch_idx):
@@ -226,6 +228,7 @@ def test_an_evaluation_that_differs():
     assert found.evaluation["validation_step"].is_exact
 
 
+@pytest.mark.slow
 def test_what_is_not_rehearsed_is_named():
     class Other(Net):
         def predict_step(self, batch, batch_idx):

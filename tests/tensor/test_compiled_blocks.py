@@ -315,6 +315,7 @@ class Scaled(nn.Module):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_what_a_block_reads_is_guarded():
     """A change of an attribute, of the mode, of precision or of gradients is seen."""

@@ -108,6 +108,7 @@ def output_of(client: NotebookClient, source: str) -> list[str]:
     return sorted(text.splitlines())
 
 
+@pytest.mark.slow
 def test_cells(kernel):
     output_of(kernel, IMPORTS)
     assert output_of(kernel, LAUNCH) == ["[6.0, 6.0]", "[rank 1] in 1", "in 0"]

@@ -315,6 +315,7 @@ def test_values_of_the_cpu_are_reduced_over_the_device():
     assert kept.tolist() == [5, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2, "xpu")
 def test_mnist_on_the_command_line(tmp_path):
     config = Path(__file__).parents[3] / "configs" / "mnist_xpu.yaml"

@@ -239,6 +239,7 @@ def test_warns_of_odd_sizes():
         DarcyDataModule(train_resolution=9, test_resolutions=[8])
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_darcy_from_disk_trains_and_tests_as_from_memory():
     folder, metrics = training.shared_path("darcy"), {}

@@ -97,6 +97,7 @@ def test_pictures_of_a_fit(tmp_path, loader, capsys):
     assert capsys.readouterr().out.count(str(folder / "final_*.png")) == 1
 
 
+@pytest.mark.slow
 def test_every_loader_has_pictures_of_its_own(tmp_path, loader):
     """Two galleries wrote the same file names, so that one set was lost."""
     large = [{"x": torch.rand(1, 16, 12), "y": torch.rand(1, 16, 12)} for _ in range(2)]

@@ -137,7 +137,9 @@ def test_more_ranks_than_rows(shape, suffix):
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
-    ("domain", "suffix"), [((4,), ".zarr"), ((2, 2), ".h5"), ((2,), ".zarr")], ids=str
+    ("domain", "suffix"),
+    [pytest.param((4,), ".zarr", marks=pytest.mark.slow), ((2, 2), ".h5"), ((2,), ".zarr")],
+    ids=str,
 )
 def test_training_on_parts_is_training_on_whole_fields(domain, suffix):
     """Losses and weights equal those of a loop of one process, written by hand."""
