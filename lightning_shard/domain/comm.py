@@ -15,6 +15,7 @@ whose *mean* over the ranks is the gradient, whichever operations lie between.
 The group is always an argument and the device is the tensor's: nothing here knows a default.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.wire import all_to_all, reduce_in_place
+from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_internals import is_view
 
 
@@ -130,11 +131,9 @@ class _ExchangeAdjoint(Function):
         ):
             pieces[peer][number] = piece
         sizes = tuple(tuple(size for _, size in peer) for peer in route.sends)
-        x = y.new_zeros(_with_size(y, dim, rows))
-        for spans, parts in zip(route.sends, _swap(pieces, sizes, y, dim, group), strict=True):
-            for (start, size), part in zip(spans, parts, strict=True):
-                x.narrow(dim, start, size).add_(part)
-        return x
+        swapped = _swap(pieces, sizes, y, dim, group)
+        each = zip(itertools.chain(*route.sends), itertools.chain(*swapped), strict=True)
+        return _added(y, dim, rows, [(start, part) for (start, _), part in each])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -190,13 +189,13 @@ def _swap(
     My own pieces stay where they are.
     """
     rank = dist.get_rank(group)
-    flat = [
-        piece.reshape(-1)
+    mine = [
+        piece
         for peer, parts in enumerate(pieces)
         for piece in parts
         if peer != rank and piece.numel()
     ]
-    outgoing = torch.cat(flat) if flat else like.new_empty(0)
+    outgoing = packed(mine, like)
     counts = [
         [_numel(like, dim, n) if peer != rank else 0 for n in lengths]
         for peer, lengths in enumerate(sizes)
@@ -210,6 +209,26 @@ def _swap(
     ]
     received[rank] = list(pieces[rank])
     return received
+
+
+def _added(like: Tensor, dim: int, rows: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """The sum of parts that begin at given rows; in memory of its own.
+
+    Parts that have all rows come first: what they begin with needs no zeros.
+    """
+    whole = [part for _, part in parts if part.shape[dim] == rows]
+    if len(whole) > 1:
+        x = whole[0] + whole[1]
+    elif whole:
+        x = whole[0].clone(memory_format=torch.contiguous_format)
+    else:
+        x = like.new_zeros(_with_size(like, dim, rows))
+    for part in whole[2:]:
+        x += part
+    for start, part in parts:
+        if part.shape[dim] < rows:
+            x.narrow(dim, start, part.shape[dim]).add_(part)
+    return x
 
 
 def _join(x: Tensor, dim: int, pieces: list[Tensor]) -> Tensor:

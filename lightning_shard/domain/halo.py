@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_shard.domain.fetch import Needs, Span
 from lightning_shard.domain.layout import Grid, Layout, partition
-from lightning_shard.domain.wire import begin_all_to_all
+from lightning_shard.domain.wire import begin_all_to_all, packed
 from lightning_shard.processes.simulated.state import per_rank
 
 Box = tuple[Span, ...]  # the rows [low, high) of each of a few dims
@@ -130,14 +130,18 @@ def send_halo(x: Tensor, halo: Halo, group: dist.ProcessGroup) -> Callable[[], l
 
 
 def return_halo(
-    boxes: Sequence[Tensor], halo: Halo, like: Tensor, group: dist.ProcessGroup
+    boxes: dict[Box, Tensor], halo: Halo, like: Tensor, group: dist.ProcessGroup
 ) -> Callable[[Tensor], None]:
     """Begin to send what belongs to other ranks' rows back; the adjoint of `send_halo`.
 
+    What is not among `boxes` is zeros.
+
     The function returned waits for what comes, and adds it to its argument, this rank's rows.
     """
-    arrived = iter(boxes)
-    pieces = [None if box is None else next(arrived) for box in halo.receives]
+    pieces = [
+        None if box is None else boxes[box] if box in boxes else framed(like, halo.dims, box, {})
+        for box in halo.receives
+    ]
     wait = _begin(pieces, [_shape(like, halo.dims, box) for box in halo.sends], like, group)
 
     def add_to(x: Tensor) -> None:
@@ -156,16 +160,32 @@ def part_of(x: Tensor, dims: Sequence[int], box: Box) -> Tensor:
 
 
 def framed(like: Tensor, dims: Sequence[int], frame: Box, parts: dict[Box, Tensor]) -> Tensor:
-    """The rows in `frame`, put together from the boxes that have some of them, and zeros."""
+    """The rows in `frame`, put together from the boxes that have some of them, and zeros.
+
+    Where one box has just these rows, they are its own, not a copy.
+    """
+    if frame in parts:
+        return parts[frame]
     result = like.new_zeros(_shape(like, dims, frame) or ())
     for ours, theirs in _common(result, dims, frame, parts):
         ours.copy_(theirs)
     return result
 
 
-def add_framed(x: Tensor, dims: Sequence[int], frame: Box, parts: dict[Box, Tensor]) -> None:
-    """Add rows `x` of `frame` to the boxes that have some of them; the adjoint of `framed`."""
-    for ours, theirs in _common(x, dims, frame, parts):
+def add_framed(
+    x: Tensor, dims: Sequence[int], frame: Box, boxes: Sequence[Box], sums: dict[Box, Tensor]
+) -> None:
+    """Add rows `x` of `frame` to the sums of those boxes that have some of them.
+
+    The adjoint of `framed`. A box without a sum gets one, which may be `x` itself.
+    """
+    if frame in boxes and frame not in sums:
+        sums[frame] = x
+        return
+    for box in boxes:
+        if box not in sums:
+            sums[box] = x.new_zeros(_shape(x, dims, box) or ())
+    for ours, theirs in _common(x, dims, frame, {box: sums[box] for box in boxes}):
         theirs.add_(ours)
 
 
@@ -193,8 +213,7 @@ def _begin(
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> Callable[[], list[Tensor]]:
-    flat = [piece.reshape(-1) for piece in pieces if piece is not None]
-    outgoing = torch.cat(flat) if len(flat) > 1 else [*flat, like.new_empty(0)][0].contiguous()
+    outgoing = packed([piece for piece in pieces if piece is not None], like)
     sizes = [0 if shape is None else torch.Size(shape).numel() for shape in shapes]
     given = [0 if piece is None else piece.numel() for piece in pieces]
     wait = begin_all_to_all(outgoing, sizes, given, group)

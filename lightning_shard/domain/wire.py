@@ -6,7 +6,7 @@ other forever. So in a graph each collective is an operator of our own, which to
 an effect: such operators stay, stay in order, and run once, forward or backward as traced.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,19 @@ from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_internals import group_named, keep_in_order
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The elements of all pieces, one after the other; a piece that lies so is not copied.
+
+    Args:
+        pieces: What is to travel.
+        like: A tensor of their dtype, on their device.
+    """
+    flat = [piece.reshape(-1) for piece in pieces]
+    if len(flat) > 1:
+        return torch.cat(flat)
+    return flat[0].resolve_conj().resolve_neg().contiguous() if flat else like.new_empty(0)
 
 
 def all_to_all(

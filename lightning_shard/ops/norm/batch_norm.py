@@ -12,7 +12,7 @@ from lightning_shard.domain.align import sum_over, take_local, volume, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.norm.normalize import groups_of, normalize_groups, repeated
+from lightning_shard.ops.norm.normalize import groups_of, normalize_groups
 from lightning_shard.ops.registry import implements
 
 
@@ -91,8 +91,8 @@ def _one_sample(x: Tensor) -> Tensor:
 
 
 def _for_samples(values: Tensor | None, samples: int) -> Tensor | None:
-    """One value per channel, for the channels of `_one_sample`."""
-    return values if values is None or samples == 1 else repeated(values, 0, samples)
+    """One value per channel, for the channels of `_one_sample`; each has memory of its own."""
+    return values if values is None or samples == 1 else values.repeat(samples)
 
 
 def _of_channels(x: Subdomain, values: Any) -> Any:

@@ -13,9 +13,11 @@ share their moments, along B too.
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -23,6 +25,7 @@ from lightning_shard.domain.align import one_of_all, sum_over, volume
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.wire import reduce_in_place
 from lightning_shard.processes.torch_internals import in_transform
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -59,17 +62,18 @@ class Groups:
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of each group over all ranks, as (1, K, 1, 1)."""
-        view = self.view(x.float() if x.dtype in _HALF else x)
-        return self.combined(*_own_moments(view))
+        own = _own_moments(self.view(x.float() if x.dtype in _HALF else x))
+        mean, variance = self.combined(own)
+        return mean, variance
 
-    def combined(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """The moments over all ranks from those of this rank's rows."""
+    def combined(self, own: Tensor) -> Tensor:
+        """Mean and variance (2, ...) over all ranks from those of this rank's rows."""
         axes = self.place.layout.axes(*self.dims)
         if not axes:
-            return mean, variance
-        means, variances = one_of_all(self.place, axes, torch.stack([mean, variance])).unbind(1)
-        weights = _weights(self.place.layout, self.dims, mean.dtype, mean.device)
-        return _mixed(weights.view(-1, *[1] * mean.ndim), means, variances)
+            return own
+        shares = _shares(self.place.layout, self.dims)
+        weights = None if len({*shares}) == 1 else _weights(shares, own.dtype, own.device)
+        return _mixed(one_of_all(self.place, axes, own), weights)
 
     def mean_of_all(self, sums: Tensor) -> Tensor:
         """Of sums for each group over this rank's values the mean over all values."""
@@ -77,25 +81,46 @@ class Groups:
             return sums
         return sum_over(self.place, sums, self.dims) / self.count
 
+    def add_up(self, sums: Tensor) -> None:
+        """Replace such sums by those over all values."""
+        axes = self.place.layout.axes(*self.dims)
+        if axes and sums.numel():
+            reduce_in_place(sums, dist.ReduceOp.SUM, self.place.domain.group(axes))
 
-def _own_moments(view: Tensor) -> tuple[Tensor, Tensor]:
+
+def _own_moments(view: Tensor) -> Tensor:
+    """Mean and variance (2, 1, K, 1, 1) of each group of this rank's rows."""
     if view.numel():
         variance, mean = torch.var_mean(view, (0, 2, 3), correction=0, keepdim=True)
-        return mean, variance
+        return torch.stack([mean, variance])
     zeros = view.sum((0, 2, 3), keepdim=True)  # of weight 0 among the ranks, and attached
-    return zeros, zeros
+    return torch.stack([zeros, zeros])
 
 
-def _mixed(weights: Tensor | float, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """The moments of all parts along dim 0, which have these shares of the values."""
-    mean = (weights * means).sum(0)
-    return mean, (weights * (variances + (means - mean).square())).sum(0)
+def _mixed(parts: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The moments of all values (2, ...) from those of their parts (n, 2, ...).
+
+    Args:
+        parts: Mean and variance of each part.
+        weights: The share of the values that each part has; alike if None.
+    """
+    if weights is None:
+        spread, both = torch.var_mean(parts, 0, correction=0)
+        both[1].add_(spread[0])
+        return both
+    weights = weights.view(-1, *[1] * (parts.ndim - 2))
+    both = (weights.unsqueeze(1) * parts).sum(0)
+    both[1].add_((weights * (parts[:, 0] - both[0]).square()).sum(0))
+    return both
 
 
 @made_once
-def _weights(
-    layout: Layout, dims: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _weights(shares: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(shares, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _shares(layout: Layout, dims: tuple[int, ...]) -> tuple[float, ...]:
     """Each rank's share of the elements along `dims`, for the ranks that split them in order."""
     grid, axes = layout.grid, layout.axes(*dims)
     counts: list[int] = []
@@ -105,7 +130,7 @@ def _weights(
         shape = replace(layout, grid=Grid(grid.sizes, coord)).local_shape
         counts.append(math.prod(shape[d] for d in dims))
     total = max(volume(layout, dims), 1)
-    return torch.tensor([n / total for n in counts], dtype=dtype, device=device)
+    return tuple([n / total for n in counts])
 
 
 def groups_of(
@@ -172,86 +197,77 @@ class _Normalize(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, variance = (v.flatten() for v in groups.combined(*_fused_moments(x, groups)))
-        ctx.save_for_backward(x, weight, mean, variance)
+        moments = groups.combined(_fused_moments(x, groups))
+        of_channels = _each_channel(x, groups, moments)
+        ctx.save_for_backward(x, weight, of_channels)
         ctx.groups = groups
+        mean, variance = moments
         ctx.mark_non_differentiable(mean, variance)
-        means, variances = _each_channel(x, groups, mean, variance)
-        return _scaled(x, weight, bias, means, variances + groups.eps), mean, variance
+        ctx.set_materialize_grads(False)
+        return _scaled(x, weight, bias, of_channels, groups.eps), mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight, mean, variance = ctx.saved_tensors
+        x, weight, moments = ctx.saved_tensors
         if torch.is_grad_enabled():  # they are to be differentiated again
             found = _gradients(grads[0], x, weight, ctx.groups)
         else:
-            found = _fused_gradients(grads[0], x, weight, mean, variance, ctx.groups)
+            found = _fused_gradients(grads[0], x, weight, moments, ctx.groups)
         wanted = zip(found, ctx.needs_input_grad, strict=False)
         return *(gradient if needed else None for gradient, needed in wanted), None
 
 
-def _fused_moments(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Of this rank's rows, (1, K, 1, 1); the kernel of group norm finds them for each of B."""
+def _fused_moments(x: Tensor, groups: Groups) -> Tensor:
+    """Of this rank's rows, (2, K); the kernel of group norm finds them for each of B."""
     samples, channels, area = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     if x.numel() == 0 or area == 1:
-        return _own_moments(groups.view(x))
+        return _own_moments(groups.view(x)).flatten(1)
     own = (samples, channels, area, groups.number, 0.0)
     _, means, deviations = torch.native_group_norm(x.contiguous(), None, None, *own)
-    means, variances = means, deviations.square().reciprocal()
-    mean, variance = _mixed(1 / samples, means, variances) if samples > 1 else (means, variances)
-    return mean.view(1, -1, 1, 1), variance.view(1, -1, 1, 1)
+    parts = torch.stack([means, deviations.pow(-2)], 1)
+    return _mixed(parts) if samples > 1 else parts[0]
 
 
-def _each_channel(x: Tensor, groups: Groups, *values: Tensor) -> list[Tensor]:
-    """(K) -> (C)."""
-    per_group = x.shape[1] // max(groups.number, 1)
-    return [v if per_group == 1 else repeated(v, 1, per_group) for v in values]
+def _each_channel(x: Tensor, groups: Groups, values: Tensor) -> Tensor:
+    """(2, K) -> (2, C), one after the other in memory.
 
-
-def repeated(values: Tensor, dim: int, times: int) -> Tensor:
-    """(n) -> (n * times): each value `times` in a row (dim 1), or all of them in a row (dim 0).
-
-    They lie in memory one after the other: torch's kernels on the CPU do not look at the stride,
-    which is 0 where one value is expanded.
+    torch's kernels on the CPU do not look at the stride, which is 0 where one value is expanded.
     """
-    repeats = values.unsqueeze(dim).expand((times, -1) if dim == 0 else (-1, times))
-    return repeats.flatten().contiguous()
+    per_group = x.shape[1] // max(groups.number, 1)
+    if per_group == 1:
+        return values
+    return values.unsqueeze(2).expand(-1, -1, per_group).flatten(1).contiguous()
 
 
 def _scaled(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor, eps: float
 ) -> Tensor:
     """The formula of `normalized`, for each channel, by the kernel of batch norm."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    cudnn = torch.backends.cudnn.enabled
-    # before torch 2.12 F.batch_norm refuses an eps of 0, which the kernel takes
-    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, 0.0, cudnn)
+    mean, variance = moments
+    # not F.batch_norm, which refuses an eps of 0 before torch 2.12, nor cuDNN, which takes no small
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
 
 
 def _fused_gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    groups: Groups,
+    grad: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, groups: Groups
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Those of `x`, `weight` and `bias`: two sums for each group go over the ranks at once."""
-    inverse = torch.rsqrt(variance + groups.eps)
-    means, inverses = _each_channel(x, groups, mean, inverse)
-    of_weight, of_bias = (x.new_zeros(x.shape[1]) for _ in range(2))
+    inverse = torch.rsqrt(moments[1] + groups.eps)
     if x.numel():
         # contiguous: of other tensors of one sample the kernel of the CPU gives wrong sums
-        own = (grad.contiguous(), x.contiguous(), weight, None, None, means, inverses)
+        own = (grad.contiguous(), x.contiguous(), weight, None, None, moments[0], inverse)
         _, of_weight, of_bias = _sums(*own, True, 0.0, [False, True, True])
+    else:
+        of_weight, of_bias = (x.new_zeros(x.shape[1]) for _ in range(2))
     sums = torch.stack([of_bias, of_weight])
-    sums = groups.of_channels(sums if weight is None else sums * weight).sum(2)
-    along, across = -inverse * groups.mean_of_all(sums)
-    ones = torch.ones_like(means)
-    slopes, shifts = _each_channel(x, groups, across * inverse, along)
-    result = _scaled(x, slopes, shifts, means, ones)
-    factors = inverses if weight is None else inverses * weight
+    sums = sums if weight is None else sums.mul_(weight)
+    sums = groups.of_channels(sums).sum(2, keepdim=True)
+    groups.add_up(sums)
+    shifts, slopes = (sums * groups.of_channels(inverse)).div_(-groups.count).flatten(1)
+    result = _scaled(x, slopes, shifts, moments, groups.eps)
+    factors = inverse if weight is None else inverse * weight
     result.addcmul_(grad, factors.view(1, -1, *[1] * (x.ndim - 2)))
     return result, of_weight, of_bias
 

@@ -149,7 +149,7 @@ class _Overlapped(Function):
             found = iter(again)
             return *(next(found) if wants else None for wants in wanted), None, None, None, None
         dims, halo = plan.halo.dims, plan.halo
-        returned = _zeros(x, halo)
+        sums: dict[Box, Tensor] = {}
         extra: list[Tensor] = []
         for strip, rows in zip(plan.strips, strips, strict=True):
             if not any(wanted[:2]):
@@ -163,8 +163,8 @@ class _Overlapped(Function):
             )
             extra.append(of_weight)
             if wanted[0]:
-                add_framed(of_rows, dims, strip.input, {b: returned[b] for b in strip.boxes})
-        add_to = return_halo([*returned.values()], halo, x, group) if wanted[0] else None
+                add_framed(of_rows, dims, strip.input, strip.boxes, sums)
+        add_to = return_halo(sums, halo, x, group) if wanted[0] else None
         of_x, of_weight, of_bias = _gradients_of(grad, (x, weight), numbers, plan.paddings, wanted)
         if wanted[1]:
             for strip, part in zip(plan.strips, extra, strict=True):
@@ -176,11 +176,6 @@ class _Overlapped(Function):
 
 def _boxes(halo: Halo, parts: Sequence[Tensor]) -> dict[Box, Tensor]:
     return dict(zip([box for box in halo.receives if box is not None], parts, strict=True))
-
-
-def _zeros(like: Tensor, halo: Halo) -> dict[Box, Tensor]:
-    boxes = [box for box in halo.receives if box is not None]
-    return {box: framed(like, halo.dims, box, {}) for box in boxes}
 
 
 def _convolved(
