@@ -119,7 +119,7 @@ nothing else run meanwhile. Started by a launcher, it measures the ranks of the 
 options
   --output FILE     machine.json by default
   --processes N     ranks that are started here; by default one for each device, or two on a CPU
-  --device DEVICE   cpu, cuda or xpu; by default the first that this machine has
+  --device DEVICE   its type, as torch names it; by default the first that this machine has
 
 examples
   {program} calibrate

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_shard.processes.device import device_of, own_device, present
+from lightning_shard.processes.device import DEVICES, device_of, own_device, present
 from lightning_shard.processes.forking import belongs_to_a_group
 from lightning_shard.processes.group import start_process_group
 from lightning_shard.processes.launch import launch
@@ -165,14 +165,17 @@ def calibrate(
     Args:
         processes: Ranks that are started here; None: one for each accelerator, or two on the CPU,
             and none beside those of a launcher.
-        device_type: "cuda", "xpu" or "cpu"; None: the first that this machine has.
+        device_type: As torch names it; None: the first that this machine has.
         seconds: Of each kernel that decides a rate.
 
     Raises:
-        ValueError: A launcher has started ranks, and `processes` asks for others.
+        ValueError: A launcher has started ranks, and `processes` asks for others, or there is
+            no such type of device.
         RuntimeError: There are fewer devices than ranks.
     """
     kind = device_type or present()
+    if kind not in (known := [row.type for row in DEVICES]):
+        raise ValueError(f"there is no device {kind!r}; use one of {', '.join(known)}.")
     if belongs_to_a_group():
         if processes is not None:
             raise ValueError(

@@ -130,7 +130,7 @@ def _fail() -> float:
         ("calibrate --processes 0", "--processes must be from 1 to"),
         ("calibrate --processes 100000", "--processes must be from 1 to"),
         ("calibrate --processes two", "argument --processes: invalid int value: 'two'"),
-        ("calibrate --device gpu", "argument --device: invalid choice: 'gpu'"),
+        ("calibrate --device gpu", "there is no device 'gpu'; use one of cuda, xpu, cpu"),
         ("calibrate --device xpu --processes 1", "this machine has no device of type 'xpu'"),
         ("calibrate --output machine.yaml", "--output must end with .json"),
         ("calibrate --output none/machine.json", "--output 'none/machine.json' is no file"),

@@ -136,7 +136,7 @@ def test_a_fault_in_backward_is_named():
 @pytest.mark.parametrize(
     ("place", "name", "fault", "sentence"),
     [
-        (normalize.Groups, "combined", lambda _, *own: own,
+        (normalize.Groups, "combined", lambda _, own: own,
          "torch.nn.functional.batch_norm in module body.1 (BatchNorm2d) is the first whose output"),
         (batch_norm, "volume", lambda *_: 3,
          "all outputs and gradients agree, and the buffer running_var of module body.1 (B"),

@@ -31,7 +31,7 @@ def check(name, domain, dtype, *, accumulate=1, clip=None):
 
 F64, F32 = torch.float64, torch.float32
 models = pytest.mark.parametrize("name", MODELS)
-SINGLE = pytest.param(F32, marks=pytest.mark.slow)  # on two ranks in the default run
+SINGLE = pytest.param(F32, marks=pytest.mark.slow)  # on four ranks in the default run
 dtypes = pytest.mark.parametrize("dtype", [F64, SINGLE], ids=str)
 
 
@@ -57,7 +57,7 @@ def test_mesh_1x1(name, dtype):
 
 
 @pytest.mark.spmd(2)
-@on_meshes((1,), (2,))
+@on_meshes((1,), (2,), marks=[pytest.mark.slow])
 def test_two_ranks(name, dtype, domain):
     check(name, domain, dtype)
 
@@ -70,9 +70,7 @@ def test_three_ranks_that_do_not_divide_the_extent(name, dtype):
 
 
 @pytest.mark.spmd(4)
-@on_meshes(
-    (2, 2), (4,), (2,), slow=[(4,)], marks=[pytest.mark.slow]
-)  # as with three ranks: none of them a replica
+@on_meshes((2, 2), (4,), (2,), slow=[(4,)])  # as with three ranks: none of them a replica
 def test_four_ranks(name, dtype, domain):
     check(name, domain, dtype)
 
