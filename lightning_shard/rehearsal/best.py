@@ -19,7 +19,7 @@ from lightning_shard.tensor.batch import ShardDims
 
 OTHER_MODES: tuple[Sharding, ...] = ("gradients", "none", "hybrid")
 TRIED_IN_ALL_MODES = 3  # of the fastest meshes
-FOR_MESHES = 0.7  # of the time; the rest is for modes
+FOR_MESHES = 0.8  # of the time; the rest is for modes
 STATES = ("parameters", "gradients", "optimizer", "gathered")  # which no field makes larger
 
 
@@ -136,7 +136,7 @@ def best(
     shard_dims: ShardDims = None,
     *,
     predict: Callable[..., Prediction] = predict,
-    seconds: float = 45.0,
+    seconds: float = 33.0,
     **trainer: Any,
 ) -> Ranking:
     """Rank meshes, sharding modes, and what is kept of activations, by samples a second.
