@@ -1,12 +1,13 @@
 """What `best` found in words, as a picture, and as a config for `fit`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lightning_shard.rehearsal.aligned import aligned
 from lightning_shard.rehearsal.best import Candidate, Ranking
 
 NAME = "plan"
@@ -27,7 +28,7 @@ def words(found: Ranking) -> str:
     """A table of the fastest settings, and what else is worth knowing."""
     ranked = found.candidates[:SHOWN]
     lines = [f"{found.cluster.devices} devices: {found.cluster}", ""]
-    lines += _table([HEAD, *(_row(found, each) for each in ranked)])
+    lines += aligned([HEAD, *(_row(found, each) for each in ranked)])
     if not ranked:
         lines[2:] = [NOT_YET if found.not_tried else NOTHING_FITS]
     if found.cluster.price is None and ranked:
@@ -64,14 +65,6 @@ def _row(found: Ranking, each: Candidate) -> tuple[str, ...]:
         each.limit,
         "" if cost is None else f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}",
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _by(sizes: Iterable[int]) -> str:

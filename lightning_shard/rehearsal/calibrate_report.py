@@ -1,7 +1,6 @@
 """What `calibrate` measured, in words."""
 
-from collections.abc import Sequence
-
+from lightning_shard.rehearsal.aligned import aligned
 from lightning_shard.rehearsal.machine import GB, Cluster, Device
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -11,12 +10,13 @@ def words(found: Cluster) -> str:
     """Two short tables: rates of kernels, and what collectives take."""
     ranks = f"{found.devices} ranks" if found.devices > 1 else "1 rank"
     lines = [f"{ranks} of {found.device.name}, {found.device.source}", ""]
-    lines += _table(["10⁹ operations/s", *DTYPES], _kernels(found.device))
+    lines += aligned([["10⁹ operations/s", *DTYPES], *_kernels(found.device)], numbers=True)
     sizes = found.device.bandwidths
-    lines += ["", *_table(
+    by_size = [
         ["bytes of a kernel", *(_bytes(size) for size, _ in sizes)],
-        [["GB/s", *(f"{rate / GB:.3g}" for _, rate in sizes)]],
-    )]  # fmt: skip
+        ["GB/s", *(f"{rate / GB:.3g}" for _, rate in sizes)],
+    ]
+    lines += ["", *aligned(by_size, numbers=True)]
     lines += ["", f"A kernel takes {found.device.per_call * 1e6:.3g} µs at least."]
     if found.collectives:
         lines += ["", *_collectives(found)]
@@ -38,7 +38,7 @@ def _collectives(found: Cluster) -> list[str]:
          *(f"{1e3 * (busy + link):.3g}" for _, busy, link in costs)]
         for name, ranks, costs in found.collectives
     ]  # fmt: skip
-    return _table(["ms, of bytes sent", *map(_bytes, sizes)], rows)
+    return aligned([["ms, of bytes sent", *map(_bytes, sizes)], *rows], numbers=True)
 
 
 def _bytes(size: int) -> str:
@@ -46,14 +46,3 @@ def _bytes(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.0f} {name}"
     return f"{size} B"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    ]
