@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from lightning_shard.processes.byte_counter import counted
-from lightning_shard.processes.group import let_threads_run_on
+from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
 
 REPEATS = 3
 ANSWER = "answer"  # a file that rank 0 writes: a pipe that nobody reads yet holds 64 KiB only
@@ -86,6 +86,7 @@ def _serve(
     torch.set_num_threads(1)
     if policy:
         let_threads_run_on()  # as the strategy does on CPUs
+        keep_freed_memory()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     result = function(*args)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import ANSWER
-from lightning_shard.processes.group import let_threads_run_on
+from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
 
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
 INSIDE = "LIGHTNING_SHARD_SLOW_LINKS"  # set in the process that holds the bridge
@@ -129,6 +129,7 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
     torch.set_num_threads(1)
     let_threads_run_on()
+    keep_freed_memory()
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     torch.manual_seed(0)

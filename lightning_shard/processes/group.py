@@ -2,9 +2,8 @@
 
 import os
 import socket
-import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import agree
+from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
 from lightning_shard.processes.device import (
     available_backends,
     default_backend,
@@ -112,25 +112,15 @@ def join(
             timeout_s=timeout_s,
             device=_identity(device) if carries_devices else None,
         )
-    if device.type == "cpu" and world_size > 1:
-        let_threads_run_on()
+    if device.type == "cpu":
+        keep_freed_memory()
+        if world_size > 1:
+            let_threads_run_on()
     place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **place
     )
     note_group()
-
-
-def let_threads_run_on() -> None:
-    """Ask Linux not to interrupt a thread that computes for one that wakes up.
-
-    gloo's thread, woken by a message, would spin for a lock which the thread holds that it has just
-    interrupted. Threads and processes that are made from here on inherit the policy, and priorities
-    stay as they are. Where the policy was chosen by somebody, or may not be changed, it is left.
-    """
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _own_names(

@@ -1,0 +1,39 @@
+"""What ranks that compute on CPUs ask of Linux and of the C library."""
+
+import ctypes
+import os
+import platform
+import sys
+from contextlib import suppress
+
+# of malloc.h of glibc
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST = 32 * 2**20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD
+CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+
+def let_threads_run_on() -> None:
+    """Ask Linux not to interrupt a thread that computes for one that wakes up.
+
+    gloo's thread, woken by a message, would spin for a lock which the thread holds that it has just
+    interrupted. Threads and processes that are made from here on inherit the policy, and priorities
+    stay as they are. Where the policy was chosen by somebody, or may not be changed, it is left.
+    """
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep what a step frees, for the next step, in blocks of up to 32 MiB.
+
+    glibc would return it to Linux, which clears every page before it gives it out again. Larger
+    blocks are still returned when they are freed. Where a variable of the environment sets one of
+    glibc's limits (`man mallopt`), and with another C library, nothing is changed.
+    """
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if platform.libc_ver()[0] != "glibc" or tuned or any(map(os.environ.get, CHOSEN)):
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # which is never
