@@ -94,9 +94,10 @@ def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
     The order is None where it is that of the rows.
     """
     axes = tuple(sorted(a for f in factors for a in f.axes))
-    if len(merge(factors)) == 1:
-        (factor,) = merge(factors)
-        return part_sizes(factor.extent, grid.parts(axes)), None
+    first, *others = merge(factors)
+    if not any(f.axes for f in others):  # each rank has rows that follow each other
+        each = math.prod(f.extent for f in others)
+        return [n * each for n in part_sizes(first.extent, grid.parts(axes))], None
     places = places_by_rank(factors, axes, grid)
     return [len(each) for each in places], torch.cat(places)
 

@@ -4,9 +4,12 @@ B batch, H heads, L queries, S keys, E features: queries (B, H, L, E), keys and 
 mask (B, H, L, S); more or fewer batch dims are as good.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import (
@@ -19,10 +22,11 @@ from lightning_shard.domain.align import (
     whole,
 )
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.layout import Dim, Layout
+from lightning_shard.domain.layout import Dim, Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
 
 Operand = Subdomain | Tensor
+TOGETHER = 2**22  # bytes of a rank's part: larger ones take longer to be copied than a message does
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,35 @@ def bring(x: Operand, wanted: Layout) -> Tensor:
         assert isinstance(x, Subdomain)
         x = whole(x, d) if instead is None else split_moved(x, d, instead)
     return local_part(x, wanted)
+
+
+def bring_all(shares: Sequence[tuple[Operand, Layout]]) -> list[Tensor]:
+    """This rank's part of each operand; small ones that travel alike do so together."""
+    found: list[Tensor] = []
+    for (kind, *_), group in itertools.groupby(shares, _travel):
+        operands, layouts = zip(*group, strict=True)
+        if kind is None or len(operands) == 1:
+            found += map(bring, operands, layouts)
+            continue
+        first, wanted = operands[0], layouts[0]
+        layout = _with_first(first.layout, len(operands))
+        together = first.like(torch.stack([x.local for x in operands]), layout)
+        found += bring(together, _with_first(wanted, len(operands))).unbind()
+    return found
+
+
+def _travel(share: tuple[Operand, Layout]) -> tuple[object, ...]:
+    """What is equal of operands that travel in one message; None of those that go alone."""
+    x, wanted = share
+    if not isinstance(x, Subdomain) or not _moves(x, wanted):
+        return (None,)
+    size = math.prod(x.shape) * x.dtype.itemsize // x.layout.grid.parts(x.layout.axes())
+    return (x.layout, x.dtype, wanted) if size <= TOGETHER else (None,)
+
+
+def _with_first(layout: Layout, extent: int) -> Layout:
+    """The layout of that many tensors, stacked."""
+    return Layout(((Factor(extent),), *layout.dims), layout.grid)
 
 
 def _sent(x: Operand, wanted: Layout) -> float:

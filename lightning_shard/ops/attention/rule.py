@@ -48,7 +48,14 @@ from lightning_shard.domain.align import (
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
-from lightning_shard.ops.attention.layout import Operand, Operands, balance, bring, with_last
+from lightning_shard.ops.attention.layout import (
+    Operand,
+    Operands,
+    balance,
+    bring,
+    bring_all,
+    with_last,
+)
 from lightning_shard.ops.attention.ring import Ring, ring_attention
 from lightning_shard.ops.elementwise.random import own_random_state
 from lightning_shard.ops.registry import implements
@@ -124,7 +131,7 @@ def _with_all_keys(
     **options: Any,
 ) -> Tensor:
     """This rank's part of an output of layout `inner`, by torch's own kernel."""
-    q, k, v, *masks = (bring(x, wanted) for x, wanted in operands.shares(inner))
+    q, k, v, *masks = bring_all(operands.shares(inner))
     mask = masks[0] if masks else None
     scores = with_last(inner, 1, k.shape[-2])
     if is_causal and inner.axes(inner.ndim - 2):
@@ -150,7 +157,7 @@ def _by_ring(operands: Operands, layout: Layout, *, is_causal: bool, scale: floa
     axes, grid, split = operands.key_axes(), layout.grid, operands.keys()
     (query, of_query), *keys_and_values = operands.shares(layout)[:3]
     q = bring(query, of_query)
-    k, v = (bring(x, w.with_dims({w.ndim - 2: split})) for x, w in keys_and_values)
+    k, v = bring_all([(x, w.with_dims({w.ndim - 2: split})) for x, w in keys_and_values])
     mask = bring(*operands.shares(layout)[3]) if operands.mask is not None else None
     counts, order = rows_by_owner(split, grid)
     if mask is not None and order is not None and mask.shape[-1] > 1:

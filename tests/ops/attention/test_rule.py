@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_shard
+from lightning_shard.domain.align import rows_by_owner
+from lightning_shard.ops.attention import layout as attention_layout
 from lightning_shard.ops.attention import ring
 from lightning_shard.ops.attention import rule as attention
 from lightning_shard.ops.attention.layout import Operands
@@ -264,6 +266,43 @@ def test_traffic_and_memory(algorithm, causal):
     }
     assert (forward.bytes / unit, backward.bytes / unit) == wanted[algorithm]
     assert sum(kept) > 8 * unit if algorithm == "gather" else sum(kept) < 6 * unit
+    if algorithm != "ring":  # operands that travel alike do so in one message
+        messages = 2 if algorithm == "all_to_all" else 1  # the output travels back
+        assert (forward.calls, backward.calls) == (messages, messages)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("limit", [attention_layout.TOGETHER, 0], ids=["together", "alone"])
+def test_an_image_as_a_sequence(limit):
+    """Rows of a flattened image lie in order on each rank, so nothing is put in order."""
+
+    def image(x, algorithm="all_to_all"):
+        heads = x.flatten(2).transpose(1, 2).unflatten(2, (2, 4)).transpose(1, 2)
+        with mock.patch.object(attention_layout, "TOGETHER", limit), forced(algorithm):
+            return SDPA(heads * 2, heads * 3, heads)
+
+    assert_parity(image, [(2, 8, 6, 5)], {0: [2]}, mesh_of(2))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_double_backward(image, [(2, 8, 6, 5)], {0: [2]}, mesh_of(2))
+    field = lightning_shard.shard(torch.randn(2, 8, 6, 5), mesh_of(2), 2)
+    with counted() as traffic:
+        image(field)
+    assert traffic.calls == (2 if limit else 4)
+
+
+@pytest.mark.spmd(2)
+def test_rows_in_order_are_not_put_in_order():
+    """Those of a flattened image that is split along its first dim."""
+    field = lightning_shard.shard(torch.randn(2, 8, 6, 5), mesh_of(2), 2)
+    factors = field.flatten(2).subdomain.layout.dims[2]
+    assert len(factors) == 2
+    counts, order = rows_by_owner(factors, field.subdomain.layout.grid)
+    assert (counts, order) == ([15, 15], None)
+    sideways = lightning_shard.shard(torch.randn(2, 8, 6, 5), mesh_of(2), 3).flatten(2)
+    counts, order = rows_by_owner(sideways.subdomain.layout.dims[2], field.subdomain.layout.grid)
+    assert counts == [18, 12]
+    assert order is not None
+    assert order.tolist()[:4] == [0, 1, 2, 5]
 
 
 CHOICES = {  # shapes of query and of key, which operands are split; the algorithm
