@@ -47,6 +47,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now is never garbage: collections that look at it took a tenth."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # and ranks, which are forks, collect less often
 
 
 def pytest_configure(config: pytest.Config) -> None:

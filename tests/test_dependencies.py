@@ -90,6 +90,7 @@ def test_the_strategy_trains_without_all_of_them(trained_without_all):
     assert "steps 1" in lines, errors
 
 
+@pytest.mark.slow
 def test_strategy_by_name_where_lightning_came_last(trained_without_all):
     lines, errors = trained_without_all
     assert lines[1] == "known by name False True", errors

@@ -72,12 +72,12 @@ def check(seeds: range, sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.spmd(2)
 def test_two_ranks():
-    check(range(80), (2,))
+    check(range(60), (2,))
 
 
 @pytest.mark.spmd(3)
 def test_three_ranks():
-    check(range(1000, 1080), (3,))
+    check(range(1000, 1060), (3,))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def test_every_page_is_in_the_index():
     assert linked == {page for page in pages if "/" not in page} - {"index"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Sphinx's own dependencies
 def test_it_builds_without_a_warning(tmp_path, capsys):
     status = build_main(["-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)])

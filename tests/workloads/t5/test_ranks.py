@@ -133,7 +133,7 @@ def test_tied_embeddings_stay_one(domain):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("domain", [(1,), (2,)])
+@pytest.mark.parametrize("domain", few([(1,), (2,)], (2,)))
 def test_unmodified_t5_in_float32_and_bfloat16(domain):
     found = {}
     for precision in ("32-true", "bf16-mixed"):
