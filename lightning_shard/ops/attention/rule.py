@@ -10,7 +10,8 @@ B batch, H heads, L queries, S keys, E features, D ranks: queries (B, H, l, E), 
 
 Bytes sent forward by each rank, of n bytes of its rows: 4 n (D - 1) / D by all_to_all, 2 n (D - 1)
 by the others. Measured by benchmarks/attention.py on 2 x AMD EPYC, gloo, torch 2.15.0, forward and
-backward relative to gather (processor time; bytes; peak memory above the operands):
+backward relative to gather (processor time; bytes; peak memory above the operands), before small
+operands travelled in one message:
 
 | S, H, E            | ranks | all_to_all       | ring, time and bytes |
 | ------------------ | ----- | ---------------- | -------------------- |
