@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import full_module_state
 from tests.reference import computed_once
-from tests.training import Fields, Losses, accelerator, generator, trainer
+from tests.training import STEPS, Fields, Losses, accelerator, generator, steps_of, trainer
 
 BATCH = 8
-STEPS = 4
 
 
 class Block(nn.Module):
@@ -92,7 +91,7 @@ def train_alone(
     """A loop written by hand: losses, and the state at the end."""
     module = net()
     optimizer, losses = module.configure_optimizers(), []
-    for step, batch in enumerate(loader(BATCH)):
+    for step, batch in enumerate(loader(BATCH, steps=steps_of(accumulate))):
         loss = module.training_step(batch, step)
         (loss / accumulate).backward()
         losses.append(loss.item() / accumulate)
@@ -120,7 +119,8 @@ def train_sharded(
     losses, world = Losses(), dist.get_world_size()
     callbacks = [losses, *options.pop("callbacks", [])]
     runner = trainer(domain, strategy=strategy, callbacks=callbacks, **options)
-    runner.fit(module, loader(BATCH // (world // math.prod(domain)), dtype))
+    steps = steps_of(runner.accumulate_grad_batches)
+    runner.fit(module, loader(BATCH // (world // math.prod(domain)), dtype, steps=steps))
     mean = torch.tensor(losses.values, dtype=torch.float64, device=accelerator())
     dist.all_reduce(mean)
     return (mean / world).tolist(), full_module_state(module)

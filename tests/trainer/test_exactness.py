@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.pairs import by_turns, each_once
-from tests.training import MODELS, STEPS, train_alone, train_sharded
+from tests.training import MODELS, steps_of, train_alone, train_sharded
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -14,7 +14,7 @@ def check(name, domain, dtype, *, accumulate=1, clip=None):
     losses, state = train_alone(name, dtype, batch_size, accumulate=accumulate, clip=clip)
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
     sharded_losses, sharded_state = train_sharded(name, dtype, batch_size, domain, **options)
-    assert len(losses) == len(sharded_losses) == STEPS
+    assert len(losses) == len(sharded_losses) == steps_of(accumulate)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(sharded_losses, losses, rtol=tolerance, atol=0)
     assert state.keys() == sharded_state.keys()
