@@ -24,7 +24,10 @@ from tests import REFERENCES
 
 LONG = (
     "tests/ops/test_operators.py",
+    "tests/test_dependencies.py",
     "tests/test_notebooks.py",
+    "tests/test_public_page.py",
+    "tests/test_snippets.py",
     "tests/trainer/test_exactness.py",
     "tests/trainer/xpu",
     "tests/workloads/t5/test_ranks.py",
