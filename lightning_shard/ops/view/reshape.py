@@ -77,7 +77,7 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
     """Whether torch gives a view of `target` of a tensor of these strides."""
     try:
         torch.empty_strided(shape, strides, device="meta").view(target)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter while torch traces
         return False
     return True
 
