@@ -1,6 +1,5 @@
 """`@pytest.mark.spmd(n)`: the test body runs on each rank of a pool of n gloo processes."""
 
-import contextlib
 import gc
 import os
 import shutil
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once share the cores
-if hasattr(os, "sched_setscheduler"):
-    # What wakes up does not preempt what runs. Gloo's thread spins while another thread of its
-    # rank holds a lock: where it preempted that one, collectives took five times the CPU.
-    with contextlib.suppress(OSError):  # a sandbox may know no such policy
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from lightning_shard.processes import variables
+from lightning_shard.processes.cpu_settings import let_threads_run_on
 from tests import REFERENCES
+
+let_threads_run_on()  # in workers and in the ranks that they fork
 
 LONG = (
     "tests/ops/test_operators.py",
