@@ -106,6 +106,8 @@ def run_each(subtests: pytest.Subtests) -> Callable[..., None]:
             while waiting and pool.is_open(ours):
                 with subtests.test(waiting.pop(0)):
                     ours.wait()
+            if pool.is_open(ours):
+                ours.rest()
 
     return run
 

@@ -4,12 +4,13 @@
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import queue
+import signal
 import socket
 import sys
-import threading
 import traceback
 import warnings
 from collections import deque
@@ -26,6 +27,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from lightning_shard.processes.torch_internals import open_groups
 from tests import quick_dtensor
 
+PR_SET_PDEATHSIG = 1  # of Linux
 SILENCE_S = 120  # of all ranks, before the pool is given up
 GRACE_S = 5  # for the other ranks once one has failed
 
@@ -47,10 +49,21 @@ class Pool:
             for rank, inbox in enumerate(self.inboxes)
         ]
         start_all(self.processes)
+        self.pids = [process.pid for process in self.processes]
 
     def send(self, task: tuple[Callable[..., None], dict[str, Any]]) -> None:
+        self.signal(signal.SIGCONT)
         for inbox in self.inboxes:
             inbox.put(task)
+
+    def rest(self) -> None:
+        """Stop the ranks until they are sent a task: their threads of gloo poll for ever."""
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, number)
 
     def receive(self, timeout_s: float) -> tuple[int, str | None] | None:
         """A rank that is ready, and its error; None if there is none in time."""
@@ -67,6 +80,7 @@ class Pool:
     def run(self, body: Callable[..., None], kwargs: dict[str, Any]) -> None:
         self.send((body, kwargs))
         self.wait()
+        self.rest()
 
     def wait(self) -> None:
         """Until all ranks have ended the first of the bodies that were sent."""
@@ -134,22 +148,15 @@ def free_port() -> int:
 
 
 def _serve_queues(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
-    threading.Thread(target=_end_with_the_session, daemon=True).start()
     begin(rank, ranks, port)
     dist.init_process_group("gloo", timeout=timedelta(seconds=SILENCE_S))
     serve(inbox.get, lambda error: outbox.put((rank, error)))
 
 
-def _end_with_the_session() -> None:
-    """Of a session that is killed nobody else ends the ranks."""
-    session = mp.parent_process()
-    assert session is not None
-    session.join()
-    os._exit(1)
-
-
 def begin(rank: int, ranks: int, port: int) -> None:
     """Make this process a rank as those that torchrun starts."""
+    # nobody else ends the ranks of a session that is killed, and a stopped one hears nothing else
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
         "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),

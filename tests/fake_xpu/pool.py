@@ -1,9 +1,7 @@
 """The pool of ranks with a fake XPU: processes that begin with the device, before torch."""
 
 import atexit
-import contextlib
 import functools
-import os
 import signal
 import socket
 import subprocess
@@ -41,6 +39,7 @@ class XPUPool(Pool):
         self.pids = [int(pid) for pid in control.recv(1024).split()]
 
     def send(self, task: Any) -> None:
+        self.signal(signal.SIGCONT)
         for line in self.lines:
             line.send(task)
 
@@ -54,9 +53,7 @@ class XPUPool(Pool):
         return None
 
     def kill(self) -> None:
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.kill(pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         for line in self.lines:
             line.close()
 
