@@ -160,12 +160,16 @@ def required(cls: type, skip: int = 0) -> list[str]:
 
 def accepts(cls: type, name: str, value: object, skip: int = 0) -> bool:
     """Whether the parser takes this value for one argument of a class."""
-    others = {other for other in parameters(cls, skip) if other != name}
     try:
-        parser_of(cls, skip, *others)[0].parse_object({name: value})
+        _parser_of_one(cls, skip, name).parse_object({name: value})
     except Exception:
         return False
     return True
+
+
+@cache
+def _parser_of_one(cls: type, skip: int, name: str) -> Any:
+    return parser_of(cls, skip, *parameters(cls, skip).keys() - {name})[0]
 
 
 def _word(part: Any) -> str:

@@ -35,7 +35,9 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("source", ["directory.ckpt", "file.ckpt"])
+@pytest.mark.parametrize(
+    "source", [pytest.param("directory.ckpt", marks=pytest.mark.slow), "file.ckpt"]
+)
 def test_names_without_their_beginning(saved, source, tmp_path):
     """The network alone, as its own class names its weights."""
     expected = torch.load(saved / "file.ckpt", weights_only=True)["state_dict"]

@@ -39,7 +39,9 @@ def run(domain, name, *callbacks, path=None, epochs=2):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "domain"),
-    each_once(["dense_fno", "simple_cnn", *map(slow, ["tfno", "large_tfno"])], [(2,), (2, 2)]),
+    each_once(
+        [slow("dense_fno"), "simple_cnn", *map(slow, ["tfno", "large_tfno"])], [(2,), (2, 2)]
+    ),
     ids=str,
 )
 def test_resume_inside_an_epoch(name, domain):

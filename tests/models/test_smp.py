@@ -12,7 +12,7 @@ from tests.models.check import check
         pytest.param("unet", marks=pytest.mark.slow),
         pytest.param("fpn", marks=pytest.mark.slow),
         pytest.param("manet", marks=pytest.mark.slow),
-        "segformer",
+        pytest.param("segformer", marks=pytest.mark.slow),
         "focal_ignore",
     ],
 )

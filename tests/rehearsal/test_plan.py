@@ -114,7 +114,7 @@ def measured(name, processes):
     return seen.kept, seen.batch, sum(p.nbytes for p in seen.held), whole
 
 
-FAST = {("cnn", 4), ("gpt", 1), ("tfno", 1)}
+FAST = {("cnn", 2), ("gpt", 1), ("tfno", 1)}
 
 
 @pytest.mark.parametrize(

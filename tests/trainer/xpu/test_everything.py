@@ -51,6 +51,7 @@ def test_features_of_the_trainer(name):
     test_trainer_features.check(name, (2,))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2, "xpu")
 def test_modules_of_the_meta_device():
     """Their metrics, too, are on the device after a checkpoint was loaded."""
