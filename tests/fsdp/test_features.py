@@ -74,12 +74,7 @@ def test_on_a_domain_of_two_dims(row):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(
-    "row",  # the others run on two data replicas
-    few(
-        ROWS, "full", "none", "gradients", "hybrid", "offload", "ignored", "wrap by nested classes"
-    ),
-)
+@rows
 def test_with_a_domain_accumulation_and_clipping(row):
     """Gradients that wait for the next step are exact for every kind of parameter."""
     found = train_sharded((2,), ROWS[row], accumulate_grad_batches=2, gradient_clip_val=0.05)

@@ -70,9 +70,7 @@ def test_three_ranks_that_do_not_divide_the_extent(name, dtype):
 
 
 @pytest.mark.spmd(4)
-@on_meshes(
-    (2, 2), (4,), (2,), marks=[pytest.mark.slow], slow=[(4,)]
-)  # as with three ranks: none of them a replica
+@on_meshes((2, 2), (4,), (2,), slow=[(4,)])  # as with three ranks: none of them a replica
 def test_four_ranks(name, dtype, domain):
     check(name, domain, dtype)
 
