@@ -31,13 +31,18 @@ TOGETHER = 2**22  # bytes of a rank's part: larger ones take longer to be copied
 
 @dataclass(frozen=True)
 class Operands:
-    """Holds what attends to what; if `grouped`, query heads share one head of keys and values."""
+    """Holds what attends to what.
+
+    If `grouped`, query heads share one head of keys and values. If `causal`, a query attends to
+    keys up to its own place.
+    """
 
     query: Operand
     key: Operand
     value: Operand
     mask: Operand | None
     grouped: bool
+    causal: bool = False
 
     @property
     def owner(self) -> Subdomain:

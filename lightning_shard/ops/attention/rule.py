@@ -10,23 +10,26 @@ B batch, H heads, L queries, S keys, E features, D ranks: queries (B, H, l, E), 
 
 Bytes sent forward by each rank, of n bytes of its rows: 4 n (D - 1) / D by all_to_all, 2 n (D - 1)
 by the others. Measured by benchmarks/attention.py on 2 x AMD EPYC, gloo, torch 2.15.0, forward and
-backward relative to gather (processor time; bytes; peak memory above the operands), before small
-operands travelled in one message:
+backward relative to gather (processor time; bytes; peak memory above the operands):
 
 | S, H, E            | ranks | all_to_all       | ring, time and bytes |
 | ------------------ | ----- | ---------------- | -------------------- |
-| 2048, 8, 32        | 2     | 1.08; 1.00; 1.18 | 2.42; 1.50           |
-| 2048, 8, 32        | 4     | 1.00; 0.50; 0.90 | 2.23; 1.50           |
-| 2048, 8, 32 causal | 2     | 0.60; 1.00; 0.80 | 3.01; 1.00           |
-| 2048, 8, 32 causal | 4     | 0.58; 0.50; 0.58 | 1.99; 1.00           |
-| 2048, 6, 32        | 4     | 1.15; 0.56; 0.69 | 1.92; 1.50           |
-| 2048, 5, 32        | 4     | 1.47; 0.60; 0.65 | 2.26; 1.50           |
-| 2048, 1, 256       | 4     | not split        | 1.15; 1.50           |
+| 512, 8, 32         | 2     | 1.07; 1.00; 0.91 | 2.30; 1.50           |
+| 2048, 8, 32        | 2     | 0.98; 1.00; 1.24 | 2.33; 1.50           |
+| 2048, 8, 32        | 4     | 1.00; 0.50; 0.97 | 2.62; 1.50           |
+| 2048, 8, 32 causal | 2     | 0.56; 1.00; 0.89 | 2.40; 1.00           |
+| 2048, 8, 32 causal | 4     | 0.57; 0.50; 0.49 | 2.34; 1.00           |
+| 2048, 6, 32        | 4     | 1.27; 0.56; 0.99 | 2.59; 1.50           |
+| 2048, 5, 32        | 2     | 1.19; 1.00; 1.07 | 2.19; 1.50           |
+| 2048, 5, 32        | 4     | 1.44; 0.60; 0.71 | 2.95; 1.50           |
+| 2048, 1, 256       | 4     | not split        | 0.95; 1.50           |
 
-So all_to_all is chosen where a whole dim of heads or batches divides well enough and it sends no
-more than a gather would, with the mask. Otherwise the ring is chosen for keys and values that are
-too many to be gathered: it costs time, but a rank keeps its own rows only. The ring cannot drop
-weights, so attention with dropout does not take it.
+So all_to_all is chosen where a whole dim of heads or batches divides well enough, and it sends less
+than a gather would, with the mask. Where both send the same, as on two ranks, a gather is chosen,
+which takes half as many messages. Two cases of these are left to all_to_all: causal attention, of
+which a gather computes what is masked, and keys that are too many to be gathered. Otherwise the
+ring is chosen for keys and values that are too many to be gathered: it costs time, but a rank keeps
+its own rows only. The ring cannot drop weights, so attention with dropout does not take it.
 """
 
 import math
@@ -80,7 +83,7 @@ def attention(
 ) -> Operand:
     if attn_mask is not None and is_causal:
         raise RuntimeError("attn_mask should not be set when is_causal=True")
-    operands = Operands(query, key, value, attn_mask, enable_gqa)
+    operands = Operands(query, key, value, attn_mask, enable_gqa, is_causal)
     layout = operands.output()
     possible = _possible(operands, layout, dropout_p)
     chosen = choose(operands, possible)
@@ -113,13 +116,16 @@ def _possible(operands: Operands, layout: Layout, dropout_p: float) -> dict[str,
 def choose(operands: Operands, possible: Mapping[str, Layout]) -> str:
     """The algorithm of least cost: see the module's table."""
     layout, by_heads = possible["gather"], possible.get("all_to_all")
+    many = operands.key_bytes() >= RING_BYTES
     if by_heads is not None:
         (dim,) = set(by_heads.split_dims) - set(layout.split_dims)
         ranks = layout.grid.parts(by_heads.axes(dim))
-        cheap = operands.sent(layout, by_heads) <= operands.sent(layout, layout)
+        sent, gathered = operands.sent(layout, by_heads), operands.sent(layout, layout)
+        as_many = math.isclose(sent, gathered) and (operands.causal or many)
+        cheap = as_many or (sent < gathered and not math.isclose(sent, gathered))
         if cheap and balance(layout.shape[dim], ranks) >= BALANCE:
             return "all_to_all"
-    return "ring" if "ring" in possible and operands.key_bytes() >= RING_BYTES else "gather"
+    return "ring" if "ring" in possible and many else "gather"
 
 
 def _with_all_keys(

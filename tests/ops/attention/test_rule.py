@@ -323,12 +323,24 @@ CHOICES = {  # shapes of query and of key, which operands are split; the algorit
 def test_choice(name):
     """By integers alone, so that all ranks agree; nothing is computed."""
     of_query, of_key, split, expected = CHOICES[name]
-    shapes = [of_query, of_key, of_key]
+    assert chosen([of_query, of_key, of_key], split, 4) == expected
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    ("rows", "causal", "expected"),
+    [(16, False, "gather"), (16, True, "all_to_all"), (2**19, False, "all_to_all")],
+)
+def test_choice_where_both_send_the_same(rows, causal, expected):
+    assert chosen([(1, 2, rows, 16)] * 3, {0, 1, 2}, 2, causal) == expected
+
+
+def chosen(shapes, split, ranks, causal=False):
     operands = [
-        lightning_shard.shard(torch.empty(shape), mesh_of(4), 2).subdomain
+        lightning_shard.shard(torch.empty(shape), mesh_of(ranks), 2).subdomain
         if i in split
         else torch.empty(shape)
         for i, shape in enumerate(shapes)
     ]
-    given = Operands(*operands, mask=None, grouped=False)
-    assert attention.choose(given, attention._possible(given, given.output(), 0.0)) == expected
+    given = Operands(*operands, mask=None, grouped=False, causal=causal)
+    return attention.choose(given, attention._possible(given, given.output(), 0.0))
