@@ -15,7 +15,7 @@ from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
 from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
 from lightning_shard.ops.view.entries import expanded_index
-from lightning_shard.ops.view.index import getitem
+from lightning_shard.ops.view.index import getitem, take_rows
 from lightning_shard.ops.window.shift import roll
 from lightning_shard.processes.typed import fft
 
@@ -79,15 +79,25 @@ def _backward(
         x = x if x.dtype.is_complex else x.like(x.local.to(_complex(x.dtype)))
         writes = [Write(x, tuple(tuple(range(n)) for n in x.shape))]
     else:
-        writes = x.writes
-        for write in writes:
-            if any(len(at) < x.shape[d] for d, at in enumerate(write.positions) if d not in dims):
-                raise UnsupportedOperationError(
-                    "modes assigned to a part of a dim that is not transformed"
-                )
+        writes = [_in_order(write, x.shape, dims) for write in x.writes]
     if not writes:
         raise UnsupportedOperationError("an inverse transform of a spectrum without modes")
     return inverse(writes, dims, extents, norm, one_sided)
+
+
+def _in_order(write: Write, shape: Sequence[int], dims: Sequence[int]) -> Write:
+    """The modes with other dims than `dims` whole and in order, as a transform leaves them."""
+    modes, positions = write.modes, list(write.positions)
+    for d, at in enumerate(positions):
+        if d in dims or at == tuple(range(shape[d])):
+            continue
+        if len(at) < shape[d]:
+            raise UnsupportedOperationError(
+                "modes assigned to a part of a dim that is not transformed"
+            )
+        order = sorted(range(len(at)), key=at.__getitem__)
+        modes, positions[d] = take_rows(modes, d, torch.tensor(order)), tuple(range(shape[d]))
+    return Write(modes, tuple(positions))
 
 
 def _call(
@@ -122,8 +132,15 @@ _register()
 
 
 @implements_lazily(fft.fftshift, fft.ifftshift)
-def lazy_shift(func: Callable[..., Any], x: Lazy, dim: Any = None) -> Lazy:
-    return x.moved_by({d: _rotation(func) for d in _dims(x, dim)})
+def lazy_shift(func: Callable[..., Any], x: Lazy, dim: Any = None) -> Lazy | Subdomain:
+    """Transformed dims are shifted by their frequencies, and the others once they are read."""
+    others: list[int] = []
+    for d in _dims(x, dim):
+        if isinstance(x, Spectrum) and d not in x.dims:
+            others.append(d)
+        else:
+            x = x.moved_by({d: _rotation(func)})
+    return shift(func, x.read(), others) if others else x
 
 
 @implements(fft.fftshift, fft.ifftshift)
@@ -155,7 +172,7 @@ def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
     entries = expanded_index(x.ndim, index)
     slices: dict[int, slice] = {d: e for d, e in enumerate(entries) if isinstance(e, slice)}
     if len(slices) == len(entries):
-        x = x.moved_by({d: lambda kept, e=e: kept[e] for d, e in slices.items()})
+        x = x.moved_by({d: lambda kept, e=e: kept[e] for d, e in slices.items() if d in x.dims})
         entries = [slice(None) if d in x.dims else e for d, e in enumerate(entries)]
     return getitem(func, x.read(), tuple(entries))
 

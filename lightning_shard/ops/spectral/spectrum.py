@@ -75,7 +75,8 @@ class Spectrum:
         return self.source.layout
 
     def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Spectrum":
-        """Another order or choice of the frequencies along some of the dims."""
+        """Another order or choice of the frequencies along some of the transformed dims."""
+        assert order.keys() <= set(self.dims), "only frequencies have another order"
         frequencies = tuple(
             order[dim](kept) if dim in order else kept
             for dim, kept in zip(self.dims, self.frequencies, strict=True)

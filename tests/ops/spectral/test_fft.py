@@ -118,6 +118,7 @@ TRANSFORMS = {
     "roundtrip": lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]),
     "ifft": lambda x: torch.fft.ifft2(torch.fft.fft2(x) * 2).real,
     "shift": lambda x: torch.fft.ifftshift(torch.fft.fftshift(x, dim=(2,)) * 2, dim=(2, 3)),
+    "shifted_along_all": lambda x: torch.fft.fftshift(torch.fft.fft2(x)),
     "shifted": lambda x: torch.fft.fftshift(torch.fft.fft2(x), dim=(2, 3))[:, :, 1:5, 2:4],
 }
 
