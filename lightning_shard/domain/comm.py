@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
-from lightning_shard.processes.torch_internals import is_view
+from lightning_shard.processes.torch_internals import in_memory, is_view
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def of_all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
-        ctx.plan = dim, x.shape[dim], route, group
+        ctx.plan, x = (dim, x.shape[dim], route, group), in_memory(x)
         pieces = [[x.narrow(dim, start, size) for start, size in peer] for peer in route.sends]
         received = _swap(pieces, route.receives, x, dim, group)
         result = _join(x, dim, [received[peer][number] for peer, number in route.order])
@@ -123,7 +123,7 @@ class _ExchangeAdjoint(Function):
     def forward(
         ctx: Any, y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.plan = dim, route, group
+        ctx.plan, y = (dim, route, group), in_memory(y)
         lengths = [route.receives[peer][number] for peer, number in route.order]
         pieces: list[list[Tensor]] = [[y] * len(peer) for peer in route.receives]
         for (peer, number), piece in zip(
@@ -151,7 +151,7 @@ class _Transpose(Function):
         join_sizes: tuple[int, ...],
         group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.plan = join, split, join_sizes, split_sizes, group
+        ctx.plan, x = (join, split, join_sizes, split_sizes, group), in_memory(x)
         pieces = x.split_with_sizes(split_sizes, split)
         mine = pieces[dist.get_rank(group)]
         sizes = [(n,) for n in join_sizes]

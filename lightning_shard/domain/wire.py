@@ -28,7 +28,7 @@ def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     flat = [piece.reshape(-1) for piece in pieces]
     if len(flat) > 1:
         return torch.cat(flat)
-    one = flat[0].resolve_conj().resolve_neg() if flat else like.new_empty(0)
+    one = flat[0].resolve_conj().resolve_neg().contiguous() if flat else like.new_empty(0)
     # of at most one element torch calls any stride contiguous, and yet shows no bytes of it
     return one if one.stride() == (1,) else one.clone(memory_format=torch.contiguous_format)
 

@@ -46,6 +46,7 @@ INTERNALS = {
     "torch._C._VariableFunctions.meshgrid": "torch.meshgrid has a rule",
     "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
     "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
+    "torch.Tensor._is_zerotensor": "gradients that are zeros without memory, as of sgn, are sent",
     "torch.Tensor._version": "writes into copies of rows are not noticed",
     "torch._C._storage_Use_Count": "a tensor whose memory others see does not become split",
     "torch.UntypedStorage._cdata": "a prediction counts memory that several tensors share once",
@@ -202,6 +203,11 @@ else:
 
 def is_view(x: Tensor) -> bool:
     return internal("torch.Tensor._is_view")(x)
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """Of a gradient that is zeros without memory, which autograd makes, zeros that can be sent."""
+    return x.clone() if internal("torch.Tensor._is_zerotensor")(x) else x
 
 
 def base_of(x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ A case is exact (outputs, and the gradients of all tensors) or refused by name. 
 not a wrong number, not another error, not a rank that decides otherwise than its peers.
 """
 
+import itertools
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,7 @@ import lightning_shard
 from lightning_shard import UnsupportedOperationError
 from lightning_shard.ops.registry import functions_with_rules, name_of, rule_for
 from lightning_shard.tensor import tensor
-from tests.ops import database
+from tests.ops import database, placed
 from tests.parity import assert_same, mesh_of
 
 # What an output in a narrow type leaves of a gradient.
@@ -32,16 +34,24 @@ NARROW = {
 
 
 def check(name: str, limit: int, mesh: DeviceMesh) -> int:
-    """Run cases of a row; the number that were exact."""
-    exact = 0
-    for function, sample, split in database.cases_of(name, limit):
+    """Run cases of a row, every other with tensors that came to be split in another way.
+
+    Returns:
+        The number that were exact.
+    """
+    exact, others = 0, itertools.cycle([*placed.WAYS][1:])
+    for _ in range(zlib.crc32(name.encode()) % len(placed.WAYS)):
+        next(others)
+    for number, (function, sample, split) in enumerate(database.cases_of(name, limit)):
+        way = next(others) if number % 2 else "sharded"
         try:
             values = not database.is_random(name, sample)
-            exact += check_case(function, sample, split, mesh, values=values)
-        except AssertionError as error:
+            place = placed.WAYS[way]
+            exact += check_case(function, sample, split, mesh, values=values, shard=place)
+        except (AssertionError, RuntimeError, ValueError) as error:
             tensors, dim = split
             call = f"{name_of(function)}({sample})"
-            line = f"{name}: {call} with tensors {tensors} split along dim {dim}"
+            line = f"{name}: {call} with tensors {tensors} split along dim {dim}, {way}"
             raise AssertionError(f"{line}\n{error}") from error
     return exact
 
@@ -53,6 +63,7 @@ def check_case(
     mesh: DeviceMesh,
     *,
     values: bool,
+    shard: placed.Way = lightning_shard.shard,
 ) -> bool:
     """Whether the case is exact; False if it is refused, or if torch refuses it unsplit."""
     try:
@@ -64,7 +75,7 @@ def check_case(
         results, given = run(
             function,
             sample,
-            lambda i, t: lightning_shard.shard(t, mesh, dim) if i in chosen else t,
+            lambda i, t: shard(t, mesh, dim) if i in chosen else t,
         )
         assert len(results) == len(expected)
         for result, value in zip(results, expected, strict=True):

@@ -98,12 +98,12 @@ def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[i
 def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     if 0 in shape:  # no elements, on any rank
         return x.view(x.local.reshape(shape), Layout.of(shape, {}, x.layout.grid))
-    factors = list(merge([f for dim in x.layout.dims for f in dim]))
-    flat = x.view(x.local, Layout(tuple((f,) for f in factors), x.layout.grid))
+    done = _alike(x.shape, shape)  # dims of `flat` already taken
+    dims: list[Dim] = [*x.layout.dims[:done]]
+    factors = merge([f for dim in x.layout.dims[done:] for f in dim])
+    flat = x.view(x.local, Layout((*dims, *((f,) for f in factors)), x.layout.grid))
     flat = _laid_out(flat, flat.layout)
-    dims: list[Dim] = []
-    done = 0  # factors of `flat` already taken
-    for extent in shape:
+    for extent in shape[done:]:
         start, need = done, extent
         while done < flat.ndim and (
             need > 1 or (extent == flat.shape[done] == 1 and done == start)
@@ -120,6 +120,12 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
         flat = whole(flat, 0)
     layout = Layout(tuple(dims), x.layout.grid)
     return _laid_out(flat, layout)
+
+
+def _alike(shape: Sequence[int], target: Sequence[int]) -> int:
+    """How many dims from the first on stay as they are."""
+    pairs = enumerate(zip(shape, target, strict=False))
+    return next((d for d, (n, m) in pairs if n != m), min(len(shape), len(target)))
 
 
 def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
