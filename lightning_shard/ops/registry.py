@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -234,6 +234,14 @@ def canonical_names(
     if not args and "input" in kwargs and "condition" not in kwargs:
         args = (kwargs.pop("input"),)
     return args, kwargs
+
+
+def refuse_deprecated(given: Mapping[str, Any]) -> None:
+    """Refuse the arguments of losses that `reduction` has replaced."""
+    if any(given.get(name) is not None for name in ("size_average", "reduce")):
+        raise UnsupportedOperationError(
+            "the deprecated arguments size_average and reduce; use reduction"
+        )
 
 
 _IN_PLACE = re.compile(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.ops.registry import composes, listed
+from lightning_shard.ops.registry import composes, listed, refuse_deprecated
 from lightning_shard.processes.typed import is_sequence, linalg, typed_torch
 
 
@@ -224,9 +224,10 @@ def cosine_embedding_loss(
     target: Any,
     margin: float = 0,
     reduction: str = "mean",
-    **_: Any,
+    **deprecated: Any,
 ) -> Tensor:
     """Add 1e-12 to the squared lengths, as torch does."""
+    refuse_deprecated(deprecated)
     x, y, target = _autocast(torch.float32, x, y, target)
     squares = [(t * t).sum(-1) + 1e-12 for t in (x, y)]
     cosine = (x * y).sum(-1) / (squares[0] * squares[1]).sqrt()
@@ -245,8 +246,9 @@ def triplet_margin_loss(
     eps: float = 1e-6,
     swap: bool = False,
     reduction: str = "mean",
-    **_: Any,
+    **deprecated: Any,
 ) -> Tensor:
+    refuse_deprecated(deprecated)
     anchor, positive, negative = _autocast(torch.float32, anchor, positive, negative)
     far = F.pairwise_distance(anchor, negative, p, eps)
     if swap:

@@ -217,6 +217,8 @@ def masked_scatter(
     func: Callable[..., Any], x: Operand, mask: Operand, source: Operand
 ) -> Subdomain | Became | Tensor:
     """Where the mask is true the elements of `source`, in order."""
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_scatter needs a mask of booleans; got {mask.dtype}")
     owner = subdomains([x, mask, source])[0]
     both = [as_split(o, owner) for o in (x, mask)]
     layout = common_layout(both)

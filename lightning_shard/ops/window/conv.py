@@ -137,6 +137,11 @@ def _windows(
     dilations: tuple[int, ...],
 ) -> tuple[Window, ...]:
     """How each spatial dim, from `first` on, is read."""
+    least = {"stride": min(strides), "dilation": min(dilations)}
+    if wrong := [f"{name} {value}" for name, value in least.items() if value < 1]:
+        raise RuntimeError(f"a convolution needs numbers from 1 on; got {' and '.join(wrong)}")
+    if not isinstance(paddings, str) and min(paddings) < 0:
+        raise RuntimeError(f"a convolution needs a padding from 0 on; got {min(paddings)}")
     if paddings == "same":
         totals = [d * (k - 1) for k, d in zip(kernels, dilations, strict=True)]
         around = [(total // 2, total - total // 2) for total in totals]
