@@ -53,8 +53,22 @@ def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became 
         raise UnsupportedOperationError(
             "assignment to some rows of two split dims that were both made of several dims"
         )
-    x.local[tuple(place)] = value.local if isinstance(value, Subdomain) else value
+    _write(x.local, tuple(place), value.local if isinstance(value, Subdomain) else value)
     return None
+
+
+def _write(local: Tensor, place: tuple[slice | Tensor, ...], value: Any) -> None:
+    """Assign; the old values stay in the graph, with a gradient of zeros.
+
+    Where all of a tensor is written torch drops them. On a rank all of whose rows are written, of
+    which others have more, the graph would lack the collectives of a second backward pass.
+    """
+    extents = zip(place, local.shape, strict=True)
+    covers_all = all(isinstance(w, slice) and len(range(n)[w]) == n for w, n in extents)
+    nothing = local.flatten()[:0].sum() if covers_all and local.requires_grad else None
+    local[place] = value
+    if nothing is not None:
+        local += nothing
 
 
 def _assign_picked(

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import lightning_shard
-from tests.parity import assert_parity, mesh_of
+from tests.parity import assert_parity, assert_same, mesh_of
 
 VOLUME = (2, 4, 3, 7, 5)  # samples, channels, and three spatial dims
 TABLE = (105, 4)
@@ -72,3 +74,28 @@ def test_a_number_is_copied():
 @pytest.mark.parametrize("function", [rotated, some_rows])
 def test_two_split_dims(function):
     assert_parity(function, [VOLUME, TABLE], {0: [2, 3]}, mesh_of(2, 2))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("rows", [4, slice(3, None), slice(0, 2)], ids=str)
+def test_a_rank_all_of_whose_rows_are_written_has_the_others_graph(rows):
+    """Of 2, 2 and 1 rows; a second backward pass has the same collectives on all ranks."""
+
+    def written(x: Tensor, edge: Tensor) -> Tensor:
+        y = x.clone()
+        y[rows] = edge
+        return y
+
+    def penalty(x: Tensor, edge: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad((written(x, edge).mean() * x).sum(), x, create_graph=True)
+        return (gradient * gradient).sum()
+
+    field, edge = torch.randn(5, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    alone, mine = field.clone().requires_grad_(), field.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(alone, edge), alone)
+    split = lightning_shard.shard(mine, mesh_of(3), 0)
+    (first,) = torch.autograd.grad((written(split, edge) ** 3).sum(), split, create_graph=True)
+    assert first.requires_grad
+    (own,) = torch.autograd.grad(penalty(split, edge), mine)
+    dist.all_reduce(own)
+    assert_same(own / 3, expected)
