@@ -236,12 +236,14 @@ def canonical_names(
     return args, kwargs
 
 
-def refuse_deprecated(given: Mapping[str, Any]) -> None:
-    """Refuse the arguments of losses that `reduction` has replaced."""
-    if any(given.get(name) is not None for name in ("size_average", "reduce")):
+def without_deprecated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss but those that `reduction` has replaced, which are refused."""
+    deprecated = ("size_average", "reduce")
+    if any(given.get(name) is not None for name in deprecated):
         raise UnsupportedOperationError(
             "the deprecated arguments size_average and reduce; use reduction"
         )
+    return {name: value for name, value in given.items() if name not in deprecated}
 
 
 _IN_PLACE = re.compile(

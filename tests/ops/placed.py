@@ -19,9 +19,9 @@ def of_factors(inner_split: bool) -> Way:
 
     def place(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         n = x.shape[dim]
-        first = next((k for k in range(2, n) if n % k == 0), max(n, 1))
         if n == 0:
             return lightning_shard.shard(x, mesh, dim)
+        first = next((k for k in range(2, n) if n % k == 0), n)
         pairs = x.unflatten(dim, (first, n // first))
         return lightning_shard.shard(pairs, mesh, dim + inner_split).flatten(dim, dim + 1)
 

@@ -121,8 +121,8 @@ def choose(operands: Operands, possible: Mapping[str, Layout]) -> str:
         (dim,) = set(by_heads.split_dims) - set(layout.split_dims)
         ranks = layout.grid.parts(by_heads.axes(dim))
         sent, gathered = operands.sent(layout, by_heads), operands.sent(layout, layout)
-        as_many = math.isclose(sent, gathered) and (operands.causal or many)
-        cheap = as_many or (sent < gathered and not math.isclose(sent, gathered))
+        as_much = math.isclose(sent, gathered)
+        cheap = operands.causal or many if as_much else sent < gathered
         if cheap and balance(layout.shape[dim], ranks) >= BALANCE:
             return "all_to_all"
     return "ring" if "ring" in possible and many else "gather"

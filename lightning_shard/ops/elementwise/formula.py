@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.ops.registry import composes, listed, refuse_deprecated
+from lightning_shard.ops.registry import composes, listed, without_deprecated
 from lightning_shard.processes.typed import is_sequence, linalg, typed_torch
 
 
@@ -227,7 +227,7 @@ def cosine_embedding_loss(
     **deprecated: Any,
 ) -> Tensor:
     """Add 1e-12 to the squared lengths, as torch does."""
-    refuse_deprecated(deprecated)
+    without_deprecated(deprecated)
     x, y, target = _autocast(torch.float32, x, y, target)
     squares = [(t * t).sum(-1) + 1e-12 for t in (x, y)]
     cosine = (x * y).sum(-1) / (squares[0] * squares[1]).sqrt()
@@ -248,7 +248,7 @@ def triplet_margin_loss(
     reduction: str = "mean",
     **deprecated: Any,
 ) -> Tensor:
-    refuse_deprecated(deprecated)
+    without_deprecated(deprecated)
     anchor, positive, negative = _autocast(torch.float32, anchor, positive, negative)
     far = F.pairwise_distance(anchor, negative, p, eps)
     if swap:

@@ -13,7 +13,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.reduce.sums import mean, sum_
-from lightning_shard.ops.registry import implements, refuse_deprecated
+from lightning_shard.ops.registry import implements, without_deprecated
 from lightning_shard.ops.view.reshape import unsqueeze
 
 Operand = Subdomain | Tensor
@@ -70,9 +70,7 @@ def class_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operan
 
 def _arguments(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments by name, without the deprecated ones."""
-    given = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
-    refuse_deprecated(given)
-    return {name: value for name, value in given.items() if name not in ("size_average", "reduce")}
+    return without_deprecated(inspect.signature(func).bind(*args, **kwargs).arguments)
 
 
 def _class_layout(x: Operand, target: Operand, class_dim: int) -> Layout:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import local_part
+from lightning_shard.domain.align import local_part, simple
 from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -41,6 +41,8 @@ def max_unpool(
     strides, paddings = per_dim(stride or kernels, n), per_dim(padding, n)
     meta = [torch.empty(x.shape, dtype=d, device="meta") for d in (x.dtype, torch.long)]
     extents = func(*meta, kernels, strides, paddings, output_size).shape[-n:]
+    for dim in range(x.ndim - n, x.ndim):
+        x = simple(x, dim)
     places = x.like(local_part(indices, x.layout))
     _check(x, places.local, extents, (kernels, strides, paddings))
     layout = x.layout
