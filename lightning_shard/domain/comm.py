@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain.memory import empty, format_of, joined
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_internals import in_memory, is_view
 
@@ -110,7 +111,9 @@ class _Exchange(Function):
         ctx.plan, x = (dim, x.shape[dim], route, group), in_memory(x)
         pieces = [[x.narrow(dim, start, size) for start, size in peer] for peer in route.sends]
         received = _swap(pieces, route.receives, x, dim, group)
-        result = _join(x, dim, [received[peer][number] for peer, number in route.order])
+        parts = [received[peer][number] for peer, number in route.order]
+        stored = format_of(x)
+        result = joined(parts, dim, stored) if parts else empty(x, _with_size(x, dim, 0), stored)
         return result.clone() if is_view(result) else result  # a Function must not return a view
 
     @staticmethod
@@ -156,7 +159,7 @@ class _Transpose(Function):
         mine = pieces[dist.get_rank(group)]
         sizes = [(n,) for n in join_sizes]
         received = _swap([(p,) for p in pieces], sizes, mine, join, group)
-        return torch.cat([part for (part,) in received], join)
+        return joined([part for (part,) in received], join, format_of(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -217,13 +220,14 @@ def _added(like: Tensor, dim: int, rows: int, parts: Sequence[tuple[int, Tensor]
     Parts that have all rows come first: what they begin with needs no zeros.
     """
     whole = [part for _, part in parts if part.shape[dim] == rows]
-    if len(whole) > 1:
-        x = whole[0] + whole[1]
+    stored = format_of(like)
+    if len(whole) > 1 and stored == torch.contiguous_format:
+        x, whole = whole[0] + whole[1], whole[1:]
     elif whole:
-        x = whole[0].clone(memory_format=torch.contiguous_format)
+        x = whole[0].clone(memory_format=stored)
     else:
-        x = like.new_zeros(_with_size(like, dim, rows))
-    for part in whole[2:]:
+        x = empty(like, _with_size(like, dim, rows), stored).zero_()
+    for part in whole[1:]:
         x += part
     for start, part in parts:
         if part.shape[dim] < rows:

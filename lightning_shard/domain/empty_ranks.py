@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_shard.domain.memory import format_of
+
 
 def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """`torch.cat`, also for pieces of one dim without rows, which it drops from the graph.
@@ -15,7 +17,11 @@ def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
     A rank whose gradient lacks what the others' have would leave them waiting in a collective.
     """
     if pieces[0].ndim > 1:
-        return torch.cat(list(pieces), dim)
+        stored = format_of(max(pieces, key=Tensor.numel))
+        result = torch.cat(list(pieces), dim)  # which lies otherwise where a piece has no rows
+        return (
+            result if stored == torch.contiguous_format else result.contiguous(memory_format=stored)
+        )
     return torch.cat([piece.unsqueeze(0) for piece in pieces], 1).squeeze(0)
 
 

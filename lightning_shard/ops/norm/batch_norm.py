@@ -1,6 +1,5 @@
 """Batch, instance and group norms: which values of the global tensor share their moments."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,22 +75,17 @@ def instance_norm(
     samples, channels = x.local.shape[:2]
     weight, bias = (_for_samples(_of_channels(x, v), samples) for v in (weight, bias))
     groups = groups_of(x, dims, samples * channels, eps)
-    result, mean, variance = normalize_groups(_one_sample(x.local), weight, bias, groups)
+    result, mean, variance = normalize_groups(x.local, weight, bias, groups)
     unbiased = variance * (count / max(count - 1, 1))
     for buffer, value in ((running_mean, mean), (running_var, unbiased)):
         if buffer is not None:
             total = sum_over(x, value.view(samples, channels).sum(0), [0])
             update_running(buffer, _all_channels(x, total / x.shape[0]), momentum)
-    return x.like(result.view(x.local.shape))
-
-
-def _one_sample(x: Tensor) -> Tensor:
-    """(n, c, ...) -> (1, n * c, rest): all channels of all samples beside each other."""
-    return x.reshape(1, x.shape[0] * x.shape[1], math.prod(x.shape[2:]))
+    return x.like(result)
 
 
 def _for_samples(values: Tensor | None, samples: int) -> Tensor | None:
-    """One value per channel, for the channels of `_one_sample`; each has memory of its own."""
+    """One value for each channel of each sample, which has memory of its own."""
     return values if values is None or samples == 1 else values.repeat(samples)
 
 
@@ -136,11 +130,9 @@ def group_norm(
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
-    local = as_autocast(F.layer_norm, x.local)
     weight, bias = (_for_samples(v, batch) for v in (weight, bias))
     groups = groups_of(x, (1, *spatial), batch * num_groups, eps, parts=num_groups)
-    result, _, _ = normalize_groups(_one_sample(local), weight, bias, groups)
-    return x.like(result.view(local.shape))
+    return x.like(normalize_groups(as_autocast(F.layer_norm, x.local), weight, bias, groups)[0])
 
 
 def as_autocast(func: Callable[..., Tensor], x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_shard.domain.align import simple, sum_over
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor
+from lightning_shard.domain.memory import format_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 
@@ -60,12 +61,13 @@ def adaptive_avg_pool(
 
 def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
     """The last dims averaged to `sizes`: each a product with a (output, input rows) matrix."""
-    pairs = list(enumerate(sizes, x.ndim - len(sizes)))
+    pairs, stored = list(enumerate(sizes, x.ndim - len(sizes))), format_of(x.local)
     split = set(x.layout.split_dims)
     # whole dims first: what travels along a split one is then smaller
     for dim, size in sorted(pairs, key=lambda pair: pair[0] in split):
         x = _average_dim(simple(x, dim), dim, size)
-    return x if x.layout.split_dims else x.local
+    local = x.local.contiguous(memory_format=stored)
+    return x.like(local) if x.layout.split_dims else local
 
 
 def _average_dim(x: Subdomain, dim: int, output: int) -> Subdomain:

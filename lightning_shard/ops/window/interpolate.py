@@ -20,6 +20,7 @@ from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
+from lightning_shard.domain.memory import selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.adaptive_pool import average_rows
@@ -131,11 +132,11 @@ def _interpolate_dim(
     span = needs[grid.index(factor.axes)][0] if factor.axes else (0, x.shape[dim])
     places = _local_rows(resize, span, low, high)
     if kernel.mode.startswith("nearest"):
-        return x.like(rows.index_select(dim, places[:, 0]), layout)
+        return x.like(selected(rows, dim, places[:, 0]), layout)
     weights = band(resize).weights[low:high].view(high - low, -1, *[1] * (x.ndim - dim - 1))
-    local = rows.index_select(dim, places[:, 0]) * weights[:, 0]
+    local = selected(rows, dim, places[:, 0]) * weights[:, 0]
     for t in range(1, places.shape[1]):
-        local = torch.addcmul(local, rows.index_select(dim, places[:, t]), weights[:, t])
+        local = torch.addcmul(local, selected(rows, dim, places[:, t]), weights[:, t])
     return x.like(local.to(x.dtype), layout)
 
 

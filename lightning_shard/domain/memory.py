@@ -1,0 +1,55 @@
+"""How tensors lie in memory: row by row, or with the channels of each place side by side.
+
+Each rank keeps the format of its own part. What travels is in the order of the rows, since the part
+of another rank may lie in another format.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def format_of(x: Tensor) -> torch.memory_format:
+    """`channels_last` or `channels_last_3d` if `x`, or what it is a part of, lies so.
+
+    Else `contiguous_format`, also of tensors that lie in no format.
+    """
+    last = _LAST.get(x.ndim)
+    if last is None or x.is_contiguous():
+        return torch.contiguous_format
+    order = [0, *range(2, x.ndim)]
+    strides = [x.stride(d) for d in order if x.shape[d] > 1]  # those of one row say nothing
+    descending = all(a >= b for a, b in pairwise(strides))
+    return last if descending and x.stride(1) == 1 < x.shape[1] else torch.contiguous_format
+
+
+def empty(like: Tensor, shape: Sequence[int], stored: torch.memory_format) -> Tensor:
+    """Memory for a tensor of another shape, in a format."""
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=stored)
+
+
+def joined(pieces: Sequence[Tensor], dim: int, stored: torch.memory_format) -> Tensor:
+    """`torch.cat` into a format, outside of autograd; of one piece that lies so, the piece."""
+    if stored == torch.contiguous_format:
+        return torch.cat([*pieces], dim) if len(pieces) > 1 else pieces[0]
+    if len(pieces) == 1:
+        return pieces[0].contiguous(memory_format=stored)
+    shape = [*pieces[0].shape]
+    shape[dim] = sum(piece.shape[dim] for piece in pieces)
+    return torch.cat([*pieces], dim, out=empty(pieces[0], shape, stored))
+
+
+def selected(x: Tensor, dim: int, places: Tensor) -> Tensor:
+    """`index_select` that keeps the format."""
+    if format_of(x) == torch.contiguous_format:
+        return x.index_select(dim, places)
+    return x.movedim(1, -1).index_select(_moved(x, dim), places).movedim(-1, 1)
+
+
+def _moved(x: Tensor, dim: int) -> int:
+    """Where a dim is once the channels are last."""
+    return dim if dim == 0 else x.ndim - 1 if dim == 1 else dim - 1
