@@ -13,7 +13,7 @@ from lightning_shard.domain.halo import overlapping
 from lightning_shard.domain.memory import format_of
 from tests.parity import mesh_of
 
-IMAGE, VOLUME = (2, 6, 24, 8), (2, 6, 12, 4, 5)
+IMAGE, VOLUME = (2, 6, 25, 8), (2, 6, 12, 4, 5)
 WEIGHT, CUBE = torch.randn(6, 6, 3, 3), torch.randn(6, 6, 3, 3, 3)
 SCALE, SHIFT = torch.randn(6), torch.randn(6)
 CASES = {
@@ -52,29 +52,41 @@ VOLUMES = {
 }
 
 
-def formats(function, x, result_of=lambda y: y):
-    """Those of the result and of the gradient that reaches `x`."""
+def of_part(whole):
+    """This rank's rows, in memory of their own."""
+    return lightning_shard.shard(whole, mesh_of(3), 2).to_local()
+
+
+def tried(function, x, seed_of):
+    """The result, and the gradient that reaches `x`, which nothing brings into a format."""
     seen = []
-    x.register_hook(lambda grad: seen.append(format_of(grad)))
-    result = result_of(function(x))
-    # a gradient that lies as the result does, as that of a later convolution would
-    result.backward(torch.randn_like(result))
-    return format_of(result), *seen
+    x.register_hook(seen.append)
+    result = function(x)
+    result.backward(seed_of(result))
+    return result.detach(), *seen
 
 
 def keeps_its_format(function, whole, mode, kinds=("result", "gradient")):
-    expected = formats(function, whole.clone().requires_grad_() * 1)
-    local = lightning_shard.shard(whole, mesh_of(3), 2).to_local().requires_grad_() * 1
+    last = torch.channels_last if whole.ndim == 4 else torch.channels_last_3d
+    seeds = []
+
+    def seed_of(result):
+        seeds.append(torch.randn_like(result))  # in its format, as of a later convolution
+        return seeds[0]
+
+    expected = tried(function, whole.clone().requires_grad_() * 1, seed_of)
 
     def split(x):
-        return function(lightning_shard.from_local(x, mesh_of(3), 2, whole.shape))
+        return function(lightning_shard.from_local(x, mesh_of(3), 2, whole.shape)).to_local()
 
-    with overlapping(mode):
-        found = formats(split, local, lightning_shard.DomainTensor.to_local)
-    last = torch.channels_last if whole.ndim == 4 else torch.channels_last_3d
+    local = of_part(whole).requires_grad_() * 1
     assert format_of(local) == last
+    with overlapping(mode):
+        found = tried(split, local, lambda result: of_part(seeds[0]))
+    for wanted, got in zip(expected, found, strict=True):
+        torch.testing.assert_close(got, of_part(wanted))
     for kind, wanted, got in zip(kinds, expected, found, strict=False):
-        assert wanted != last or got == last, kind
+        assert format_of(wanted) != last or format_of(got) == last, kind
 
 
 @pytest.mark.spmd(3)
