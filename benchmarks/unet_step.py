@@ -69,15 +69,14 @@ def _double(conv: type[nn.Conv2d | nn.Conv3d], given: int, made: int) -> nn.Sequ
 
 
 def costs(
-    resolution: int, channels: int, rounds: int, compiled: bool
+    resolution: int, channels: int, rounds: int, compiled: bool, stored: torch.memory_format
 ) -> dict[str, tuple[float, ...]]:
     """Processor seconds, wall-clock seconds, collectives and bytes of a step, on the worst rank."""
     torch.manual_seed(0)
-    net = UNet(channels)
+    net = UNet(channels).to(memory_format=stored)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.randn(1, 3, resolution, resolution)
+    whole = torch.randn(1, 3, resolution, resolution).to(memory_format=stored)
     split = lightning_shard.shard(whole, mesh, 2)
-    split = lightning_shard.from_local(split.to_local().clone(), mesh, 2, whole.shape)
     fields = {"whole": whole, "limit": split.to_local(), "split": split}
     nets = dict.fromkeys(fields, net)
     if compiled:
@@ -117,8 +116,11 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="takes minutes before the first round"
     )
+    parser.add_argument("--channels-last", action="store_true", help="how all tensors lie")
     options = parser.parse_args()
-    found = start(2, costs, options.resolution, options.channels, options.rounds, options.compile)
+    stored = torch.channels_last if options.channels_last else torch.contiguous_format
+    sizes = options.resolution, options.channels, options.rounds
+    found = start(2, costs, *sizes, options.compile, stored)
     describe()
     print(f"U-Net, {options.resolution}², {options.channels} channels, on 2 ranks")
     limit = found["limit"][0]
