@@ -1,9 +1,10 @@
 """Moves what blocks keep for backward to the memory of the host, and fetches it ahead of backward.
 
-All copies of a device run on one stream beside the computation, so neither the computation nor the
-process waits for them. One rule orders the memory: a tensor on the device is of the stream that
-computes. The copies wait for that stream when they are lent a tensor, and that stream waits for
-the copy before the tensor is let go. Memory of the host is touched by the stream of the copies only.
+Copies run on two streams beside the computation, one to the host and one back, so the process
+never waits for them. One rule orders all memory. A tensor on the device is in memory of the stream
+that computes; a copy waits for that stream before it touches the tensor, and that stream waits for
+the copy before the tensor is let go. A tensor is fetched, and its memory on the host is another's,
+only after it was let go.
 
 Parameters stay, since FSDP2 frees and gathers them itself. What lies on the CPU stays, too.
 """
@@ -55,8 +56,8 @@ class Driver:
         return torch.accelerator.current_stream(device)
 
     @functools.cache  # noqa: B019 - one driver lives as long as the process
-    def beside(self, device: torch.device) -> torch.Stream:
-        """The stream of all copies of this device."""
+    def beside(self, device: torch.device, way: str) -> torch.Stream:
+        """The stream of all copies of this device to the host ("out"), or of those "back"."""
         return torch.Stream(device)
 
     def on_host(self, tensor: Tensor) -> Tensor:
@@ -88,22 +89,23 @@ class _Saved:
         self.host = driver.on_host(near)
         if self.host.stride() != near.stride():
             near = near.clone()  # here: the stream of the copies would copy into memory of its own
-        self._copy(self.host, near, near)
+        self._copy(self.host, near, "out")
 
     def fetch(self) -> None:
         """Start the copy to the device, if it is not near."""
         if self.near is None:
             with self.stream:
                 near = self.driver.on_device(self.host, self.device)
-            self._copy(near, self.host, near)
+            self._copy(near, self.host, "back")
 
-    def _copy(self, to: Tensor, source: Tensor, near: Tensor) -> None:
-        beside = self.driver.beside(self.device)
+    def _copy(self, to: Tensor, source: Tensor, way: str) -> None:
+        beside = self.driver.beside(self.device, way)
         beside.wait_stream(self.stream)
         with beside:
             to.copy_(source, non_blocking=True)
         self.copied = beside.record_event()
-        self.near, self.version = near, version_of(near)
+        self.near = source if way == "out" else to
+        self.version = version_of(self.near)
 
     def take(self) -> Tensor:
         """The tensor for the current stream; it was fetched."""
@@ -139,7 +141,8 @@ class Mover:
         """Nothing is moved yet."""
         self.driver = driver
         self._order: list[weakref.ref[_Saved]] = []  # of saving; autograd's graph holds them
-        self._last = 0  # the place of the last that backward asked for
+        self._last = 0  # the place that backward asked for last
+        self._passed = 0  # backward has left the places above
         self._lock = threading.Lock()  # backward may run in threads of its own
 
     def pack(self, tensor: Tensor) -> Any:
@@ -150,8 +153,9 @@ class Mover:
             self._forget()
             saved = _Saved(tensor, len(self._order), self.driver)
             self._order.append(weakref.ref(saved))
+            self._last = self._passed = len(self._order)
             room = AHEAD_BYTES
-            for older in self._from(saved.place, -1):
+            for older in self._held(range(saved.place, -1, -1)):
                 if older.near is None:
                     break
                 if room <= 0:
@@ -165,36 +169,35 @@ class Mover:
             return packed
         with self._lock:
             self._forget()
-            if packed.place < self._last:  # the next node; one node's tensors come in order
-                self._leave(self._last)
-            self._last = packed.place
+            is_next = packed.place < self._last  # node of the graph; those of one node come upwards
+            if is_next:
+                self._leave()
+            self._last, self._passed = packed.place, max(self._passed, packed.place)
             packed.fetch()
             tensor = packed.take()
-            room = AHEAD_BYTES
-            for older in self._from(packed.place - 1, -1):
-                older.fetch()
-                room -= older.host.nbytes
+            room = AHEAD_BYTES if is_next else 0
+            for older in self._held(range(packed.place - 1, -1, -1)):
                 if room <= 0:
                     break
+                older.fetch()
+                room -= older.host.nbytes
         return tensor
 
-    def _leave(self, place: int) -> None:
+    def _leave(self) -> None:
         """Let go what was fetched and not asked for, as of an output that the loss leaves out."""
-        for newer in self._from(place + 1, 1):
-            if newer.near is None:
-                return
+        for newer in self._held(range(self._last + 1, self._passed + 1)):
             newer.let_go()
+        self._passed = self._last
 
     def _forget(self) -> None:
         while self._order and self._order[-1]() is None:
             self._order.pop()
 
-    def _from(self, place: int, step: int) -> Iterator[_Saved]:
-        """Those that a graph still holds, from a place on."""
-        while 0 <= place < len(self._order):
-            if (saved := self._order[place]()) is not None:
+    def _held(self, places: range) -> Iterator[_Saved]:
+        """Those that a graph still holds."""
+        for place in places:
+            if place < len(self._order) and (saved := self._order[place]()) is not None:
                 yield saved
-            place += step
 
 
 MOVER = Mover(Driver())  # of this process

@@ -81,8 +81,9 @@ Order = Callable[[list[Any]], Any]  # which stream goes on, of those that wait f
 def orders() -> dict[str, Order]:
     """Orders that a device may take: the extremes, and some between them."""
     return {
-        "computation first": lambda ready: min(ready, key=lambda s: s.name == "beside"),
-        "copies first": lambda ready: max(ready, key=lambda s: s.name == "beside"),
+        "computation first": lambda ready: min(ready, key=lambda s: s.name in ("out", "back")),
+        "copies first": lambda ready: max(ready, key=lambda s: s.name in ("out", "back")),
+        "copies out last": lambda ready: min(ready, key=lambda s: s.name == "out"),
         **{f"random {seed}": random.Random(seed).choice for seed in range(3)},
     }
 

@@ -6,8 +6,8 @@ handed out again at once, as the caching allocator does for one stream, so a ten
 too early meets its successor. Two ways then tell whether streams wait as they must:
 
 - `races`: vector clocks. Two accesses of one place, one of which writes, must be ordered by the
-  streams and the events between them. The end of a tensor counts as a kernel of the stream that
-  the memory is of, which writes it.
+  streams and the events between them. The beginning and the end of a tensor count as kernels of
+  the stream that its memory is of, which write it.
 - `replayed`: the kernels run anew, on memory that holds garbage first, in any order that streams
   and events allow. A wait that is missing gives wrong numbers.
 """
@@ -96,6 +96,7 @@ class Machine(TorchDispatchMode):
             out, as if the program had forgotten it.
 
     Attributes:
+        compute, beside: Streams: of computation, and of copies "out" and "back".
         current: The stream that kernels go to.
         races: What is not ordered, in words.
         calls: For each call that orders streams or memory its kind, and whether it says anything
@@ -109,7 +110,7 @@ class Machine(TorchDispatchMode):
     def __init__(self, drop: int | None = None) -> None:
         super().__init__()
         self.compute = self.current = Stream(self, "compute")
-        self.beside = Stream(self, "beside")
+        self.beside = {way: Stream(self, way) for way in ("out", "back")}
         self.races: list[str] = []
         self.calls: list[tuple[str, bool]] = []
         self.steps: list[Step] = []
@@ -181,7 +182,7 @@ class Machine(TorchDispatchMode):
         place = self._of.get(_address(tensor))
         if place is None:
             self._add(self.compute)
-            place = self._allocate(tensor, self.compute)
+            place = self._hand_out(tensor, self.compute)
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._given.append((self._part(whole), whole.clone()))
         return place
@@ -197,7 +198,18 @@ class Machine(TorchDispatchMode):
         self.places.append(Place(len(self.places), pool))
         self._free[pool].append(self.places[-1])
 
-    def _allocate(self, tensor: Tensor, pool: Any) -> Place:
+    def _allocate(self, tensor: Tensor) -> None:
+        """Memory of the current stream; another may have it after what this one did until now."""
+        place = self._hand_out(tensor, HOST if self._on_host else self.current)
+        self._spoil(place, "the beginning of a tensor")
+
+    def _spoil(self, place: Place, what: str) -> None:
+        if place.pool != HOST:  # the host's own allocator asks the streams that copied
+            place.pool.clock[place.pool] += 1
+            self._write(place, place.pool, what)
+            self.steps.append(Step(place.pool, run=Spoil(place.number)))
+
+    def _hand_out(self, tensor: Tensor, pool: Any) -> Place:
         storage, address = tensor.untyped_storage(), _address(tensor)
         assert storage.nbytes() <= PLACE_BYTES, "a tensor is larger than a place of memory"
         if not self._free[pool]:
@@ -214,10 +226,7 @@ class Machine(TorchDispatchMode):
         self.held[_kind(place)] -= 1
         if place.recorded:  # handed out when they are done, which may be never in this program
             return
-        if place.pool != HOST:  # the host's own allocator asks the streams that copied
-            place.pool.clock[place.pool] += 1
-            self._write(place, place.pool, "the end of a tensor")
-            self.steps.append(Step(place.pool, run=Spoil(place.number)))
+        self._spoil(place, "the end of a tensor")
         self._free[place.pool].append(place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,7 +242,7 @@ class Machine(TorchDispatchMode):
         made, outs = tensors(result), []
         for number, t in enumerate(made):
             if _address(t) not in self._of:
-                self._allocate(t, HOST if self._on_host else stream)
+                self._allocate(t)
                 outs.append((number, self._part(t)))
         written = [p.place for _, p in outs] + [self._place(t).number for t in _changed(func, args, kwargs)]
         if "empty" in name or not written:
@@ -303,8 +312,8 @@ class SimulatedDriver(Driver):
     def current(self, device: torch.device) -> Any:
         return self.machine.current
 
-    def beside(self, device: torch.device) -> Any:
-        return self.machine.beside
+    def beside(self, device: torch.device, way: str) -> Any:
+        return self.machine.beside[way]
 
     def on_host(self, tensor: Tensor) -> Tensor:
         with self.machine.host():

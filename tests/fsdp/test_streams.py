@@ -20,8 +20,8 @@ def test_a_copy_that_does_not_wait_for_what_it_copies(waits):
         y = torch.ones(4) * 2
         host = host_like(machine, y)
         if waits:
-            machine.beside.wait_stream(machine.compute)
-        with machine.beside:
+            machine.beside["out"].wait_stream(machine.compute)
+        with machine.beside["out"]:
             host.copy_(y)
     assert bool(machine.races) != waits
     (found,) = machine.replayed(COPIES, [host])
@@ -33,13 +33,13 @@ def test_memory_that_is_freed_while_it_is_copied(guard):
     with Machine() as machine:
         y = torch.ones(4) * 2
         host = host_like(machine, y)
-        machine.beside.wait_stream(machine.compute)
-        with machine.beside:
+        machine.beside["out"].wait_stream(machine.compute)
+        with machine.beside["out"]:
             host.copy_(y)
         if guard == "record_stream":
-            machine.record_stream(y, machine.beside)
+            machine.record_stream(y, machine.beside["out"])
         elif guard == "event":
-            machine.compute.wait_event(machine.beside.record_event())
+            machine.compute.wait_event(machine.beside["out"].record_event())
         del y
         z = torch.ones(4) * 3
     assert bool(machine.races) == (guard == "nothing")
@@ -54,13 +54,13 @@ def test_record_stream_keeps_memory_and_an_event_does_not(by_event, places):
     with Machine() as machine:
         for _ in range(5):
             y = torch.ones(4) * 2
-            machine.beside.wait_stream(machine.compute)
-            with machine.beside:
+            machine.beside["out"].wait_stream(machine.compute)
+            with machine.beside["out"]:
                 host_like(machine, y).copy_(y)
             if by_event:
-                machine.compute.wait_event(machine.beside.record_event())
+                machine.compute.wait_event(machine.beside["out"].record_event())
             else:
-                machine.record_stream(y, machine.beside)
+                machine.record_stream(y, machine.beside["out"])
             del y
     assert not machine.races
     assert len([p for p in machine.places if p.pool is machine.compute]) == places
@@ -73,11 +73,11 @@ def test_memory_of_the_stream_of_the_copies():
         host.fill_(2)
         sums = []
         for _ in range(2):
-            machine.beside.wait_stream(machine.compute) if not sums else None
-            with machine.beside:
+            machine.beside["out"].wait_stream(machine.compute) if not sums else None
+            with machine.beside["out"]:
                 y = torch.empty_like(host)
                 y.copy_(host)
-            machine.compute.wait_stream(machine.beside)
+            machine.compute.wait_stream(machine.beside["out"])
             sums.append(y * 2)
             del y
     assert any("the end of a tensor writes" in race for race in machine.races)
@@ -89,13 +89,13 @@ def test_memory_of_the_host_that_is_reused_during_a_copy():
     with Machine() as machine:
         host = host_like(machine, torch.ones(4))
         host.fill_(1)
-        machine.beside.wait_stream(machine.compute)
+        machine.beside["out"].wait_stream(machine.compute)
         y = torch.empty_like(host)
-        with machine.beside:
+        with machine.beside["out"]:
             y.copy_(host)
         del host
         host_like(machine, y).fill_(5)  # on the stream that computes
-        machine.compute.wait_stream(machine.beside)
+        machine.compute.wait_stream(machine.beside["out"])
     assert any("of host" in race for race in machine.races)
     (found,) = machine.replayed(COMPUTATION, [y])
     assert torch.equal(found, torch.full((4,), 5.0))
