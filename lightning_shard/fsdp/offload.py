@@ -33,19 +33,23 @@ AHEAD_BYTES = 2**28
 def is_moved(tensor: Tensor) -> bool:
     """Whether an offloaded block moves this tensor, which autograd saves: an activation."""
     source = base_of(tensor)
-    is_parameter = source.requires_grad and source.grad_fn is None
+    is_leaf = source.requires_grad and source.grad_fn is None
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and tensor.nbytes >= SMALL_BYTES
-        and not is_parameter
+        and not is_leaf
         and not isinstance(source, nn.Parameter)  # a frozen one, which FSDP2 frees, too
-        and not any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    )  # the last: a copy of an expanded tensor is larger than its memory
+        and not _is_expanded(tensor)  # a copy would be larger than its memory
+    )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class Driver:
-    """All that is asked of a device beside computation; a test puts a simulated one in its place."""
+    """What is asked of a device beside computation; a test puts a simulated one in its place."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is in memory of a device that is not the host's."""

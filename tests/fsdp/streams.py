@@ -233,9 +233,7 @@ class Machine(TorchDispatchMode):
         kwargs = kwargs or {}
         name, stream = str(func), self.current
         reads = [self._place(t) for t in tensors((args, kwargs))]
-        spec = tree_map_only(
-            Tensor, lambda t: self._part(t) if t.numel() else t, (args, kwargs)
-        )
+        spec = tree_map_only(Tensor, lambda t: self._part(t) if t.numel() else t, (args, kwargs))
         if name == "aten.copy_.default":
             self._check_copy(args[0], args[1])
         result = func(*args, **kwargs)
@@ -244,15 +242,15 @@ class Machine(TorchDispatchMode):
             if _address(t) not in self._of:
                 self._allocate(t)
                 outs.append((number, self._part(t)))
-        written = [p.place for _, p in outs] + [self._place(t).number for t in _changed(func, args, kwargs)]
+        written = {self.places[part.place] for _, part in outs}
+        written |= {self._place(t) for t in _changed(func, args, kwargs)}
         if "empty" in name or not written:
             return result  # memory alone, or a view
         stream.clock[stream] += 1
-        for place in reads:
-            if place.number not in written:
-                self._read(place, stream, name)
-        for number in dict.fromkeys(written):
-            self._write(self.places[number], stream, name)
+        for place in {*reads} - written:
+            self._read(place, stream, name)
+        for place in written:
+            self._write(place, stream, name)
         self.steps.append(Step(stream, run=Kernel(func, spec, tuple(outs))))
         return result
 

@@ -107,4 +107,3 @@ def test_a_copy_that_needs_memory_in_between(laid_out):
     with Machine() as machine:
         host_like(machine, x).copy_(laid_out(x))
     assert machine.races == ["a copy from or to the host needs memory in between"]
-
