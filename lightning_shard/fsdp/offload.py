@@ -59,10 +59,9 @@ class Driver:
         """The stream that computes now."""
         return torch.accelerator.current_stream(device)
 
-    @functools.cache  # noqa: B019 - one driver lives as long as the process
     def beside(self, device: torch.device, way: str) -> torch.Stream:
-        """The stream of all copies of this device to the host ("out"), or of those "back"."""
-        return torch.Stream(device)
+        """The stream of all copies from a device to the host ("out"), or of those "back"."""
+        return _stream(device, way)
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Memory like a tensor's, which copies to and from the device do not wait for."""
@@ -75,6 +74,11 @@ class Driver:
     def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
         """Let nobody have the tensor's memory before the stream has done what it does by then."""
         tensor.record_stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device, way: str) -> torch.Stream:
+    return torch.Stream(device)
 
 
 class _Saved:

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_shard.fsdp.offload import Driver
 from tests.fsdp.replay import PLACE_BYTES, Kernel, Order, Part, Spoil, Step, replay, tensors
 
 Clock = dict["Stream", int]
@@ -296,29 +295,3 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += tensors(args[number] if number < len(args) else kwargs.get(argument.name))
     return found
-
-
-class SimulatedDriver(Driver):
-    """What `offload` asks of a device, asked of a machine."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def holds(self, tensor: Tensor) -> bool:
-        return not self.machine.is_on_host(tensor)
-
-    def current(self, device: torch.device) -> Any:
-        return self.machine.current
-
-    def beside(self, device: torch.device, way: str) -> Any:
-        return self.machine.beside[way]
-
-    def on_host(self, tensor: Tensor) -> Tensor:
-        with self.machine.host():
-            return torch.empty_like(tensor)
-
-    def on_device(self, host: Tensor, device: torch.device) -> Tensor:
-        return torch.empty_like(host)
-
-    def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        self.machine.record_stream(tensor, stream)

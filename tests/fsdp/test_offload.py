@@ -1,13 +1,11 @@
 """What an offloaded block moves, and what it refuses."""
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_shard.fsdp import offload
-from tests.fsdp.streams import Machine, SimulatedDriver
+from tests.fsdp.simulated_driver import on_machine
 
 KIB = 2**10
 
@@ -36,15 +34,9 @@ def test_nothing_moves_on_the_cpu():
     assert mover.unpack(mover.pack(x)) is x
 
 
-def on_machine(program):
-    """Run it in an offloaded block, of which the two newest tensors are near."""
-    with (
-        Machine() as machine,
-        mock.patch.object(offload, "MOVER", offload.Mover(SimulatedDriver(machine))),
-        mock.patch.multiple(offload, AHEAD_BYTES=2 * 4 * KIB, SMALL_BYTES=KIB),
-    ):
-        program()
-    return machine
+def machine_of(program):
+    """What ran it; the two newest tensors of 4 KiB are near."""
+    return on_machine(program, ahead=2 * 4 * KIB, small=KIB)[0]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -61,7 +53,7 @@ def test_a_saved_tensor_that_is_written(late):
         z.sum().backward()
 
     if late:
-        assert on_machine(program).races == []
+        assert machine_of(program).races == []
         wanted, y = 1.0, x.detach()
         for _ in range(4):
             y = y.exp()
@@ -69,7 +61,7 @@ def test_a_saved_tensor_that_is_written(late):
         torch.testing.assert_close(x.grad, wanted)
     else:
         with pytest.raises(RuntimeError, match=r"a tensor \(32, 32\) that backward needs was writ"):
-            on_machine(program)
+            machine_of(program)
 
 
 def test_a_saved_tensor_whose_memory_is_freed():
@@ -84,7 +76,7 @@ def test_a_saved_tensor_whose_memory_is_freed():
         with pytest.raises(RuntimeError, match="its memory was freed"):
             mover.unpack(saved[0])
 
-    on_machine(program)
+    machine_of(program)
     assert not torch.is_tensor(saved[0])
 
 
@@ -95,7 +87,7 @@ def test_small_tensors_stay():
             z = torch.rand(16, 16, requires_grad=True).exp()
         (y.sum() + z.sum()).backward()
 
-    machine = on_machine(program)
+    machine = machine_of(program)
     copies = [step for step in machine.steps if step.stream is machine.beside["out"] and step.run]
     assert len(copies) == 1
 
@@ -110,4 +102,4 @@ def test_layouts_come_back():
             assert torch.equal(back, tensor)
             assert back.stride() == torch.empty_like(tensor).stride()
 
-    assert on_machine(program).races == []
+    assert machine_of(program).races == []
