@@ -225,9 +225,9 @@ PROGRAMS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 
 
 def random_kinds(seed: int) -> list[Callable[[], nn.Module]]:
-    """Some blocks."""
+    """Some blocks, one of which has parameters."""
     choose = random.Random(seed)
-    return choose.choices(KINDS, k=choose.randint(2, 5))
+    return [Mlp, *choose.choices(KINDS, k=choose.randint(1, 4))]
 
 
 def random_program(seed: int, net: nn.Module) -> list[Tensor]:

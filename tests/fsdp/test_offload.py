@@ -1,5 +1,7 @@
 """What an offloaded block moves, and what it refuses."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -103,3 +105,26 @@ def test_layouts_come_back():
             assert back.stride() == torch.empty_like(tensor).stride()
 
     assert machine_of(program).races == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a device with streams")
+def test_on_a_device():
+    """Gradients as without offload, many times, while the device is behind and memory is reused."""
+    device = torch.accelerator.current_accelerator()
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(20)))
+    net.to(device)
+    x = torch.randn(8192, 512, device=device)
+
+    def gradients():
+        net.zero_grad()
+        net(x).square().mean().backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    kept = gradients()
+    offload.offload(net)
+    for ahead in (1, 2**25, offload.AHEAD_BYTES):
+        with mock.patch.object(offload, "AHEAD_BYTES", ahead):
+            for _ in range(20):
+                found = gradients()
+                torch.testing.assert_close(found, kept, rtol=0, atol=0)
