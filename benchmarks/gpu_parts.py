@@ -6,11 +6,13 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
@@ -18,6 +20,7 @@ import lightning_shard
 from benchmarks.peer_networks import NETWORKS
 from benchmarks.spectral import Case
 from benchmarks.unet_step import UNet
+from lightning_shard.fsdp import offload
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.recompute import compile_forward
 from lightning_shard.processes.mesh import make_mesh
@@ -209,6 +212,52 @@ def compiled(resolution: int) -> Rows:
         _reset_peak()
         cost = timed(lambda call=call, field=field: call(field).square().mean().backward())
         rows.append({"way": way, "ms of a step": cost, "peak MiB": _peak()})
+    return rows
+
+
+class _CopiedInLine(saved_tensors_hooks):
+    """In the place of `offload.OnHost`: torch's copies, on the stream that computes."""
+
+    def __init__(self) -> None:
+        kind = device().type
+        copies: Any = save_on_cpu(pin_memory=kind != "cpu", device_type=kind)
+
+        def pack(tensor: Tensor) -> Any:
+            return copies.pack_hook(tensor) if offload.is_moved(tensor) else tensor
+
+        def unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else copies.unpack_hook(packed)
+
+        super().__init__(pack, unpack)
+
+
+def offloaded(resolution: int) -> Rows:
+    """A step of the U-Net with activations kept, copied in line, and fetched ahead of backward.
+
+    All three are to have the same gradients: a wait that a device needs and lacks shows here.
+    """
+    field = torch.randn(1, 3, resolution, resolution, device=device())
+    rows: Rows = []
+    kept: list[Tensor] = []
+    for way in ("kept", "on the host, copied in line", "on the host, fetched ahead"):
+        torch.manual_seed(0)
+        net = UNet(16).to(device())
+        if way != "kept":
+            offload.offload([*net.down, *net.up])
+        hooks = _CopiedInLine if way.endswith("in line") else offload.OnHost
+        with mock.patch.object(offload, "OnHost", hooks):
+            loss = net(field).square().mean()
+            loss.backward()
+            found = [
+                loss.detach(),
+                *(p.grad.clone() for p in net.parameters() if p.grad is not None),
+            ]
+            kept = kept or found
+            _reset_peak()
+            cost = timed(lambda net=net: net(field).square().mean().backward())
+        rows.append({
+            "way": way, "ms of a step": cost, "peak MiB": _peak(), "error": _error(found, kept),
+        })  # fmt: skip
     return rows
 
 

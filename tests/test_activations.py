@@ -18,7 +18,7 @@ def small() -> nn.Module:
 
 @pytest.mark.spmd(2)
 def test_where_activations_lie():
-    case = (small, lambda: torch.randn(1, 1, 64, 64), 2, "Sequential", ["convolution"])
+    case = (small, lambda: torch.randn(1, 1, 96, 96), 2, "Sequential", ["convolution"])
     with mock.patch.dict(activations.CASES, {"small": case}):
         found = activations.counts("small", rounds=1)
     kept, again, selective, moved = (row[:2] for row in found.values())

@@ -30,6 +30,17 @@ def test_spectral_convolution_and_compiled_blocks():
     assert all(row["ms of a step"] > 0 for row in rows)
 
 
+@pytest.mark.spmd(1)
+def test_activations_on_the_host():
+    """On a CPU nothing is on a device, so nothing moves but by torch's own copies."""
+    rows = gpu_parts.offloaded(64)
+    assert [row["error"] for row in rows] == [0, 0, 0]
+    assert [row["way"] for row in rows][1:] == [
+        "on the host, copied in line", "on the host, fetched ahead",
+    ]  # fmt: skip
+    assert all(row["ms of a step"] > 0 for row in rows)
+
+
 def test_a_part_that_fails_or_hangs_is_a_row():
     context = mock.Mock(
         join=mock.Mock(side_effect=RuntimeError("on rank 0:\n\nno NCCL")), processes=[]
@@ -52,7 +63,7 @@ def test_the_command_writes_both_files(tmp_path, capsys):
         mock.patch.object(gpu, "run_part", return_value=rows) as run,
     ):
         gpu.main()
-    assert run.call_count == 6
+    assert run.call_count == 7
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert found["machine"]["device"] == "no GPU: the CPU, small fields"
     assert found["found"]["gloo, 1 ranks"] == rows

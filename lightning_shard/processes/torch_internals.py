@@ -47,7 +47,7 @@ INTERNALS = {
     "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
     "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
     "torch.Tensor._is_zerotensor": "gradients that are zeros without memory, as of sgn, are sent",
-    "torch.Tensor._version": "writes into copies of rows are not noticed",
+    "torch.Tensor._version": "writes into copies of rows, or offloaded tensors, are not noticed",
     "torch._C._storage_Use_Count": "a tensor whose memory others see does not become split",
     "torch.UntypedStorage._cdata": "a prediction counts memory that several tensors share once",
     "torch._subclasses.fake_tensor.FakeTensor": "a step is predicted without numbers",

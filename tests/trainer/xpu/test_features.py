@@ -14,12 +14,13 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from torch.autograd.graph import save_on_cpu
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import DeviceTimer, predictions_in_order
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.cli import main as cli
+from lightning_shard.fsdp import offload
 from lightning_shard.processes.exchange import copy_from_first
 from lightning_shard.trainer.random_state import random_state
 from tests import training
@@ -121,32 +122,73 @@ def test_recomputed_activations_draw_the_same_dropout(domain):
     assert all(torch.equal(again[key], kept[key]) for key in kept)
 
 
+@contextlib.contextmanager
+def pinned_bytes(**limits):
+    """The bytes that offloaded blocks ask of the host, in a list."""
+    asked, plain = [], offload.Driver.on_host
+
+    def on_host(driver, tensor):
+        host = plain(driver, tensor)
+        assert host.is_pinned()
+        asked.append(host.nbytes)
+        return host
+
+    with (
+        mock.patch.object(offload.Driver, "on_host", on_host),
+        mock.patch.multiple(offload, **limits),
+    ):
+        yield asked
+
+
 @pytest.mark.spmd(2, "xpu")
 @meshes
-def test_activations_on_the_host(domain):
-    """They come back as they were; the fake device has no pinned memory."""
-    moved = []
-
-    class Copies(save_on_cpu):
-        def __init__(self, pin_memory, device_type):
-            assert (pin_memory, device_type) == (True, "xpu")
-            super().__init__()
-            plain = self.pack_hook
-            self.pack_hook = lambda tensor: moved.append(tensor.nbytes) or plain(tensor)
+@pytest.mark.parametrize("ahead", [1, offload.AHEAD_BYTES], ids=["one tensor", "as always"])
+def test_activations_on_the_host(domain, ahead):
+    """They come back as they were."""
 
     def trained(names):
         module, strategy = tiny.tiny(), {"activation_offload": names}
         runner = training.trainer(domain, strategy=strategy)
         torch.manual_seed(4)
-        with mock.patch("lightning_shard.fsdp.offload.save_on_cpu", Copies):
-            runner.fit(module, tiny.loader(2 // domain[0]))
+        runner.fit(module, tiny.loader(2 // domain[0]))
         return full_module_state(module)
 
-    kept = trained([])
-    assert not moved
-    away = trained(["BatchNorm1d", "Conv1d"])
+    with pinned_bytes(SMALL_BYTES=0, AHEAD_BYTES=ahead) as moved:
+        kept = trained([])
+        assert not moved
+        away = trained(["BatchNorm1d", "Conv1d"])
     assert sum(moved) > 0
     assert all(torch.equal(away[key], kept[key]) for key in kept)
+
+
+@pytest.mark.spmd(2, "xpu")
+def test_memory_of_the_device_while_activations_are_on_the_host():
+    """Twenty blocks hold on the device what is ahead, and three tensors that compute."""
+    mib = 2**20
+    values = torch.rand(mib // 4)
+
+    def peak(away):
+        net = nn.Sequential(*(nn.Sigmoid() for _ in range(20)))
+        if away:
+            offload.offload(net)
+        x = values.to("xpu").requires_grad_()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        net(x).sum().backward()
+        return (torch.accelerator.max_memory_allocated() - before) / mib, x.grad.cpu()
+
+    kept, wanted = peak(away=False)
+    with pinned_bytes(AHEAD_BYTES=2 * mib) as moved:
+        streams = [torch.xpu.current_stream(), torch.xpu.Stream()]
+        for stream in streams:
+            with stream:
+                moved.clear()
+                held, found = peak(away=True)
+                assert sum(moved) == 20 * mib
+                assert kept > 20
+                assert held <= 6
+                assert torch.equal(found, wanted)
+                assert torch.accelerator.current_stream() == stream
 
 
 @pytest.mark.spmd(2, "xpu")

@@ -1,0 +1,130 @@
+"""What an offloaded block moves, and what it refuses."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard.fsdp import offload
+from tests.fsdp.simulated_driver import on_machine
+
+KIB = 2**10
+
+
+def test_what_is_moved():
+    large, weight = torch.randn(128, 128), nn.Parameter(torch.randn(128, 128))
+    frozen = nn.Parameter(torch.randn(128, 128), requires_grad=False)
+    assert offload.is_moved(large)
+    assert offload.is_moved(large.t()[:, ::1])
+    assert offload.is_moved(weight * 2)
+    for stays in (
+        large[:64, :127],  # less than 64 KiB
+        weight,
+        weight.t(),
+        frozen,
+        frozen.t(),  # FSDP2 frees it after the block
+        large[:1].expand(128, 128),
+        large.to_sparse(),
+    ):
+        assert not offload.is_moved(stays), stays.shape
+
+
+def test_nothing_moves_on_the_cpu():
+    mover = offload.Mover(offload.Driver())
+    x = torch.randn(128, 128)
+    assert mover.unpack(mover.pack(x)) is x
+
+
+def machine_of(program):
+    """What ran it; the two newest tensors of 4 KiB are near."""
+    return on_machine(program, ahead=2 * 4 * KIB, small=KIB)[0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_saved_tensor_that_is_written(late):
+    """As without blocks it is refused, if the copy may be on its way; else the copy counts."""
+    x = torch.rand(32, 32, requires_grad=True)
+
+    def program():
+        with offload.OnHost():
+            y = x.exp()
+            z = y.exp().exp().exp() if late else y
+        with torch.no_grad():
+            y.zero_()
+        z.sum().backward()
+
+    if late:
+        assert machine_of(program).races == []
+        wanted, y = 1.0, x.detach()
+        for _ in range(4):
+            y = y.exp()
+            wanted = wanted * y
+        torch.testing.assert_close(x.grad, wanted)
+    else:
+        with pytest.raises(RuntimeError, match=r"a tensor \(32, 32\) that backward needs was writ"):
+            machine_of(program)
+
+
+def test_a_saved_tensor_whose_memory_is_freed():
+    """As FSDP2 frees a gathered parameter, of which only a detached copy was seen."""
+    tensor = torch.rand(32, 32)
+    saved = []
+
+    def program():
+        mover = offload.MOVER
+        saved.append(mover.pack(tensor))
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="its memory was freed"):
+            mover.unpack(saved[0])
+
+    machine_of(program)
+    assert not torch.is_tensor(saved[0])
+
+
+def test_small_tensors_stay():
+    def program():
+        with offload.OnHost():
+            y = torch.rand(15, 16, requires_grad=True).exp()
+            z = torch.rand(16, 16, requires_grad=True).exp()
+        (y.sum() + z.sum()).backward()
+
+    machine = machine_of(program)
+    copies = [step for step in machine.steps if step.stream is machine.beside["out"] and step.run]
+    assert len(copies) == 1
+
+
+def test_layouts_come_back():
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    wide = torch.randn(32, 48)
+
+    def program():
+        for tensor in (x, wide.t(), wide[:, 16:32], wide[:, 16:32].t(), wide.to(torch.int64)):
+            back = offload.MOVER.unpack(offload.MOVER.pack(tensor))
+            assert torch.equal(back, tensor)
+            assert back.stride() == torch.empty_like(tensor).stride()
+
+    assert machine_of(program).races == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a device with streams")
+def test_on_a_device():
+    """Gradients as without offload, many times, while the device is behind and memory is reused."""
+    device = torch.accelerator.current_accelerator()
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(20)))
+    net.to(device)
+    x = torch.randn(8192, 512, device=device)
+
+    def gradients():
+        net.zero_grad()
+        net(x).square().mean().backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    kept = gradients()
+    offload.offload(net)
+    for ahead in (1, 2**25, offload.AHEAD_BYTES):
+        with mock.patch.object(offload, "AHEAD_BYTES", ahead):
+            for _ in range(20):
+                found = gradients()
+                torch.testing.assert_close(found, kept, rtol=0, atol=0)

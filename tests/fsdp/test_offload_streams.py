@@ -1,0 +1,309 @@
+"""Activations on the host, on a simulated device: no race, no wrong number, bounded memory."""
+
+import functools
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_shard.fsdp import offload
+from tests.fsdp.offload_programs import (
+    KINDS,
+    PROGRAMS,
+    WIDTH,
+    Branches,
+    Chain,
+    Heads,
+    Mlp,
+    Norm,
+    gradients,
+    network,
+    random_kinds,
+    random_program,
+    sample,
+    train,
+)
+from tests.fsdp.replay import Kernel, orders
+from tests.fsdp.simulated_driver import on_machine
+from tests.fsdp.streams import Stream
+
+MUL = torch.ops.aten.mul.Tensor
+TENSOR_BYTES = 3 * WIDTH * 8  # of a block's output
+AHEAD = {"one tensor": 1, "three tensors": 3 * TENSOR_BYTES, "everything": 2**20}
+ahead = pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD)
+
+
+def run(program, net, ahead, drop=None):
+    """The machine, and what a program finds on it."""
+    return on_machine(lambda: program(net), ahead, drop=drop)
+
+
+def offloaded(net):
+    offload.offload(net.blocks)
+    return net
+
+
+def equal(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def right(machine, found):
+    """Whether tensors have these values in every order of the streams."""
+    return all(equal(machine.replayed(order, found), found) for order in orders().values())
+
+
+def copies_on(machine, stream):
+    kernels = [s for s in machine.steps if s.stream is stream and isinstance(s.run, Kernel)]
+    return [s for s in kernels if str(s.run.func) == "aten.copy_.default"]
+
+
+@ahead
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_programs(program, ahead):
+    expected = program(network(KINDS))
+    machine, found = run(program, offloaded(network(KINDS)), ahead)
+    assert equal(found, expected)
+    assert machine.races == []
+    assert right(machine, found)
+    copies = {way: len(copies_on(machine, stream)) for way, stream in machine.beside.items()}
+    assert copies["out"] > 20
+    assert copies["back"] > 10 or ahead == AHEAD["everything"]
+
+
+def check_random(seed, ahead):
+    program, kinds = functools.partial(random_program, seed), random_kinds(seed)
+    expected = program(network(kinds))
+    machine, found = run(program, offloaded(network(kinds)), ahead)
+    assert equal(found, expected)
+    assert machine.races == []
+    assert right(machine, found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs(seed):
+    check_random(seed, [*AHEAD.values()][seed % len(AHEAD)])
+
+
+@pytest.mark.slow
+@ahead
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_more_random_programs(seed, ahead):
+    check_random(seed, ahead)
+
+
+def two_steps(net):
+    """The second finds memory that has been used."""
+    found = []
+    for number in range(2):
+        net.zero_grad()
+        loss = net(sample(number)).sum()
+        loss.backward()
+        found += [loss.detach(), *gradients(net)]
+    return found
+
+
+def on_another_stream(net):
+    """Backward runs elsewhere than forward ran; what blocks do not save is kept until the end."""
+    machine = offload.MOVER.driver.machine
+    other, found, kept = Stream(machine, "other"), [], []
+    for number in range(2):
+        net.zero_grad()
+        kept.append(sample(number))
+        loss = net(kept[-1]).sum()
+        other.wait_stream(machine.compute)
+        with other:
+            loss.backward()
+        machine.compute.wait_stream(other)
+        found += [loss.detach(), *gradients(net)]
+    return found
+
+
+def mutants(program, net, ahead, choose=lambda numbers: numbers):
+    """For each call that tells a stream something its kind, races, and whether values stay."""
+    machine, expected = run(program, offloaded(net()), ahead)
+    assert machine.races == []
+    for number in choose([n for n, (_, tells) in enumerate(machine.calls) if tells]):
+        mutant, found = run(program, offloaded(net()), ahead, drop=number)
+        assert equal(found, expected)  # computed in the order of the program
+        yield machine.calls[number][0], bool(mutant.races), right(mutant, found)
+
+
+@ahead
+def test_any_call_that_is_left_out_is_found(ahead):
+    """In a chain nothing is ordered twice: without any wait and any event there is a race."""
+    rows = list(mutants(two_steps, lambda: Chain(6), ahead))
+    assert all(raced for _, raced, _ in rows)
+    assert {kind for kind, _, _ in rows} == {"wait", "record_event"}
+    if ahead < AHEAD["everything"]:  # where no copy comes back, none has a wrong number
+        assert sum(not stays for *_, stays in rows) > len(rows) // 2
+
+
+@ahead
+def test_backward_on_another_stream(ahead):
+    """There alone is record_stream asked for: the stream of the memory does not know its use."""
+    rows = list(mutants(on_another_stream, lambda: Chain(6), ahead))
+    assert [raced for kind, raced, _ in rows if kind == "record_stream"] == [True] * 12
+    assert all(raced for _, raced, stays in rows if not stays)
+    assert sum(not stays for *_, stays in rows) > 5
+
+
+def check_judges(program, ahead, calls):
+    """Two judges of one mistake: where numbers are wrong in some order, the clocks say why."""
+    some = functools.partial(random.Random(0).sample, k=calls)
+    rows = list(mutants(program, lambda: network([Mlp, Heads, Branches]), ahead, some))
+    assert all(raced for _, raced, stays in rows if not stays)
+    return sum(raced for _, raced, _ in rows)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_wrong_numbers_are_races(program):
+    check_judges(program, AHEAD["one tensor"], 3)
+
+
+@pytest.mark.slow
+@ahead
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_more_wrong_numbers_are_races(program, ahead):
+    assert check_judges(program, ahead, 20) > 4
+
+
+def peak(blocks, ahead, program=two_steps):
+    """Places on the device, with blocks of one tensor each; without offload where None."""
+    net = Chain(blocks)
+    machine, _ = run(program, net if ahead is None else offloaded(net), ahead or 0)
+    return machine.peak
+
+
+@pytest.mark.parametrize("tensors", [1, 3])
+def test_the_device_holds_what_is_ahead_however_deep_the_network_is(tensors):
+    bytes_ahead = tensors * TENSOR_BYTES
+    assert peak(30, None) == peak(10, None) + 20
+    assert peak(30, bytes_ahead) == peak(10, bytes_ahead)
+    # beside it, as without blocks: what computes, and the tensor that is computed next
+    assert peak(30, bytes_ahead) <= peak(1, None) + tensors + 2
+
+
+@ahead
+def test_nothing_stays_when_graphs_have_ended(ahead):
+    """Neither after backward nor without it; `dropped` ends one in the middle of a backward."""
+    for program in (train, PROGRAMS["dropped"]):
+        machine, found = run(program, offloaded(network([Mlp, Branches, Mlp])), ahead)
+        net = network([Mlp, Branches, Mlp])
+        plain, _ = run(program, net, ahead)
+        del found
+        assert machine.held["host"] == 0
+        assert plain.held["host"] == 0
+
+
+def test_what_the_loss_leaves_out_does_not_stay_near():
+    """Branches without a gradient are fetched with the others, and let go when they are passed."""
+
+    def program(net):
+        loss = net(sample()).square().sum()
+        unused, near = [block.unused for block in net.blocks], []
+        for block in net.blocks:
+
+            def count(_):
+                saved = [ref() for ref in offload.MOVER._order]
+                near.append(sum(s is not None and s.near is not None for s in saved))
+
+            block.a.up.weight.register_hook(count)
+        loss.backward()
+        assert len(unused) == 8
+        return near
+
+    net = functools.partial(network, [Branches] * 8)
+    _, near = run(program, offloaded(net()), 2 * TENSOR_BYTES)
+    with mock.patch.object(offload.Mover, "_leave"):
+        _, staying = run(program, offloaded(net()), 2 * TENSOR_BYTES)
+    assert len(near) == len(staying) == 8
+    assert max(near) <= 4
+    assert max(staying) > 8
+
+
+def test_each_tensor_comes_back_once_and_before_it_is_needed():
+    machine, _ = run(train, offloaded(network([Mlp, Norm, Heads, Norm])), TENSOR_BYTES)
+    out, back = (len(copies_on(machine, stream)) for stream in machine.beside.values())
+    assert back < out
+    machine, _ = run(two_steps, offloaded(Chain(6)), TENSOR_BYTES)
+    assert copies_on(machine, machine.compute) == []
+    assert len(copies_on(machine, machine.beside["out"])) == 12
+    back = copies_on(machine, machine.beside["back"])
+    assert len(back) == 10  # the last block's is still near
+    steps = machine.steps[machine.steps.index(back[0]) :]
+    of_backward = [s for s in steps if s in back or getattr(s.run, "func", None) is MUL]
+    assert [s in back for s in of_backward[:7]] == [True, False] * 3 + [True]
+
+
+class MemoryOfTheCopies(offload._Saved):
+    """torchtune's first version: https://github.com/meta-pytorch/torchtune/issues/1867."""
+
+    def fetch(self):
+        if self.near is None:
+            with self.driver.beside(self.device, "back"):
+                near = self.driver.on_device(self.host, self.device)
+            self._copy(near, self.host, "back")
+
+
+class LetGoAtOnce(offload._Saved):
+    """The tensor is freed while it is copied."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.near = None
+
+
+class OneStreamForAll(offload._Saved):
+    """Waits for the first stream: https://github.com/huggingface/trl/pull/7195."""
+
+    def __init__(self, tensor, place, driver):
+        with driver.machine.compute:
+            super().__init__(tensor, place, driver)
+
+
+class CloneBeside(offload._Saved):
+    """Memory in between is of the copies: https://github.com/axolotl-ai-cloud/axolotl/pull/3833."""
+
+    def _copy(self, to, source, way):
+        with self.driver.beside(self.device, way):
+            source = source.clone()
+        super()._copy(to, source, way)
+
+
+class NoCopyYet(offload._Saved):
+    """Takes what is fetched without a wait."""
+
+    def take(self):
+        near, self.near = self.near, None
+        return near
+
+
+def forward_on_another_stream(net):
+    machine = offload.MOVER.driver.machine
+    with Stream(machine, "mine") as mine:
+        mine.wait_stream(machine.compute)
+        found = two_steps(net)
+    machine.compute.wait_stream(mine)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bug", "program"),
+    [
+        (MemoryOfTheCopies, two_steps),
+        (LetGoAtOnce, two_steps),
+        (OneStreamForAll, forward_on_another_stream),
+        (CloneBeside, two_steps),
+        (NoCopyYet, two_steps),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_bugs_that_others_had_are_found(bug, program):
+    expected = two_steps(Chain(6))
+    for saved in (offload._Saved, bug):
+        with mock.patch.object(offload, "_Saved", saved):
+            machine, found = run(program, offloaded(Chain(6)), 1)
+        assert equal(found, expected)
+        assert bool(machine.races) == (saved is bug)
+        assert right(machine, found) == (saved is not bug)
