@@ -94,12 +94,12 @@ def run(block, fields):
 AS_COMPILER = "aot_eager_decomp_partition"
 
 
-def check(name, sizes, backend=AS_COMPILER, rows=13):
+def check(name, sizes, backend=AS_COMPILER, rows=13, stored=torch.contiguous_format):
     torch.manual_seed(3)
-    block = to_double(BLOCKS[name]())
+    block = to_double(BLOCKS[name]()).to(memory_format=stored)
     avoid_whole_fields(block)  # as the strategy does
     plain, again = copy.deepcopy(block), copy.deepcopy(block)
-    x = torch.randn(2, 4, rows, 10, dtype=torch.float64)
+    x = torch.randn(2, 4, rows, 10, dtype=torch.float64).to(memory_format=stored)
     fields = lightning_shard.shard(x, mesh_of(*sizes), range(2, 2 + len(sizes)))
     forget()
     for each in (block, again):
@@ -176,6 +176,14 @@ def test_the_compiler_itself_with_more_ranks_than_rows():
 @pytest.mark.parametrize("name", IN_TWO_DIMS)
 def test_the_compiler_itself_on_two_by_two(name):
     check(name, (2, 2), "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("backend", [AS_COMPILER, "inductor"])
+@pytest.mark.parametrize("name", ["conv and batch norm", "conv and group norm", "level of a U-Net"])
+def test_channels_last(name, backend):
+    check(name, (3,), backend, stored=torch.channels_last)
 
 
 @pytest.mark.spmd(2)
