@@ -91,8 +91,11 @@ def _one_sample(x: Tensor) -> Tensor:
 
 
 def _for_samples(values: Tensor | None, samples: int) -> Tensor | None:
-    """One value per channel, for the channels of `_one_sample`; each has memory of its own."""
-    return values if values is None or samples == 1 else values.repeat(samples)
+    """One value per channel, for the channels of `_one_sample`; each has memory of its own.
+
+    Not by `repeat`, of which no samples give a gradient without a graph.
+    """
+    return values if values is None or samples == 1 else values.expand(samples, -1).flatten()
 
 
 def _of_channels(x: Subdomain, values: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
-from tests.parity import mesh_of
+from tests.parity import assert_double_backward, mesh_of
 
 SHAPE = (7, 3, 4)
 VIEWS = {
@@ -151,6 +151,19 @@ def test_a_rank_without_rows_refuses_nothing_that_others_do():
     expected = whole.clone()
     expected.flatten()[::2] = 0.25
     assert lightning_shard.gather(y).equal(expected)
+
+
+@pytest.mark.spmd(3)
+def test_the_graph_of_a_written_view_where_a_rank_has_no_rows():
+    """A view is made anew after a write; of nothing, torch's `as_strided` has no second graph."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        row = y.flatten()
+        row[::2] = 0.25
+        return y + row.flip(0).view(y.shape)
+
+    assert_double_backward(function, [(2, 1)], {0: [0]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)
