@@ -193,7 +193,9 @@ def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     if out is None:
         return _by_rule(func, args, kwargs)
-    return write_out(_by_rule(func, args, kwargs), out, [args, kwargs], DomainTensor)
+    split = next(split_in([args, kwargs], DomainTensor), None) is not None  # or only `out` is
+    result = _by_rule(func, args, kwargs) if split else func(*args, **kwargs)
+    return write_out(result, out, [args, kwargs], DomainTensor)
 
 
 def _refuse_copy(target: Any) -> None:
