@@ -58,9 +58,11 @@ def part_of(tensor: Any) -> Part:
     if copies.watched:
         copies.check_copies()
     with without_rules():
-        foreign = tensor.grad_fn
+        foreign, wanted = tensor.grad_fn, tensor.requires_grad
     if foreign is None:
         part = tensor._part
+        if wanted and not part.local.requires_grad and torch.is_grad_enabled():
+            part.local.requires_grad_()  # autograd has unpacked the wrapper: of nested checkpoints
         if isinstance(part, Subdomain) and part.copied is not None and part.copied.is_stale:
             copies.refuse_stale()
         return part

@@ -205,7 +205,9 @@ def test_a_row_assigned_to_another_is_forgotten():
 def test_the_gradient_of_a_leaf_is_no_place_to_write():
     x = lightning_shard.shard(torch.randn(5, 2), mesh_of(2), 0).requires_grad_()
     x.square().sum().backward()
-    for copied in (x.grad, x.grad.detach(), x.grad.data):
+    gradient = x.grad
+    assert gradient is not None
+    for copied in (gradient, gradient.detach(), gradient.data):
         with pytest.raises(UnsupportedOperationError, match="into a copy"):
             copied.clamp_(max=0.1)
 
