@@ -4,6 +4,7 @@ What is refused, is refused on all ranks alike.
 """
 
 import collections
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -24,6 +25,20 @@ def run(made: Program, start: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.arange(value.numel(), dtype=torch.float64).cos().view(value.shape)
     (gradient,) = torch.autograd.grad((value * weights).sum(), start, materialize_grads=True)
     return value, gradient
+
+
+def run_twice(made: Program, start: Tensor) -> list[Tensor]:
+    """The gradients by the start and by a plain weight, and those of their squared norm."""
+    weight = torch.linspace(0.1, 1, start.shape[-1], dtype=torch.float64, requires_grad=True)
+    value = start * weight.cos()
+    for step in made.steps:
+        value = step(value)
+    weights = torch.arange(value.numel(), dtype=torch.float64).cos().view(value.shape)
+    found = torch.autograd.grad(
+        (value * weights).sin().sum(), [start, weight], create_graph=True, materialize_grads=True
+    )
+    penalty = found[0].square().sum() + found[1].square().sum()
+    return [*found, *torch.autograd.grad(penalty, [start, weight], materialize_grads=True)]
 
 
 def whole(x: Tensor) -> Tensor:
@@ -70,6 +85,21 @@ def check(seeds: range, sizes: tuple[int, ...]) -> None:
     assert counts["exact"] > 0.5 * len(seeds), counts
 
 
+def check_twice(seeds: Iterable[int], sizes: tuple[int, ...]) -> None:
+    """Also where a rank has no rows: its graph must call what those of the others call."""
+    for seed in seeds:
+        made = program(seed)
+        dims = [(made.split + axis) % made.start.ndim for axis in range(len(sizes))]
+        expected = run_twice(made, made.start.clone().requires_grad_())
+        split = lightning_shard.shard(made.start, mesh_of(*sizes), dims).requires_grad_()
+        found = run_twice(made, split)
+        for value, correct in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                whole(value), correct.detach(), rtol=1e-8, atol=1e-10,
+                msg=f"seed {seed}: {tuple(made.start.shape)}, dims {dims}, {made.names}",
+            )  # fmt: skip
+
+
 @pytest.mark.spmd(2)
 def test_two_ranks():
     check(range(60), (2,))
@@ -78,6 +108,16 @@ def test_two_ranks():
 @pytest.mark.spmd(3)
 def test_three_ranks():
     check(range(1000, 1060), (3,))
+
+
+@pytest.mark.spmd(3)
+def test_second_derivatives_on_three_ranks():
+    check_twice([*range(40), 487, 846, 2077], (3,))
+
+
+@pytest.mark.spmd(4)
+def test_second_derivatives_on_two_by_two():
+    check_twice([5489, 5881, 5907, 6400, 6439], (2, 2))
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ INTERNALS = {
     "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
     "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
     "torch.Tensor._is_zerotensor": "gradients that are zeros without memory, as of sgn, are sent",
+    "torch.autograd.grad_mode._force_original_view_tracking":
+        "ranks without rows keep the graph of views that are written",
     "torch.Tensor._version": "writes into copies of rows, or offloaded tensors, are not noticed",
     "torch._C._storage_Use_Count": "a tensor whose memory others see does not become split",
     "torch.UntypedStorage._cdata": "a prediction counts memory that several tensors share once",
@@ -157,6 +159,9 @@ make_wrapper: Callable[..., Any] = internal("torch.Tensor._make_wrapper_subclass
 without_rules: Callable[[], Any] = internal("torch._C.DisableTorchFunctionSubclass")
 frame_callback: Callable[[], Any] = internal("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 untraced: Callable[..., Any] = internal("torch._compile._disable_dynamo")
+views_replayed: Callable[[bool], Any] = internal(
+    "torch.autograd.grad_mode._force_original_view_tracking"
+)
 is_autocast: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
 modes_on_stack: Callable[[], int] = internal("torch._C._len_torch_dispatch_stack")
 schemas: Callable[[], list[Any]] = internal("torch._C._jit_get_all_schemas")

@@ -11,17 +11,22 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Copied, Subdomain
+from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.torch_internals import storage_users, version_of
 
-watched: list[tuple[Tensor, int, Copied]] = []
-_OURS = 2  # references to a tensor of the list, or to its memory, while one looks at it
+# each with how often it was written, and who had its memory, when it was given out
+watched: list[tuple[Tensor, int, Copied, int]] = []
+per_rank(sys.modules[__name__], "watched")
+_OURS = 2  # references to a tensor of the list while one looks at it
 
 
 def plain_rows(part: Subdomain) -> Tensor:
     """The rows of a part that no rank splits: a copy for each rank."""
     assert part.copied is not None
-    watched.append((part.local, version_of(part.local), part.copied))
-    return part.local
+    rows = part.local
+    # autograd keeps what it is a view of, and that tensor has the memory, too
+    watched.append((rows, version_of(rows), part.copied, storage_users(rows)))
+    return rows
 
 
 def check_copies() -> None:
@@ -33,17 +38,17 @@ def check_copies() -> None:
     seen, kept = watched[:], []
     watched.clear()
     while seen:
-        rows, version, copied = seen.pop()
+        rows, version, copied, users = seen.pop()
         if version_of(rows) != version:
             raise UnsupportedOperationError(
                 "rows that were taken from it before, as x[i] along the split dim, are a copy, and "
                 "were written in place: the split tensor has not changed. Assign with x[index] = "
                 "value, or take x[index].clone()"
             )
-        if sys.getrefcount(rows) > _OURS or storage_users(rows) > _OURS:
+        if sys.getrefcount(rows) > _OURS or storage_users(rows) > users:
             if copied.is_stale:
                 refuse_stale()
-            kept.append((rows, version, copied))
+            kept.append((rows, version, copied, users))
     watched.extend(reversed(kept))
 
 

@@ -10,7 +10,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_internals import without_rules
-from lightning_shard.tensor.copies import check_copies, refuse_stale, watched
+from lightning_shard.tensor import copies
 
 # How to read a tensor with a history of its own, by the class of its grad_fn. The module
 # autograd_function.py enters the Functions that it serves.
@@ -55,14 +55,16 @@ def part_of(tensor: Any) -> Part:
         UnsupportedOperationError: A foreign autograd.Function put its history on the wrapper. Or
             the rows are a copy, and were written in place, or what they come from was.
     """
-    if watched:
-        check_copies()
+    if copies.watched:
+        copies.check_copies()
     with without_rules():
-        foreign = tensor.grad_fn
+        foreign, wanted = tensor.grad_fn, tensor.requires_grad
     if foreign is None:
         part = tensor._part
+        if wanted and not part.local.requires_grad and torch.is_grad_enabled():
+            part.local.requires_grad_()  # autograd has unpacked the wrapper: of nested checkpoints
         if isinstance(part, Subdomain) and part.copied is not None and part.copied.is_stale:
-            refuse_stale()
+            copies.refuse_stale()
         return part
     follow = followed.get(type(foreign))
     if follow is None:

@@ -20,12 +20,13 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops import name_of, rule_for
 from lightning_shard.ops.become import Became
 from lightning_shard.ops.elementwise.pointwise import pointwise
-from lightning_shard.ops.registry import canonical_names, is_in_place, run_rule
+from lightning_shard.ops.registry import Rule, canonical_names, is_in_place, run_rule
 from lightning_shard.processes.torch_internals import (
     accessors,
     frame_callback,
     make_wrapper,
     untraced,
+    views_replayed,
     without_rules,
 )
 from lightning_shard.tensor.copies import plain_rows
@@ -167,10 +168,22 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         raise UnsupportedOperationError("it has no rule for split tensors")
     if is_in_place(func) or func is Tensor.__setitem__:
         _refuse_copy(local_args[0])
-    result = _wrap(run_rule(rule, func, local_args, local_kwargs), wrappers)
+    run = run_rule if all(w._part.local.numel() for w in wrappers.values()) else _run_on_nothing
+    result = _wrap(run(rule, func, local_args, local_kwargs), wrappers)
     if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
         _show_requires_grad(args[0])
     return result
+
+
+def _run_on_nothing(rule: Rule, *call: Any) -> Any:
+    """Run a rule where this rank has no elements.
+
+    A view that is written gets its graph anew, from one of `as_strided`. Of a tensor without
+    elements the gradient of that has no graph, and a second backward pass would lack the
+    collectives that the other ranks call. So such views are made again as they were made.
+    """
+    with views_replayed(True):
+        return run_rule(rule, *call)
 
 
 def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -180,7 +193,9 @@ def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     if out is None:
         return _by_rule(func, args, kwargs)
-    return write_out(_by_rule(func, args, kwargs), out, [args, kwargs], DomainTensor)
+    split = next(split_in([args, kwargs], DomainTensor), None) is not None  # or only `out` is
+    result = _by_rule(func, args, kwargs) if split else func(*args, **kwargs)
+    return write_out(result, out, [args, kwargs], DomainTensor)
 
 
 def _refuse_copy(target: Any) -> None:

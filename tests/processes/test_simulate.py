@@ -313,6 +313,21 @@ def test_warnings_are_caught_by_the_rank_that_looks_for_them():
     assert simulate(body, processes=3) == [["rank 0"], ["rank 1"], ["rank 2"]]
 
 
+def test_each_rank_watches_its_own_copies_of_rows():
+    """One that was written is refused where it belongs, not on the rank that comes next."""
+
+    def body() -> str:
+        mesh = lightning_shard.init_mesh({"domain": -1})
+        x = lightning_shard.shard(torch.zeros(3, 2), mesh["domain"], 0).clone()
+        row = x[1]
+        x.put_(torch.tensor([0]), torch.ones(1))  # ranks take turns in it
+        with pytest.raises(lightning_shard.UnsupportedOperationError):
+            (x * 1).sum()
+        return str(row)
+
+    assert simulate(body, processes=3) == ["tensor([0., 0.])"] * 3
+
+
 @pytest.mark.slow
 def test_the_process_can_still_be_forked():
     """In an interpreter of its own: autograd begins once in a process."""

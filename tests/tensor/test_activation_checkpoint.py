@@ -51,6 +51,9 @@ FUNCTIONS = {
     "the same input twice": lambda run, x, w: run(twice, x, x, w) + x.sum(),
     "no tensors between": lambda run, x, w: run(lambda a, n, b, m: conv(a * n, b), x, 3, w, None),
     "nested": lambda run, x, w: run(lambda a, b: run(conv, a.sin(), b).cos(), x * 2, w),
+    "nested, of a plain factor": lambda run, x, w: run(
+        lambda a: run(lambda b: (b * w.mean()).sin(), a.cos()).exp(), x
+    ),
     "the other mode inside": lambda run, x, w: run(
         lambda a, b: run.other(conv, a.sin(), b).cos(), x * 2, w
     ),

@@ -101,6 +101,17 @@ def test_the_window_of_a_dilation():
 
 
 @pytest.mark.spmd(3)
+def test_only_out_is_split():
+    x, split = torch.randn(2, 7), lightning_shard.shard(torch.zeros(2, 7), mesh_of(3), 1)
+    for function in (
+        lambda out: torch.mul(x, 2, out=out),
+        lambda out: torch.matmul(x, x.T @ x, out=out),
+    ):
+        assert function(split) is split
+        torch.testing.assert_close(lightning_shard.gather(split), function(None))
+
+
+@pytest.mark.spmd(3)
 def test_refusals():
     split = lightning_shard.shard(torch.randn(2, 7), mesh_of(3), 1)
     with pytest.raises(UnsupportedOperationError, match="must have the shape and the dtype"):

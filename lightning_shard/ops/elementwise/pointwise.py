@@ -44,6 +44,10 @@ CONVERSIONS = [row.type for row in DEVICES] + (
     "byte clone detach detach_ contiguous requires_grad_ resolve_conj "
     "resolve_neg fill_ zero_ zeros_like ones_like full_like empty_like nan_to_num nan_to_num_"
 ).split()
+VIEWS = {
+    torch.detach, Tensor.detach, accessors("data").__get__, torch.real, accessors("real").__get__,
+    torch.imag, accessors("imag").__get__, torch.conj, Tensor.conj,
+}  # fmt: skip
 NOT_POINTWISE_IN_ALL_FORMS = {"max", "min", "equal", "rrelu"}
 
 
@@ -100,6 +104,8 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
     if isinstance(result, tuple):
         return tuple(first.like(r, layout) for r in result)
+    if func in VIEWS:
+        return first.view(result, layout)
     # an operator of Tensor gives NotImplemented for an operand that it does not know
     return first.like(result, layout) if isinstance(result, Tensor) else result
 
@@ -117,7 +123,21 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Subdomain):
         return func(x, *args, **kwargs)
     result = func(x.local, *args, **kwargs)
+    if func in VIEWS:
+        return x.view(result, x.layout)
+    if result is x.local and func is Tensor.contiguous and not _lies_dense(x):
+        result = result.clone()  # a part of one row, of a whole that torch copies
     return x.like(result) if isinstance(result, Tensor) else result  # the name of type()
+
+
+def _lies_dense(x: Subdomain) -> bool:
+    """Whether the strides are those of new memory, in each dim that has several rows anywhere."""
+    step = 1
+    for d in reversed(range(x.ndim)):
+        if x.shape[d] > 1 and x.local.stride(d) != step:
+            return False
+        step *= x.local.shape[d]
+    return True
 
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)

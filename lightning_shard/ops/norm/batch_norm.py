@@ -85,8 +85,11 @@ def instance_norm(
 
 
 def _for_samples(values: Tensor | None, samples: int) -> Tensor | None:
-    """One value for each channel of each sample, which has memory of its own."""
-    return values if values is None or samples == 1 else values.repeat(samples)
+    """One value for each channel of each sample, which has memory of its own.
+
+    Not by `repeat`, of which no samples give a gradient without a graph.
+    """
+    return values if values is None or samples == 1 else values.expand(samples, -1).flatten()
 
 
 def _of_channels(x: Subdomain, values: Any) -> Any:

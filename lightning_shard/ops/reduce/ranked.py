@@ -47,7 +47,7 @@ def kth_of_row(
     value, place = _picked(row, rank.reshape(1))
     if dim is None:
         return _shared(row, value.detach())
-    shape = [1] * (x.ndim if keepdim else 0)
+    shape = [1] * (x.ndim - (not keepdim))
     return _PAIRS[func.__name__]((value.reshape(shape), place.reshape(shape)))
 
 
@@ -55,10 +55,13 @@ def quantile_of_row(
     func: Callable[..., Tensor],
     x: Subdomain,
     q: Any,
-    keepdim: bool = False,
+    dims: int = 0,
     interpolation: str = "linear",
 ) -> Tensor:
-    """Quantiles of all elements; NaN among them makes all quantiles NaN, or is left out."""
+    """Quantiles of all elements; NaN among them makes all quantiles NaN, or is left out.
+
+    After the dims of `q` the result has some `dims` of extent 1.
+    """
     row = row_of_all(x)
     func(x.local.detach().new_zeros(min(row.shape[0], 1)), q, interpolation=interpolation)
     q = torch.as_tensor(q, dtype=x.dtype, device=x.local.device)
@@ -77,7 +80,7 @@ def quantile_of_row(
         above, _ = _picked(row, ranks.detach().ceil().long().reshape(-1))
         weights = ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5)
         found = found.lerp(above.reshape(q.shape), weights)
-    return found.reshape([*q.shape, *[1] * (x.ndim if keepdim else 0)])
+    return found.reshape([*q.shape, *[1] * dims])
 
 
 def _nans(row: Subdomain) -> Tensor:

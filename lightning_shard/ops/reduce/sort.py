@@ -158,7 +158,8 @@ def _of_one_row(
     keepdim = bool(given.get("keepdim", False))
     if kind is _QUANTILE:
         given = {k: v for k, v in given.items() if k not in ("dim", "keepdim")}
-        return quantile_of_row(func, x, keepdim=keepdim, **given)
+        dims = x.ndim if keepdim else 0 if dim is None else x.ndim - 1
+        return quantile_of_row(func, x, dims=dims, **given)
     return kth_of_row(func, x, dim, keepdim, given.get("k"))
 
 

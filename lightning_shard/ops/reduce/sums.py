@@ -83,16 +83,25 @@ def _var_and_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Any, Any]:
-    """Take two passes: the global mean, then the squared distances from it."""
+    """Take two passes: the global mean, then the squared distances from it.
+
+    Where the mean is large its rounding shifts all distances; what they sum up to tells how far.
+    """
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dims = reduced_dims(x, dim)
     correction = float(unbiased) if correction is None else correction
     count = volume(x.layout, dims)
     center = sum_over(x, x.local.sum(dims, keepdim=True), dims) / count
-    squares = sum_over(x, (x.local - center).abs().square().sum(dims, keepdim=keepdim), dims)
+    distances = x.local - center
+    shifts = torch.view_as_real(distances).unbind(-1) if x.dtype.is_complex else (distances,)
+    parts = [distances.abs().square(), *shifts]
+    totals = torch.stack([part.sum(dims, keepdim=keepdim) for part in parts])
+    squares, *shifts = sum_over(x, totals, dims).unbind()
+    for shift in shifts:
+        squares = squares - shift.square() / count
     mean = center if keepdim else squeezed(center, dims)
-    variance = squares / max(count - correction, 0)
+    variance = squares.clamp(min=0) / max(count - correction, 0)
     return result(x, variance, dims, keepdim), result(x, mean, dims, keepdim)
 
 
@@ -169,7 +178,7 @@ def any_(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False
 ) -> Subdomain | Tensor:
     dims = reduced_dims(x, dim)
-    return result(x, _count(x, x.local.bool(), dims, keepdim) > 0, dims, keepdim)
+    return result(x, _as_truth(x, _count(x, x.local.bool(), dims, keepdim) > 0), dims, keepdim)
 
 
 @implements(torch.all, Tensor.all)
@@ -177,7 +186,13 @@ def all_(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False
 ) -> Subdomain | Tensor:
     dims = reduced_dims(x, dim)
-    return result(x, _count(x, x.local.logical_not(), dims, keepdim) == 0, dims, keepdim)
+    wrong = _count(x, x.local.logical_not(), dims, keepdim)
+    return result(x, _as_truth(x, wrong == 0), dims, keepdim)
+
+
+def _as_truth(x: Subdomain, found: Tensor) -> Tensor:
+    """In torch's dtype of what is true of `x`: bytes stay bytes."""
+    return found.to(torch.uint8) if x.dtype == torch.uint8 else found
 
 
 def _count(x: Subdomain, marks: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:

@@ -24,6 +24,7 @@ from lightning_shard.ops.view.assign_chosen import assign_chosen, picks_of
 from lightning_shard.ops.view.entries import covers, expanded_index
 from lightning_shard.ops.view.index import getitem, range_of, row_of
 from lightning_shard.ops.view.reshape import unsqueeze
+from lightning_shard.processes.torch_internals import storage_key
 
 
 @implements(Tensor.__setitem__, limits="no None")
@@ -62,7 +63,12 @@ def _write(local: Tensor, place: tuple[slice | Tensor, ...], value: Any) -> None
 
     Where all of a tensor is written torch drops them. On a rank all of whose rows are written, of
     which others have more, the graph would lack the collectives of a second backward pass.
+
+    Rows of the same memory are copied first. Of some, such as `x[i] = x[i]`, torch would say that
+    they overlap with what is written, and only on ranks that have them.
     """
+    if isinstance(value, Tensor) and storage_key(value) == storage_key(local):
+        value = value.clone()
     extents = zip(place, local.shape, strict=True)
     covers_all = all(isinstance(w, slice) and len(range(n)[w]) == n for w, n in extents)
     nothing = local.flatten()[:0].sum() if covers_all and local.requires_grad else None

@@ -99,13 +99,16 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     if 0 in shape:  # no elements, on any rank
         return x.view(x.local.reshape(shape), Layout.of(shape, {}, x.layout.grid))
     done = _alike(x.shape, shape)  # dims of `flat` already taken
+    # dims that stay as they are at the end, too: to merge them would copy what lies transposed
+    kept = max(min(_alike(x.shape[:done:-1], shape[:done:-1]), len(shape) - done - 1), 0)
+    last = x.layout.dims[x.ndim - kept :]
     dims: list[Dim] = [*x.layout.dims[:done]]
-    factors = merge([f for dim in x.layout.dims[done:] for f in dim])
-    flat = x.view(x.local, Layout((*dims, *((f,) for f in factors)), x.layout.grid))
+    factors = merge([f for dim in x.layout.dims[done : x.ndim - kept] for f in dim])
+    flat = x.view(x.local, Layout((*dims, *((f,) for f in factors), *last), x.layout.grid))
     flat = _laid_out(flat, flat.layout)
-    for extent in shape[done:]:
+    for extent in shape[done : len(shape) - kept]:
         start, need = done, extent
-        while done < flat.ndim and (
+        while done < flat.ndim - kept and (
             need > 1 or (extent == flat.shape[done] == 1 and done == start)
         ):
             if need % flat.shape[done]:
@@ -113,12 +116,13 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
             need //= flat.shape[done]
             done += 1
         dims.append(merge([f for dim in flat.layout.dims[start:done] for f in dim]))
-    rest = [f for dim in flat.layout.dims[done:] for f in dim]  # split factors of extent 1
+    # split factors of extent 1
+    rest = [f for dim in flat.layout.dims[done : flat.ndim - kept] for f in dim]
     if rest and dims:
         dims[-1] = merge([*dims[-1], *rest])
     elif rest:
         flat = whole(flat, 0)
-    layout = Layout(tuple(dims), x.layout.grid)
+    layout = Layout((*dims, *last), x.layout.grid)
     return _laid_out(flat, layout)
 
 
@@ -250,10 +254,13 @@ def unsqueeze(func: Callable[..., Any], x: Subdomain, dim: int) -> Subdomain:
 def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
     asked = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {d for d in map(x.layout.dim, asked) if x.shape[d] == 1}
+    source = x
     for d in gone:
         x = whole(x, d)
     dims = tuple(factors for d, factors in enumerate(x.layout.dims) if d not in gone)
-    return x.view(x.local.squeeze(tuple(gone)), Layout(dims, x.layout.grid))
+    return source.copy(
+        x.local.squeeze(tuple(gone)), Layout(dims, x.layout.grid), moved=x is not source
+    )
 
 
 _LEAST = {typed_torch.atleast_1d: 1, typed_torch.atleast_2d: 2, typed_torch.atleast_3d: 3}

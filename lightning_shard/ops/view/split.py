@@ -27,7 +27,8 @@ def split(
 ) -> tuple[Subdomain, ...]:
     d, sizes = x.layout.dim(dim), split_size_or_sections
     if isinstance(sizes, int):
-        sizes = [min(sizes, x.shape[d] - start) for start in range(0, x.shape[d], sizes)]
+        starts = range(0, x.shape[d], max(sizes, 1))
+        sizes = [min(sizes, x.shape[d] - start) for start in starts] or [0]
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     if not ends or ends[-1] != x.shape[d]:
         raise RuntimeError(f"split sizes {sizes} do not add up to {x.shape[d]} (dim {dim})")
@@ -38,7 +39,8 @@ def split(
 def chunk(
     func: Callable[..., Any], x: Subdomain, chunks: int, dim: int = 0
 ) -> tuple[Subdomain, ...]:
-    return split(func, x, max(-(-x.shape[x.layout.dim(dim)] // chunks), 1), dim)
+    extent = x.shape[x.layout.dim(dim)]
+    return split(func, x, -(-extent // chunks) if extent else [0] * chunks, dim)
 
 
 @implements(torch.unbind, Tensor.unbind)

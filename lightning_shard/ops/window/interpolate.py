@@ -225,9 +225,9 @@ def _output_shape(
     recompute: bool,
 ) -> tuple[int, ...]:
     """As torch computes it, which is the same in every mode; the nearest is the quickest."""
-    meta = torch.empty(shape, device="meta")
+    meta = torch.empty((1, 1, *shape[2:]), device="meta")  # torch 2.15 fails for no samples on it
     found = F.interpolate(meta, size, factors, "nearest", recompute_scale_factor=recompute or None)
-    return tuple(found.shape)
+    return (*shape[:2], *found.shape[2:])
 
 
 def _per_dim(value: float | Sequence[float], count: int) -> list[float]:

@@ -35,5 +35,7 @@ def windows(
         local, source, moved = fetch(x, d, needs), x, route_of(x, d, needs).moves
     layout = Layout((*layout.dims, (Factor(size),)), layout.grid)
     if 0 in layout.local_shape:
-        return x.like(empty_attached(layout.local_shape, local), layout)
-    return source.copy(local.unfold(d, size, step), layout, moved=moved)
+        shown = empty_attached(layout.local_shape, local)
+    else:
+        shown = local.unfold(d, size, step)
+    return source.copy(shown, layout, moved=moved)

@@ -7,7 +7,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.domain.errors import UnsupportedOperationError
-from tests.parity import assert_parity, assert_parity_of_module, mesh_of
+from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 IMAGE = (2, 4, 7, 5)
 CASES = {
@@ -132,6 +132,19 @@ def test_running_buffers(name, dims):
     x = torch.randn(IMAGE, dtype=torch.float64)
     result = split(lightning_shard.shard(x, mesh_of(2, 2), dims))
     torch.testing.assert_close(lightning_shard.gather(result), plain(x))
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("norm", [F.instance_norm, F.group_norm])
+def test_second_gradients_where_a_rank_has_no_sample(norm):
+    """Also of the weights, whose gradient there must have a graph as on the other ranks."""
+
+    def function(x, weight, bias):
+        if norm is F.group_norm:
+            return F.group_norm(x, 2, weight, bias)
+        return F.instance_norm(x, weight=weight, bias=bias)
+
+    assert_double_backward(function, [(2, 4, 3), (4,), (4,)], {0: [0]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)

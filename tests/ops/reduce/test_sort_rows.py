@@ -116,6 +116,26 @@ def test_statistics_of_all_elements(run_each):
 
 
 @pytest.mark.spmd(3)
+def test_statistics_of_a_row_among_dims_of_extent_one():
+    """One number, or two quantiles, with as many dims of extent 1 as torch leaves."""
+    functions = {
+        "median": lambda x, keep: x.median(1, keepdim=keep),
+        "nanmedian": lambda x, keep: x.nanmedian(1, keep)[0],
+        "kthvalue": lambda x, keep: x.kthvalue(1, dim=1, keepdim=keep),
+        "quantile": lambda x, keep: x.quantile(0.4, 1, keepdim=keep),
+        "quantiles": lambda x, keep: torch.nanquantile(
+            x, torch.tensor([0.1, 0.9], dtype=x.dtype), 1, keep
+        ),
+    }
+    for extent in (1, 5):
+        for function in functions.values():
+            for keep in (False, True):
+                assert_parity(
+                    lambda x, f=function, k=keep: f(x, k), [(1, extent, 1)], {0: [1]}, mesh_of(3)
+                )
+
+
+@pytest.mark.spmd(3)
 def test_statistics_of_rows_with_nan_and_of_equal_elements():
     for values in ([float("nan"), 1, 0, float("nan"), 5], [float("nan")] * 4, [1.0, 1, 2, 1, 2]):
         for function in (torch.median, torch.nanmedian):

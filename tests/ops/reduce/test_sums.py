@@ -177,3 +177,32 @@ def test_distinct_slices_that_are_refused():
     x = lightning_shard.shard(torch.zeros(4, 0), mesh_of(4), 0)
     with pytest.raises(RuntimeError, match="0 sized dimensions"):
         x.unique(dim=0)
+
+
+@pytest.mark.spmd(3)
+def test_variance_of_what_lies_far_from_zero():
+    """In float32 the mean of a million is off by more than the distances of some values from it."""
+    x = torch.randn(2, 3, 50, dtype=torch.float64).add(1e6).float()
+    for dim in (0, 2):
+        split = lightning_shard.shard(x, mesh_of(3), dim)
+        for function in (torch.var, torch.std):
+            for dims in ((0, 2), (0, 1, 2)):  # of all dims torch's own is off by a hundredth
+                found = lightning_shard.gather(function(split, dims))
+                wanted = function(x.double(), dims).float()
+                torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert_parity(lambda x: x.var(1), [(3, 4)], {0: [1]}, mesh_of(3), make=_complex)
+
+
+def _complex(shape):
+    return torch.randn(shape, dtype=torch.complex128)
+
+
+@pytest.mark.spmd(2)
+def test_what_is_true_of_bytes_is_a_byte():
+    x = torch.tensor([[0, 3], [0, 0]], dtype=torch.uint8)
+    split = lightning_shard.shard(x, mesh_of(2), 0)
+    for function in (torch.any, torch.all):
+        for dims in ((), (0,), (1,)):
+            found, wanted = function(split, *dims), function(x, *dims)
+            assert found.dtype == wanted.dtype
+            assert lightning_shard.gather(found).equal(wanted)

@@ -160,6 +160,16 @@ def test_meshgrid(indexing):
 
 
 @pytest.mark.spmd(3)
+def test_pieces_of_no_rows():
+    empty = torch.randn(2, 0, 3)
+    for split in (lambda x: x.chunk(3, 1), lambda x: x.split(2, 1), lambda x: x.split(0, 1)):
+        wanted = split(empty)
+        for dim in (0, 1):
+            found = split(lightning_shard.shard(empty, mesh_of(3), dim))
+            assert [piece.shape for piece in found] == [piece.shape for piece in wanted]
+
+
+@pytest.mark.spmd(3)
 def test_refusals():
     x = lightning_shard.shard(torch.randn(SHAPE), mesh_of(3), 2)
     with pytest.raises(UnsupportedOperationError, match="index with None"):

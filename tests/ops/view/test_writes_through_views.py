@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
-from tests.parity import mesh_of
+from tests.parity import assert_double_backward, mesh_of
 
 SHAPE = (7, 3, 4)
 VIEWS = {
@@ -45,6 +45,12 @@ VIEWS = {
     "twice": lambda x: x[1:6][2:],
     "heads": lambda x: x.unflatten(0, (7, 1))[3:, 0],
     "view_of_row": lambda x: x[2].view(-1),
+    "detached_row": lambda x: x[2].detach(),
+    "data_of_slice": lambda x: x[1:5].data,
+    "real_of_slice": lambda x: x[1:5].real,
+    "squeeze": lambda x: x[:, :1].squeeze(1),
+    "squeeze_all": lambda x: x[:1].squeeze(),
+    "windows": lambda x: x.unfold(0, 6, 2),
 }
 COPIES = {
     "reshape_of_transpose": lambda x: x.transpose(0, 1).reshape(21, 4),
@@ -151,6 +157,82 @@ def test_a_rank_without_rows_refuses_nothing_that_others_do():
     expected = whole.clone()
     expected.flatten()[::2] = 0.25
     assert lightning_shard.gather(y).equal(expected)
+
+
+@pytest.mark.spmd(3)
+def test_views_on_a_rank_without_rows_are_refused_as_on_the_others():
+    """One window of all rows, and the only row of a split dim."""
+    for view in ("windows", "squeeze_all"):
+        for write in (write_in_place, write_below):
+            assert not assert_seen_or_refused(VIEWS[view], write, mesh_of(3), 0)
+
+
+@pytest.mark.spmd(3)
+def test_contiguous_copies_parts_of_one_row_where_it_copies_the_whole():
+    whole = torch.randn(4, 3)
+    for turn in (lambda x: x.T, lambda x: x[:, :2]):
+        x = lightning_shard.shard(whole, mesh_of(3), 0).clone()
+        turn(x).contiguous().mul_(2)
+        assert lightning_shard.gather(x).equal(whole)
+        x.unsqueeze(0).contiguous().mul_(2)
+        assert lightning_shard.gather(x).equal(2 * whole)
+
+
+@pytest.mark.spmd(3)
+def test_unflatten_is_a_view_of_what_lies_transposed():
+    whole = torch.arange(90.0).view(6, 5, 3)
+    x = lightning_shard.shard(whole, mesh_of(3), 2).clone()
+    x.transpose(0, 2).unflatten(1, (1, 5)).mul_(2)
+    assert lightning_shard.gather(x).equal(2 * whole)
+
+
+@pytest.mark.spmd(3)
+def test_a_row_assigned_to_another_is_forgotten():
+    """As of a periodic border: nobody holds the copy of the row, so nothing is stale."""
+    whole = torch.arange(10.0).view(5, 2)
+    x = lightning_shard.shard(whole, mesh_of(3), 0).clone()
+    for field in (whole, x):
+        field[0] = field[-2]
+        field[-1] = field[1] * 2
+    assert (lightning_shard.gather(x) * 1).equal(whole)
+    held = x[1].view(-1)
+    x.mul_(2)
+    with pytest.raises(UnsupportedOperationError, match="torch would show the new values"):
+        x + held
+
+
+@pytest.mark.spmd(2)
+def test_the_gradient_of_a_leaf_is_no_place_to_write():
+    x = lightning_shard.shard(torch.randn(5, 2), mesh_of(2), 0).requires_grad_()
+    x.square().sum().backward()
+    gradient = x.grad
+    assert gradient is not None
+    for copied in (gradient, gradient.detach(), gradient.data):
+        with pytest.raises(UnsupportedOperationError, match="into a copy"):
+            copied.clamp_(max=0.1)
+
+
+@pytest.mark.spmd(3)
+def test_a_row_that_is_assigned_to_itself():
+    """Of the two rows, the third rank has none; torch takes it, and refuses other overlaps."""
+    whole = torch.randn(2, 1, 4)
+    x = lightning_shard.shard(whole, mesh_of(3), 0).clone()
+    x[:, 0] = x[:, -1]
+    x[1] = x[-1]
+    assert lightning_shard.gather(x).equal(whole)
+
+
+@pytest.mark.spmd(3)
+def test_the_graph_of_a_written_view_where_a_rank_has_no_rows():
+    """A view is made anew after a write; of nothing, torch's `as_strided` has no second graph."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        row = y.flatten()
+        row[::2] = 0.25
+        return y + row.flip(0).view(y.shape)
+
+    assert_double_backward(function, [(2, 1)], {0: [0]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)

@@ -93,6 +93,13 @@ def test_lines_and_volumes(case):
     assert_parity(function, [shape], {0: [2]}, mesh_of(3))
 
 
+@pytest.mark.spmd(2)
+def test_no_samples():
+    empty = lightning_shard.shard(torch.zeros(0, 3, 7, 5), mesh_of(2), 2)
+    for mode in ("nearest", "bilinear", "area"):
+        assert F.interpolate(empty, size=(4, 6), mode=mode).shape == (0, 3, 4, 6)
+
+
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_single_precision(mode):
