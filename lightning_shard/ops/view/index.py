@@ -16,7 +16,8 @@ from lightning_shard.ops.view.aligned import Operand, as_split
 from lightning_shard.ops.view.entries import covers, expanded_index, is_mask
 from lightning_shard.ops.view.lookup import looked_up
 from lightning_shard.ops.view.mask import masked_rows, nonzero
-from lightning_shard.ops.view.reshape import permuted, unsqueeze
+from lightning_shard.ops.view.permute import permuted
+from lightning_shard.ops.view.reshape import unsqueeze
 from lightning_shard.processes.typed import integers
 
 SHORT = 4096  # a plain list of so many rows is read by every rank

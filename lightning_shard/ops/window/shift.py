@@ -13,7 +13,8 @@ from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.index import chosen_rows, strided
 from lightning_shard.ops.view.join import cat
-from lightning_shard.ops.view.reshape import reshape_to, transpose
+from lightning_shard.ops.view.permute import transpose
+from lightning_shard.ops.view.reshape import reshape_to
 
 
 @implements(torch.roll, Tensor.roll)
