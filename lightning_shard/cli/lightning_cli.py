@@ -9,21 +9,16 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli.certify_words import CertifyWords
-from lightning_shard.cli.checked import recall, remember
+from lightning_shard.cli.checked import recall
 from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import SWITCHES, diagnose
@@ -32,15 +27,6 @@ from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
 from lightning_shard.cli.last_words import last_words, words_of_an_interrupt
 from lightning_shard.cli.names import import_short_names
-from lightning_shard.cli.plan_words import PlanWords
-from lightning_shard.cli.rehearsal_commands import (
-    Wanted,
-    certify_run,
-    on_this_machine,
-    plan_on,
-    rehearse,
-    wanted,
-)
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import (
     ENV_PREFIX,
@@ -50,7 +36,6 @@ from lightning_shard.cli.sources import (
     split_subcommand,
 )
 from lightning_shard.cli.usage import UsageError
-from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
@@ -84,12 +69,10 @@ class ShardCLI(LightningCLI):
     Args:
         args: The words of the command line.
         state: Told when batches begin to flow.
-        rehearsal: Whether to build model, data and trainer on this machine, and to run nothing.
     """
 
-    def __init__(self, args: Sequence[str], state: RunState, *, rehearsal: bool = False) -> None:
-        self.given, self.state, self.rehearsal = Sources(), state, rehearsal
-        self.asked = Wanted(0, (1,), None, {})
+    def __init__(self, args: Sequence[str], state: RunState) -> None:
+        self.given, self.state = Sources(), state
         self.names = tuple(self.subcommands())
         if args and args[0] in self.names:  # the parsers of the others take a third of the time
             alone = {args[0]: self.subcommands()[args[0]]}
@@ -142,8 +125,7 @@ class ShardCLI(LightningCLI):
         defaults = self._parser(command).get_defaults()
         known = set(defaults.keys(branches=True))
         check_variables(self.names, known)
-        if self.rehearsal:
-            self.asked = wanted(self.given)
+        self.before_parsing()
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as err:
@@ -154,11 +136,16 @@ class ShardCLI(LightningCLI):
         config = self.config[command]
         if command != "fit" and not config.get("ckpt_path") and is_first_rank():
             print("note: without ckpt_path the weights are those of a new model", file=sys.stderr)
-        if self.rehearsal:
-            self.asked = on_this_machine(config.trainer, self.asked)
+        self.after_parsing(config.trainer)
         find_device(config.trainer)
         own_defaults(config, self.given, self._parser(command))
         check(config, self.given)
+
+    def before_parsing(self) -> None:
+        """Read what the parser would not take."""
+
+    def after_parsing(self, trainer: Any) -> None:
+        """Change resolved options of the trainer, in place."""
 
     def _parse_ckpt_path(self) -> None:
         """Say which given values the hyperparameters in a checkpoint replace."""
@@ -185,9 +172,8 @@ class ShardCLI(LightningCLI):
         return [(f"model.{key}", value) for key, value in config["model"].items()]
 
     def before_instantiate_classes(self) -> None:
-        """Watch what is built for the trainer."""
-        for base in (Strategy, ShardingOptions, Accelerator, Logger, Profiler, Callback):
-            self.parser.add_instantiator(self.state.build, base)
+        """Watch what is built."""
+        self.parser.add_instantiator(self.state.build, object)
 
     def after_instantiate_classes(self) -> None:
         """Let a refusal stop the processes that the trainer launches."""
@@ -199,10 +185,6 @@ class ShardCLI(LightningCLI):
                 for key, value in options.items()
                 if key != "config"
             }
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        if not self.rehearsal:
-            super()._run_subcommand(subcommand)
 
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""
@@ -217,30 +199,25 @@ class ShardCLI(LightningCLI):
             add_once(self.trainer, StepProfile())
 
     def _add_report(self) -> None:
-        strategy = self.config["fit"]["trainer"]["strategy"]
-        options: Any = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
-        text = self._dumped()
-        folder = self.trainer.default_root_dir
-        checked = recall(folder, yaml.safe_load(text), options.get("shard_dims"))
-        add_once(self.trainer, RunReport(text, checked))
+        shard_dims = strategy_options(self.config["fit"]["trainer"]).get("shard_dims")
+        checked = recall(self.trainer.default_root_dir, self.resolved, shard_dims)
+        add_once(self.trainer, RunReport(self.text, checked))
 
-    def resolved(self) -> tuple[str, str | None]:
-        """Give the text of all options, and the folder of the run."""
-        return self._dumped(), self.folder
+    @property
+    def text(self) -> str:
+        """All options of the subcommand, as YAML."""
+        command = str(self.config["subcommand"])
+        return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """All options of the subcommand."""
+        return yaml.safe_load(self.text)
 
     @property
     def folder(self) -> str | None:
         """Of the run."""
         return self.config["fit"]["trainer"]["default_root_dir"]
-
-    def _dumped(self) -> str:
-        command = str(self.config["subcommand"])
-        return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
-
-    def remember(self, found: str) -> None:
-        """Keep what a check found for the report of a later `fit`."""
-        folder = self.config["fit"]["trainer"]["default_root_dir"]
-        remember(folder, yaml.safe_load(self._dumped()), self.asked.shard_dims, found)
 
     def after_fit(self) -> None:
         """Test the final weights if `test_after_fit` asks for it; say where everything lies."""
@@ -252,12 +229,21 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
-def run(args: Sequence[str], own: CertifyWords | PlanWords | None = None) -> None:
-    """Run a subcommand of Lightning, or a rehearsal of `fit`.
+def strategy_options(trainer: Any) -> Any:
+    """The arguments of the strategy in the resolved options of the trainer."""
+    strategy = trainer.strategy
+    return {} if isinstance(strategy, str) else strategy.get("init_args") or {}
+
+
+def run(
+    args: Sequence[str],
+    make: Callable[[Sequence[str], RunState], ShardCLI] = ShardCLI,
+) -> None:
+    """Run a subcommand of Lightning.
 
     Args:
         args: The words of the command line.
-        own: What was typed for `certify` or `plan` beside them.
+        make: Builds and runs what they say.
     """
     state = RunState()
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
@@ -265,17 +251,7 @@ def run(args: Sequence[str], own: CertifyWords | PlanWords | None = None) -> Non
     # lightning 2.6 asks for a class that torch 2.13 deprecates
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     try:
-        if args[:1] and args[0] in ("check", "plan", "certify"):
-            built = ShardCLI(["fit", *args[1:]], state, rehearsal=True)
-            if isinstance(own, CertifyWords):
-                certify_run(built.model, built.datamodule, built.asked, own, built.resolved())
-                return
-            if isinstance(own, PlanWords) and own.cluster:
-                plan_on(own.cluster, built.model, built.datamodule, built.asked, own, built.folder)
-                return
-            rehearse(args[0], built.model, built.datamodule, built.asked, built.remember)
-        else:
-            ShardCLI(args, state)
+        make(args, state)
     except UsageError as err:
         exit_with(err, code=2)
     except Exception as wrapped:

@@ -65,8 +65,10 @@ def main(args: Sequence[str] | None = None) -> None:
             tool = importlib.import_module(f"lightning_shard.cli.{command}")
             getattr(tool, command)(options)
             return
-        own, rest = READ_FIRST.get(command, _nothing)(words[1:])
-        words = find_configs([*words[:1], *rest])
+        own = None
+        if command in READ_FIRST:
+            own, words[1:] = READ_FIRST[command](words[1:])
+        words = find_configs(words)
         names = (*LIGHTNING, *REHEARSALS, *TOOLS) if command not in REHEARSALS else (command,)
         shown = LIGHTNING if command.startswith("-") or not command else names
         split = split_subcommand(words, shown)
@@ -74,11 +76,10 @@ def main(args: Sequence[str] | None = None) -> None:
             read_sources(split[1], split[0] if command in LIGHTNING else "fit")
     except UsageError as err:
         exit_with(err, code=2)
-    importlib.import_module("lightning_shard.cli.lightning_cli").run(words, own)
-
-
-def _nothing(words: Sequence[str]) -> tuple[None, list[str]]:
-    return None, list(words)
+    if command in REHEARSALS:
+        importlib.import_module("lightning_shard.cli.rehearsal_commands").run(words, own)
+    else:
+        importlib.import_module("lightning_shard.cli.lightning_cli").run(words)
 
 
 def _version() -> str:
