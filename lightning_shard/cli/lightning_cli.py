@@ -15,26 +15,19 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.cli.checked import recall
-from lightning_shard.cli.config_checks import check
+from lightning_shard.cli.config_checks import check, strategy_options
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import SWITCHES, diagnose
-from lightning_shard.cli.exits import exit_with, is_first_rank, origin
+from lightning_shard.cli.exits import exit_with, is_first_rank, note, origin
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
-from lightning_shard.cli.last_words import last_words, words_of_an_interrupt
 from lightning_shard.cli.names import import_short_names
-from lightning_shard.cli.run_state import RunState
-from lightning_shard.cli.sources import (
-    ENV_PREFIX,
-    Sources,
-    check_variables,
-    read_sources,
-    split_subcommand,
-)
+from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
+from lightning_shard.cli.sources import ENV_PREFIX, check_variables, read_sources, split_subcommand
 from lightning_shard.cli.usage import UsageError
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
@@ -72,19 +65,12 @@ class ShardCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str], state: RunState) -> None:
-        self.given, self.state = Sources(), state
+        self.state = state
         self.names = tuple(self.subcommands())
         if args and args[0] in self.names:  # the parsers of the others take a third of the time
             alone = {args[0]: self.subcommands()[args[0]]}
             self.subcommands = lambda: alone
-        options = {
-            "default_env": True,
-            "env_prefix": ENV_PREFIX,
-            "exit_on_error": False,
-            "allow_abbrev": False,
-        }
         command = Path(sys.argv[0]).name
-        prog = command if command == "lightning-shard" else PROGRAM
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -99,11 +85,17 @@ class ShardCLI(LightningCLI):
                 "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
                 "callbacks": [state, SamplesPerSecond()],
             },
-            parser_kwargs={
-                "prog": prog,
-                **options,
-                **{name: {"prog": f"{prog} {name}", **options} for name in self.subcommands()},
-            },
+            parser_kwargs={"prog": command if command == "lightning-shard" else PROGRAM},
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that reads our variables, and raises its refusals."""
+        return super().init_parser(
+            default_env=True,
+            env_prefix=ENV_PREFIX,
+            exit_on_error=False,
+            allow_abbrev=False,
+            **kwargs,
         )
 
     def add_arguments_to_parser(self, parser: Any) -> None:
@@ -120,10 +112,9 @@ class ShardCLI(LightningCLI):
             self.config = parser.parse_args(args)
             return
         command, words = split
-        self.given = self.state.given = read_sources(words, command)
-        import_short_names(self.given)
-        defaults = self._parser(command).get_defaults()
-        known = set(defaults.keys(branches=True))
+        given = self.state.given = read_sources(words, command)
+        import_short_names(given)
+        known = {*self._parser(command).get_defaults().keys(branches=True)}
         check_variables(self.names, known)
         self.before_parsing()
         try:
@@ -131,15 +122,14 @@ class ShardCLI(LightningCLI):
         except argparse.ArgumentError as err:
             import_short_names()
             top = {key.split(".")[0] for key in known}
-            classes = {"trainer.strategy": "lightning_shard.HybridShardStrategy"}
-            raise diagnose(self.given, top, classes, str(err), command) from err
+            raise diagnose(given, top, str(err), command) from err
         config = self.config[command]
-        if command != "fit" and not config.get("ckpt_path") and is_first_rank():
-            print("note: without ckpt_path the weights are those of a new model", file=sys.stderr)
+        if command != "fit" and not config.get("ckpt_path"):
+            note("without ckpt_path the weights are those of a new model")
         self.after_parsing(config.trainer)
         find_device(config.trainer)
-        own_defaults(config, self.given, self._parser(command))
-        check(config, self.given)
+        own_defaults(config, given, self._parser(command))
+        check(config, given)
 
     def before_parsing(self) -> None:
         """Read what the parser would not take."""
@@ -149,27 +139,21 @@ class ShardCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Say which given values the hyperparameters in a checkpoint replace."""
-        command = str(self.config.get("subcommand"))
-        options = self.config.get(command) or {}
+        command = str(self.config["subcommand"])
+        options = self.config[command]
         path = options.get("ckpt_path")
         stored = hyperparameters(path, trusted=options.get("weights_only") is False)
         if not stored:
             return
-        before = dict(self._model_options())
-        text = self.parser.dump(self.config, skip_none=False, format="yaml")
-        model = chosen(yaml.safe_load(text)[command]["model"], stored, str(path))
+        before = dict(options["model"].items())
+        model = chosen(self.resolved["model"], stored, str(path))
         try:
             self.config = self.parser.parse_object({command: {"model": model}}, self.config)
         except argparse.ArgumentError as err:
             raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
-        for key, value in self._model_options():
-            if key in before and before[key] != value and is_first_rank():
-                note = f"note: {key} is {value} as in ckpt_path, not {before[key]}"
-                print(note, file=sys.stderr)
-
-    def _model_options(self) -> list[tuple[str, Any]]:
-        config = self.config.get(str(self.config.get("subcommand")), self.config)
-        return [(f"model.{key}", value) for key, value in config["model"].items()]
+        for key, value in self.config[command]["model"].items():
+            if before.get(key, value) != value:
+                note(f"model.{key} is {value} as in ckpt_path, not {before[key]}")
 
     def before_instantiate_classes(self) -> None:
         """Watch what is built."""
@@ -224,15 +208,9 @@ class ShardCLI(LightningCLI):
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
         # all ranks ask, since the folder of the logs is a collective
-        lines = list(last_words(self.trainer, self.state.started, self.state.first_step))
+        lines = list(self.state.last_words(self.trainer))
         if self.trainer.is_global_zero:
             print("\n".join(lines), file=sys.stderr)
-
-
-def strategy_options(trainer: Any) -> Any:
-    """The arguments of the strategy in the resolved options of the trainer."""
-    strategy = trainer.strategy
-    return {} if isinstance(strategy, str) else strategy.get("init_args") or {}
 
 
 def run(

@@ -17,6 +17,7 @@ from typing import Any
 from lightning_shard.cli import lightning_cli
 from lightning_shard.cli.certify_words import CertifyWords
 from lightning_shard.cli.checked import remember
+from lightning_shard.cli.config_checks import strategy_options
 from lightning_shard.cli.plan_words import PlanWords
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import Sources
@@ -57,11 +58,11 @@ class RehearsalCLI(lightning_cli.ShardCLI):
 
     def before_parsing(self) -> None:
         """Read the sizes that the parser would hold against this machine."""
-        self.processes, self.domain = _sizes(self.given)
+        self.processes, self.domain = _sizes(self.state.given)
 
     def after_parsing(self, trainer: Any) -> None:
         """Let the config run in this process; what it asks for may not be here."""
-        shard_dims = lightning_cli.strategy_options(trainer).get("shard_dims")
+        shard_dims = strategy_options(trainer).get("shard_dims")
         precision = {} if trainer.precision is None else {"precision": trainer.precision}
         self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # what changes it
         trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
