@@ -139,7 +139,8 @@ class _Walk:
             self.seen.add(short(key))
             if bare in accepted:
                 yield from self._value(value, key, accepted[bare], name != bare)
-                yield from self._type(value, (cls, bare, skip), key, accepted[bare])
+                fits = accepts(cls, bare, value, skip)
+                yield from self._type(value, key, accepted[bare], fits)
             elif bare != "help":
                 place = self.source.place(key)
                 yield f"unknown option '{key}' {place}{nearest(bare, accepted)}"
@@ -160,17 +161,14 @@ class _Walk:
                 key = f"{key}.{self.lengths[key] - 1}"
             yield from self._class(value, bases, key)
 
-    def _type(
-        self, value: object, argument: tuple[type, str, int], key: str, hint: Any
-    ) -> Iterator[str]:
-        cls, name, skip = argument
+    def _type(self, value: object, key: str, hint: Any, fits: bool) -> Iterator[str]:
         bases = class_hints(hint)
         if is_mapping(value) and bases and "class_path" not in value:
             return  # a part of a class's options, checked above
         if isinstance(value, str) and bases and find_class(value, [b for b, _ in bases])[0]:
             yield from self._class(value, bases, key)
             return
-        if accepts(cls, name, value, skip):
+        if fits:
             return
         words = literals(hint)
         if bases and isinstance(value, str) and not is_number(hint) and not words:

@@ -21,7 +21,6 @@ from lightning_shard.cli.usage import UsageError, printable
 from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.process_info import rank_variables
 
-MISTYPED = 2  # the exit status
 SAYS_ALL = (ValueError, OSError, NotImplementedError)  # whose sentences need no kind
 LONGEST = 200  # characters of a cause
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
@@ -38,15 +37,15 @@ def note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
-def exit_with(err: Exception, code: int, given: Sequence[str] = ()) -> NoReturn:
-    """Print `error: <sentence>` from one rank and exit on all.
+def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
+    """Print `error: <sentence>` from one rank and exit on all, with 2 for a UsageError, else 1.
 
     Args:
         err: What went wrong.
-        code: The exit status.
         given: The options that it names, with their places.
     """
-    if code == MISTYPED:  # which another attempt would not change
+    code = 2 if isinstance(err, UsageError) else 1
+    if code == 2:  # which another attempt would not change
         end_attempts()
     if not is_first_rank():
         if _is_on_all_ranks(err):

@@ -27,7 +27,7 @@ from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
 from lightning_shard.cli.names import import_short_names
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.sources import ENV_PREFIX, check_variables, read_sources, split_subcommand
+from lightning_shard.cli.sources import ENV_PREFIX, Sources, check_variables
 from lightning_shard.cli.usage import UsageError
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
@@ -61,7 +61,7 @@ class ShardCLI(LightningCLI):
 
     Args:
         args: The words of the command line.
-        state: Told when batches begin to flow.
+        state: Knows what was given, and is told when batches begin to flow.
     """
 
     def __init__(self, args: Sequence[str], state: RunState) -> None:
@@ -106,17 +106,14 @@ class ShardCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Read the sources, parse, and check the result; every mistake becomes a UsageError."""
-        split = split_subcommand(args, self.names)
-        if split is None:
+        """Parse, and check the result; every mistake becomes a UsageError."""
+        if not args or args[0] not in self.names:  # help, or a variable names the subcommand
             self.config = parser.parse_args(args)
             return
-        command, words = split
-        given = self.state.given = read_sources(words, command)
+        command, given = args[0], self.state.given
         import_short_names(given)
         known = {*self._parser(command).get_defaults().keys(branches=True)}
         check_variables(self.names, known)
-        self.before_parsing()
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as err:
@@ -130,9 +127,6 @@ class ShardCLI(LightningCLI):
         find_device(config.trainer)
         own_defaults(config, given, self._parser(command))
         check(config, given)
-
-    def before_parsing(self) -> None:
-        """Read what the parser would not take."""
 
     def after_parsing(self, trainer: Any) -> None:
         """Change resolved options of the trainer, in place."""
@@ -215,15 +209,17 @@ class ShardCLI(LightningCLI):
 
 def run(
     args: Sequence[str],
+    given: Sources,
     make: Callable[[Sequence[str], RunState], ShardCLI] = ShardCLI,
 ) -> None:
     """Run a subcommand of Lightning.
 
     Args:
         args: The words of the command line.
+        given: What these and the environment give.
         make: Builds and runs what they say.
     """
-    state = RunState()
+    state = RunState(given)
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # lightning 2.6 asks for a class that torch 2.13 deprecates
@@ -231,14 +227,14 @@ def run(
     try:
         make(args, state)
     except UsageError as err:
-        exit_with(err, code=2)
+        exit_with(err)
     except Exception as wrapped:
         err = origin(wrapped, state.error)
         if state.stepped or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
             raise err from err.__cause__
         state.stop_children()
-        named = state.given.mentioned(str(err)) if state.first_step is None else ()
-        exit_with(err, code=1, given=named)
+        named = given.mentioned(str(err)) if state.first_step is None else ()
+        exit_with(err, named)
     except SystemExit:  # what Lightning makes of Ctrl-C
         if (trainer := state.trainer) and trainer.interrupted and is_first_rank():
             print("\n".join(words_of_an_interrupt(trainer)), file=sys.stderr)

@@ -87,7 +87,7 @@ def class_hints(hint: Any) -> list[tuple[type, int]]:
             found.append((part, 0))
         elif origin in (list, tuple, Iterable) and inner:
             found += class_hints(inner[0])
-        elif origin in (Callable, type(Callable)) or getattr(origin, "__name__", "") == "Callable":
+        elif origin is Callable:
             arguments = len(inner[0]) if inner and isinstance(inner[0], list) else 0
             found += [(base, arguments) for base, _ in class_hints(inner[-1])] if inner else []
     return found

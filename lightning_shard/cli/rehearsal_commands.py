@@ -8,6 +8,7 @@ steps on several meshes, and writes a certificate; it exits with 1 if one differ
 CPU, take the options of `fit`, and use its model and the first batches of its data.
 """
 
+import functools
 import hashlib
 import math
 import sys
@@ -31,14 +32,16 @@ from lightning_shard.rehearsal.machine import Cluster
 from lightning_shard.rehearsal.predict import predict
 
 
-def run(args: Sequence[str], own: CertifyWords | PlanWords | None) -> None:
+def run(args: Sequence[str], given: Sources, own: CertifyWords | PlanWords | None) -> None:
     """Rehearse `fit`.
 
     Args:
         args: The command, and its options of `fit`.
+        given: What these and the environment give.
         own: What was typed for `certify` or `plan` beside them.
     """
-    lightning_cli.run(["fit", *args[1:]], lambda words, state: RehearsalCLI(words, state, own))
+    make = functools.partial(RehearsalCLI, own=own)
+    lightning_cli.run(["fit", *args[1:]], given, make)
 
 
 class RehearsalCLI(lightning_cli.ShardCLI):
@@ -46,7 +49,7 @@ class RehearsalCLI(lightning_cli.ShardCLI):
 
     Args:
         args: The words of the command line.
-        state: Told what is built.
+        state: Knows what was given.
         own: What was typed for `certify` or `plan`; None for `check`.
     """
 
@@ -54,11 +57,8 @@ class RehearsalCLI(lightning_cli.ShardCLI):
         self, args: Sequence[str], state: RunState, own: CertifyWords | PlanWords | None
     ) -> None:
         self.own = own
+        self.processes, self.domain = _sizes(state.given)
         super().__init__(args, state)
-
-    def before_parsing(self) -> None:
-        """Read the sizes that the parser would hold against this machine."""
-        self.processes, self.domain = _sizes(self.state.given)
 
     def after_parsing(self, trainer: Any) -> None:
         """Let the config run in this process; what it asks for may not be here."""

@@ -23,16 +23,16 @@ class RunState(Callback):
     """How far the run is, and the last error while building, which the parser would hide.
 
     Attributes:
+        given: What the user gave.
         stepped: Whether a batch is done. Before, one sentence says enough of any error; later,
             every error keeps its traceback.
-        given: What the user gave.
     """
 
     has_last_words = True  # which EpochReport leaves to the command line
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sources) -> None:
+        self.given = given
         self.stepped = False
-        self.given = Sources()
         self.error: Exception | None = None
         self.trainer: Trainer | None = None
         self.started = time.monotonic()

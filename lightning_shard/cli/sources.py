@@ -122,17 +122,21 @@ def check_variables(subcommands: Sequence[str], keys: Iterable[str]) -> None:
             raise UsageError(f"the variable {name} names no option{close}")
 
 
-def split_subcommand(args: Sequence[str], names: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The subcommand and what follows it; None where the parser answers (help, completion)."""
-    if {"-h", "--help", "--print_shtab", "--print_completion"} & set(args[:1]):
-        return None
+def begins_with_one_of(args: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a subcommand comes first; False where the parser answers (completion).
+
+    Raises:
+        UsageError: It is missing, unknown, or comes later.
+    """
+    if {"--print_shtab", "--print_completion"} & {*args[:1]}:
+        return False
     usage = f"python -m lightning_shard {'|'.join(names)} --config file.yaml"
     if not args:
         if f"{ENV_PREFIX}_SUBCOMMAND" in os.environ:
-            return None
+            return False
         raise UsageError(f"a subcommand is missing: give one of {', '.join(names)}", usage)
     if args[0] in names:
-        return args[0], list(args[1:])
+        return True
     if not args[0].startswith("-"):
         close = nearest(args[0], names, "give one of")
         raise UsageError(f"unknown subcommand '{args[0]}'{close}", usage)
