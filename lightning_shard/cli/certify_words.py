@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.tool_words import Parser
-
-MESHES = "1x1,1x2,2x2,1x4"
+from lightning_shard.cli.tool_words import SWITCH, Parser
 
 
 @dataclass(frozen=True)
@@ -34,13 +31,13 @@ def read_certify(words: Sequence[str]) -> tuple[CertifyWords, list[str]]:
     Raises:
         UsageError: A mesh or a number is none.
     """
-    parser = Parser(f"{PROGRAM} certify", add_help=False, allow_abbrev=False, argument_default=None)
-    parser.add_argument("--meshes", type=_meshes, default=_meshes(MESHES))
+    parser = Parser("certify")
+    parser.add_argument("--meshes", type=_meshes, default="1x1,1x2,2x2,1x4")
     parser.add_argument("--steps", type=_steps, default=50)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--simulated", action="store_true")
+    parser.add_argument("--simulated", **SWITCH)
     own, rest = parser.parse_known_args(words)
-    return CertifyWords(own.meshes, own.steps, own.output, own.simulated), rest
+    return CertifyWords(**vars(own)), rest
 
 
 def _meshes(text: str) -> tuple[tuple[int, ...], ...]:

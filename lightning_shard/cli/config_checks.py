@@ -50,6 +50,12 @@ def check(config: Any, given: Sources) -> None:
     _check_folder(trainer.default_root_dir, given)
 
 
+def strategy_options(trainer: Any) -> Any:
+    """The arguments of the strategy in the resolved options of the trainer."""
+    strategy = trainer.strategy
+    return {} if isinstance(strategy, str) else strategy.get("init_args") or {}
+
+
 def _check_names(trainer: Any, given: Sources) -> None:
     for option, names in (
         ("strategy", StrategyRegistry.available_strategies()),
@@ -57,13 +63,10 @@ def _check_names(trainer: Any, given: Sources) -> None:
     ):
         value = trainer[option]
         if isinstance(value, str) and value not in {"auto", *names}:
-            if option == "strategy" and value.endswith("Strategy"):
-                kind = f"; to name a class write trainer.strategy.class_path: {value}"
-                raise UsageError(
-                    f"unknown strategy '{value}'{_at(given, 'trainer.strategy')}{kind}"
-                )
             kind = nearest(value, ["auto", *names], "use one of")
             kind = kind or nearest(value, ["auto", *_families(names)], "use one of")
+            if option == "strategy" and value.endswith("Strategy"):
+                kind = f"; to name a class write trainer.strategy.class_path: {value}"
             raise UsageError(f"unknown {option} '{value}'{_at(given, f'trainer.{option}')}{kind}")
 
 
@@ -167,12 +170,10 @@ def _check_processes(trainer: Any, given: Sources) -> None:
 
 def _sizes(trainer: Any) -> tuple[Any, Any]:
     """domain_parallel_size and data_parallel_size; None where the strategy is not ours."""
-    strategy = trainer.strategy
-    if isinstance(strategy, str) or not str(strategy.get("class_path", "")).endswith(
-        "HybridShardStrategy"
-    ):
+    named = "" if isinstance(trainer.strategy, str) else str(trainer.strategy.get("class_path"))
+    if not named.endswith("HybridShardStrategy"):
         return None, None
-    sizes = strategy.get("init_args") or {}
+    sizes = strategy_options(trainer)
     return sizes.get("domain_parallel_size", 1), sizes.get("data_parallel_size", "auto")
 
 
@@ -210,7 +211,7 @@ def _check_contradictions(trainer: Any, given: Sources) -> None:
             f"trainer.gradient_clip_val is {clip}{_at(given, 'trainer.gradient_clip_val')}, but a "
             "norm cannot be negative; use a number from 0 on, or null"
         )
-    options = {} if isinstance(trainer.strategy, str) else trainer.strategy.get("init_args") or {}
+    options = strategy_options(trainer)
     nested = options.get("sharding", "full")
     nested = {"mode": nested} if isinstance(nested, str) else nested
     if nested.get("mode") == "none" and (nested.get("cpu_offload") or options.get("cpu_offload")):

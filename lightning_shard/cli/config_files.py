@@ -9,21 +9,18 @@ from lightning_shard.cli.sources import ENV_PREFIX
 from lightning_shard.cli.usage import UsageError, nearest
 
 
-def folder() -> Path | None:
-    """The configs that came with the package: in the wheel, or beside it in a checkout."""
+def named_configs() -> dict[str, Path]:
+    """The configs that came with the package, by their bare names.
+
+    They are in the wheel, or beside the package in a checkout.
+    """
     spec = importlib.util.find_spec("lightning_modules")
     for place in spec.submodule_search_locations or [] if spec else []:
-        for candidate in (Path(place) / "configs", Path(place).parent / "configs"):
-            if (candidate / "tfno_darcy.yaml").is_file():
-                return candidate
-    return None
-
-
-def named_configs() -> dict[str, Path]:
-    """The configs that came with the package, by their bare names."""
-    here = folder()
-    found = [*here.glob("*.yaml"), *here.glob("overlays/*.yaml")] if here else []
-    return {path.stem: path for path in sorted(found)}
+        for here in (Path(place) / "configs", Path(place).parent / "configs"):
+            if (here / "tfno_darcy.yaml").is_file():
+                found = sorted([*here.glob("*.yaml"), *here.glob("overlays/*.yaml")])
+                return {path.stem: path for path in found}
+    return {}
 
 
 def find_configs(words: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ The parser keeps the arguments of a former class when the new one has them too: 
 `--model.init_args.optimizer SGD` trains with AdamW's weight_decay of 0.01 (jsonargparse 4.53).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -78,19 +79,15 @@ def _link_targets(config: Any, parser: Any) -> list[str]:
         yaml.safe_load(parser.dump(config, skip_link_targets=skip, skip_validation=True))
         for skip in (False, True)
     )
-    return _missing(everything, kept, "")
+    return [*_missing(everything, kept)]
 
 
-def _missing(everything: Any, kept: Any, prefix: str) -> list[str]:
-    if not is_mapping(everything):
-        return []
-    found: list[str] = []
-    for name, value in everything.items():
+def _missing(everything: Any, kept: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in everything.items() if is_mapping(everything) else ():
         if not is_mapping(kept) or name not in kept:
-            found.append(prefix + name)
+            yield prefix + name
         else:
-            found += _missing(value, kept[name], f"{prefix}{name}.")
-    return found
+            yield from _missing(value, kept[name], f"{prefix}{name}.")
 
 
 def _is_spec(value: Any) -> bool:

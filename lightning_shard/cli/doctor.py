@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.cli.sources import ENV_PREFIX
+from lightning_shard.cli.usage import labelled
 from lightning_shard.processes.device import accelerators, available_backends
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.process_info import LAUNCHERS
@@ -31,7 +32,7 @@ def doctor(_: argparse.Namespace) -> None:
     for lines in (_versions(), _devices(), _surroundings(), _folders()):
         print("\n".join(lines))
     works, sentence = try_two_processes()
-    print(_line("two processes", sentence))
+    print(labelled("two processes", sentence))
     if not works:
         sys.exit(1)
 
@@ -56,35 +57,35 @@ def _sum_of_ranks() -> float:
 
 
 def _versions() -> Iterator[str]:
-    yield _line("system", f"{platform.platform()}, Python {platform.python_version()}")
+    yield labelled("system", f"{platform.platform()}, Python {platform.python_version()}")
     for name in PACKAGES:
         try:
-            yield _line(name, importlib.metadata.version(name))
+            yield labelled(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield _line(name, "not installed")
+            yield labelled(name, "not installed")
 
 
 def _devices() -> Iterator[str]:
-    yield _line("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    yield labelled("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     for row in accelerators():
         count = row.count()
         names = sorted({str(row.module.get_device_name(i)) for i in range(count)})
-        yield _line(row.type, f"{count} x {', '.join(names)}" if count else "no device")
+        yield labelled(row.type, f"{count} x {', '.join(names)}" if count else "no device")
     backends = available_backends()
-    yield _line("backends", ", ".join(backends) or "none")
+    yield labelled("backends", ", ".join(backends) or "none")
 
 
 def _surroundings() -> Iterator[str]:
     commands = [row.command for row in LAUNCHERS if row.command]
     found = [f"{name} ({path})" for name in commands if (path := shutil.which(name))]
-    yield _line("launchers", ", ".join(found) or "none on the PATH")
+    yield labelled("launchers", ", ".join(found) or "none on the PATH")
     known = ALWAYS_SHOWN.union(*(row.variables() for row in LAUNCHERS))
     shown = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
         if name in known or name.startswith(f"{ENV_PREFIX}_")
     ]
-    yield _line("variables", " ".join(shown) or "none of a launcher")
+    yield labelled("variables", " ".join(shown) or "none of a launcher")
 
 
 def _folders() -> Iterator[str]:
@@ -95,15 +96,11 @@ def _folders() -> Iterator[str]:
     )
     for name, place in places:
         if not place.is_dir():
-            yield _line(name, f"{place} does not exist")
+            yield labelled(name, f"{place} does not exist")
             continue
         free = f"{shutil.disk_usage(place).free / 2**30:.1f} GiB free"
         try:
             with tempfile.TemporaryFile(dir=place):
-                yield _line(name, f"{place} can be written, {free}")
+                yield labelled(name, f"{place} can be written, {free}")
         except OSError as err:
-            yield _line(name, f"{place} cannot be written: {err.strerror}")
-
-
-def _line(name: str, value: object) -> str:
-    return f"{name:<16}{value}"
+            yield labelled(name, f"{place} cannot be written: {err.strerror}")

@@ -26,6 +26,7 @@ from lightning_shard.cli.names import (
 )
 from lightning_shard.cli.sources import COMMAND_LINE, SPEC, Source, Sources, short
 from lightning_shard.cli.usage import UsageError, did_you_mean, is_list, is_mapping, nearest
+from lightning_shard.trainer.strategy import HybridShardStrategy
 
 # options of ours that are true or false: the default, and what help says
 SWITCHES = {
@@ -44,22 +45,19 @@ PARSER_ONLY = ("config", "print_config", "help", "print_shtab")
 GROUPS: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 
 
-def diagnose(
-    sources: Sources, known: set[str], classes: Mapping[str, str], message: str, subcommand: str
-) -> UsageError:
+def diagnose(sources: Sources, known: set[str], message: str, subcommand: str) -> UsageError:
     """Turn a refusal of the parser into one sentence.
 
     Args:
         sources: What the user gave.
         known: The top-level options of the subcommand.
-        classes: The class_path that an option has where nobody gives one.
         message: The parser's own text.
         subcommand: For the hint that shows how to see all options.
 
     Returns:
         The error to show.
     """
-    problem = next(_Walk(sources, known, classes).problems(), None)
+    problem = next(_Walk(sources, known).problems(), None)
     if problem is None:
         return _last_resort(sources, message)
     hint = f"all options: python -m lightning_shard {subcommand} --help all"
@@ -69,16 +67,14 @@ def diagnose(
 class _Walk:
     """Goes through the sources, and knows which class each option holds at that point."""
 
-    def __init__(self, sources: Sources, known: set[str], classes: Mapping[str, str]) -> None:
+    def __init__(self, sources: Sources, known: set[str]) -> None:
         self.sources, self.known = sources, known
         self.source = Source({}, COMMAND_LINE)
-        self.classes: dict[str, tuple[type, int]] = {}  # by option, with arguments to skip
+        # by option, with arguments to skip; the strategy is ours where nobody names one
+        self.classes: dict[str, tuple[type, int]] = {"trainer.strategy": (HybridShardStrategy, 0)}
         self.named: dict[str, str] = {}  # where the user named the class of an option
         self.lengths: dict[str, int] = {}  # of lists
         self.seen: set[str] = set()
-        for key, path in classes.items():
-            if found := find_class(path, [])[0]:
-                self.classes[key] = (found, 0)
 
     def problems(self) -> Iterator[str]:
         """The sentences, those of earlier sources first."""
@@ -143,7 +139,8 @@ class _Walk:
             self.seen.add(short(key))
             if bare in accepted:
                 yield from self._value(value, key, accepted[bare], name != bare)
-                yield from self._type(value, (cls, bare, skip), key, accepted[bare])
+                fits = accepts(cls, bare, value, skip)
+                yield from self._type(value, key, accepted[bare], fits)
             elif bare != "help":
                 place = self.source.place(key)
                 yield f"unknown option '{key}' {place}{nearest(bare, accepted)}"
@@ -164,17 +161,14 @@ class _Walk:
                 key = f"{key}.{self.lengths[key] - 1}"
             yield from self._class(value, bases, key)
 
-    def _type(
-        self, value: object, argument: tuple[type, str, int], key: str, hint: Any
-    ) -> Iterator[str]:
-        cls, name, skip = argument
+    def _type(self, value: object, key: str, hint: Any, fits: bool) -> Iterator[str]:
         bases = class_hints(hint)
         if is_mapping(value) and bases and "class_path" not in value:
             return  # a part of a class's options, checked above
         if isinstance(value, str) and bases and find_class(value, [b for b, _ in bases])[0]:
             yield from self._class(value, bases, key)
             return
-        if accepts(cls, name, value, skip):
+        if fits:
             return
         words = literals(hint)
         if bases and isinstance(value, str) and not is_number(hint) and not words:

@@ -21,7 +21,6 @@ from lightning_shard.cli.usage import UsageError, printable
 from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.process_info import rank_variables
 
-MISTYPED = 2  # the exit status
 SAYS_ALL = (ValueError, OSError, NotImplementedError)  # whose sentences need no kind
 LONGEST = 200  # characters of a cause
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
@@ -29,18 +28,24 @@ PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 
 
 def is_first_rank() -> bool:
     """Whether no launcher says that this process is another one than the first."""
-    return all(os.environ.get(name, "0") in ("0", "") for name in rank_variables())
+    return not _ranks()
 
 
-def exit_with(err: Exception, code: int, given: Sequence[str] = ()) -> NoReturn:
-    """Print `error: <sentence>` from one rank and exit on all.
+def note(sentence: str) -> None:
+    """Print a note from one rank."""
+    if is_first_rank():
+        print(f"note: {sentence}", file=sys.stderr)
+
+
+def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
+    """Print `error: <sentence>` from one rank and exit on all, with 2 for a UsageError, else 1.
 
     Args:
         err: What went wrong.
-        code: The exit status.
         given: The options that it names, with their places.
     """
-    if code == MISTYPED:  # which another attempt would not change
+    code = 2 if isinstance(err, UsageError) else 1
+    if code == 2:  # which another attempt would not change
         end_attempts()
     if not is_first_rank():
         if _is_on_all_ranks(err):
@@ -50,11 +55,11 @@ def exit_with(err: Exception, code: int, given: Sequence[str] = ()) -> NoReturn:
     if isinstance(err, UsageError):
         lines += [f"       {err.hint}"] if err.hint else []
     elif not _is_on_all_ranks(err):
-        lines += [f"       {note}" for note in getattr(err, "__notes__", [])] + _causes(err)
+        lines += [f"       {said}" for said in getattr(err, "__notes__", [])] + _causes(err)
         lines.append(f"       {_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback")
         lines += [f"       {option}" for option in given]
         lines += [f"       called at {place}"] if (place := _in_code_of_the_user(err)) else []
-    prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
+    prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _ranks()[0]}] "
     shown = [printable(line) for line in "\n".join(lines).splitlines()]
     print("\n".join(prefix + line for line in shown), file=sys.stderr)
     sys.exit(code)
@@ -107,10 +112,10 @@ def _by_parser(err: Exception) -> bool:
     return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("jsonargparse.")
 
 
-def _rank() -> str:
-    return next(
-        os.environ[name] for name in rank_variables() if os.environ.get(name, "0") not in ("0", "")
-    )
+def _ranks() -> list[str]:
+    """What launchers say of this process, if it is not the first."""
+    found = [os.environ.get(name, "0") for name in rank_variables()]
+    return [rank for rank in found if rank not in ("0", "")]
 
 
 def _causes(err: BaseException) -> list[str]:

@@ -31,7 +31,21 @@ examples
   {program} check --config tfno_darcy
   {program} COMMAND --help
 """
-FIT = """\
+EVALUATION = """\
+usage: {program} {command} --config FILE --ckpt_path FILE [options of fit]
+
+Runs the {command} loader of the data through the model.
+
+options
+  --config FILE      of the run that saved the checkpoint, such as its config.yaml
+  --ckpt_path FILE   the weights
+  --help all         every option
+
+examples
+  {program} {command} --config tfno_darcy --ckpt_path outputs/tfno_darcy/last.ckpt
+"""
+PAGES = {
+    "fit": """\
 usage: {program} fit --config FILE [options]
 
 Trains a LightningModule. Each argument of the model, of its data and of the Trainer is an option,
@@ -55,21 +69,9 @@ examples
   {program} fit --config tfno_darcy --config quick
   {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
   {program} fit --config tfno_darcy --trainer.strategy.domain_parallel_size 2
-"""
-EVALUATION = """\
-usage: {program} {command} --config FILE --ckpt_path FILE [options of fit]
-
-Runs the {command} loader of the data through the model.
-
-options
-  --config FILE      of the run that saved the checkpoint, such as its config.yaml
-  --ckpt_path FILE   the weights
-  --help all         every option
-
-examples
-  {program} {command} --config tfno_darcy --ckpt_path outputs/tfno_darcy/last.ckpt
-"""
-CHECK = """\
+""",
+    **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
+    "check": """\
 usage: {program} check --config FILE [options of fit]
 
 Trains one step of a module in one process and on two ranks that share each sample, on the CPU of
@@ -84,8 +86,8 @@ examples
   {program} check --config tfno_darcy
   {program} check --config tfno_darcy --config domain_2x2
   {program} check --model my_package.MyModule --data my_package.MyData
-"""
-PLAN = """\
+""",
+    "plan": """\
 usage: {program} plan --config FILE [--cluster CLUSTER [--best]] [options of fit]
 
 Predicts what each rank will hold and send in one training step: parameters, gradients, the
@@ -108,8 +110,8 @@ examples
   {program} plan --config tfno_darcy --trainer.devices 8
   {program} plan --config tfno_darcy --config node_of_8 --config domain_2
   {program} plan --config tfno_darcy --best --cluster 8x8xH100 --price 2.5
-"""
-CALIBRATE = """\
+""",
+    "calibrate": """\
 usage: {program} calibrate [--output FILE] [--processes N] [--device DEVICE]
 
 Measures in about a minute what kernels and collectives take on this machine, and writes a file for
@@ -125,8 +127,8 @@ examples
   {program} calibrate
   torchrun --nproc-per-node 8 -m lightning_shard calibrate --output node.json
   {program} plan --config tfno_darcy --cluster machine.json
-"""
-CERTIFY = """\
+""",
+    "certify": """\
 usage: {program} certify --config FILE [--meshes LIST] [--steps N] [options of fit]
 
 Trains some steps on several meshes and in one process, on the CPU of this machine, in float64 and
@@ -144,8 +146,8 @@ options
 examples
   {program} certify --config mnist_cnn --config quick
   {program} certify --config tfno_darcy --config quick --meshes 1x2,2x2 --steps 20
-"""
-OPS = """\
+""",
+    "ops": """\
 usage: {program} ops [NAME] [--markdown]
 
 Lists the functions that run on split tensors, and the limits of each.
@@ -158,8 +160,8 @@ examples
   {program} ops
   {program} ops conv
   {program} ops --markdown > operations.md
-"""
-EXPORT = """\
+""",
+    "export": """\
 usage: {program} export CHECKPOINT OUT [--strip PREFIX] [--trusted]
 
 Writes a checkpoint as one file for other programs. The end of OUT chooses what is written.
@@ -174,8 +176,8 @@ arguments
 examples
   {program} export outputs/run/last.ckpt weights.safetensors --strip network.
   {program} export outputs/run/sharded.ckpt whole.ckpt
-"""
-INSPECT = """\
+""",
+    "inspect": """\
 usage: {program} inspect CHECKPOINT [--trusted]
 
 Shows what is in a checkpoint: kind, epoch, mesh, versions, hyperparameters, weights and optimizer.
@@ -187,8 +189,8 @@ arguments
 
 examples
   {program} inspect outputs/run/last.ckpt
-"""
-DOCTOR = """\
+""",
+    "doctor": """\
 usage: {program} doctor
 
 Reports versions, devices, backends of torch.distributed, launchers and folders that can be written,
@@ -198,18 +200,7 @@ It ends with status 1 if the two processes fail.
 examples
   {program} doctor
   srun -n 1 {program} doctor
-"""
-PAGES = {
-    "fit": FIT,
-    **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
-    "check": CHECK,
-    "plan": PLAN,
-    "calibrate": CALIBRATE,
-    "certify": CERTIFY,
-    "ops": OPS,
-    "export": EXPORT,
-    "inspect": INSPECT,
-    "doctor": DOCTOR,
+""",
 }
 
 

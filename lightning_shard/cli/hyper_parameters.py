@@ -67,32 +67,33 @@ def chosen(given: Mapping[str, Any], stored: Any, origin: str) -> dict[str, Any]
     Raises:
         UsageError: The checkpoint chooses a class or a function, or is of another model.
     """
+    try:
+        return _of_model(given, stored)
+    except UsageError as err:
+        raise UsageError(f"the hyperparameters in '{origin}' {err}") from err
+
+
+def _of_model(given: Mapping[str, Any], stored: Any) -> dict[str, Any]:
     if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
-        raise _refusal(origin, "are no mapping of names to values")
+        raise UsageError("are no mapping of names to values")
     own = {name: value for name, value in stored.items() if name != "_instantiator"}
     path = own.pop(CLASS, None)
     if path is None and CLASS_PATH in own:
-        path, own = own[CLASS_PATH], _flat(own, origin)
-    cls = find_class(given[CLASS_PATH], [])[0]
+        path, own = own[CLASS_PATH], _flat(own)
     if path is not None and not _is_path_of(path, given[CLASS_PATH]):
-        raise _refusal(
-            origin,
+        raise UsageError(
             f"are those of the model {path!r}, but the configuration names "
-            f"{given[CLASS_PATH]}; give the configuration of the run that saved it",
+            f"{given[CLASS_PATH]}; give the configuration of the run that saved it"
         )
-    return _merged(given, own, cls, "model", origin)
+    return _merged(given, own, "model")
 
 
-def _refusal(origin: str, what: str) -> UsageError:
-    return UsageError(f"the hyperparameters in '{origin}' {what}")
-
-
-def _flat(spec: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
     flat = {name: value for name, value in spec.items() if name not in SPEC}
     for key in ("init_args", "dict_kwargs"):
         part = spec.get(key) or {}
         if not isinstance(part, Mapping):
-            raise _refusal(origin, f"have no mapping under '{key}'")
+            raise UsageError(f"have no mapping under '{key}'")
         flat |= part
     return flat
 
@@ -102,36 +103,25 @@ def _is_path_of(path: Any, given: str) -> bool:
     return isinstance(path, str) and path.rpartition(".")[2] == given.rpartition(".")[2]
 
 
-def _merged(
-    given: Mapping[str, Any], stored: Mapping[str, Any], cls: type | None, key: str, origin: str
-) -> dict[str, Any]:
+def _merged(given: Mapping[str, Any], stored: Mapping[str, Any], key: str) -> dict[str, Any]:
+    cls = find_class(given[CLASS_PATH], [])[0]
+    hints = parameters(cls) if cls else {}
+    own = inspect.signature(cls).parameters if cls else {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
     init = dict(given.get("init_args") or {})
     more = dict(given.get("dict_kwargs") or {})
-    hints = parameters(cls) if cls else {}
     for name, value in stored.items():
         known = init if name in init or name in hints else more
         if name in known and _same(known[name], value):
             continue
-        if known is more and not _takes_any(cls):
-            raise _refusal(origin, f"have '{name}', which {given[CLASS_PATH]} does not take")
-        place = f"{key}.{name}"
-        known[name] = _value(known.get(name), value, _hint(cls, hints, name), place, origin)
+        if known is more and not takes_any:
+            raise UsageError(f"have '{name}', which {given[CLASS_PATH]} does not take")
+        hint = hints.get(name, inspect.Parameter.empty)
+        if hint is inspect.Parameter.empty and name in own and callable(own[name].default):
+            hint = Callable  # without a hint it may take a function by its path
+        known[name] = _value(known.get(name), value, hint, f"{key}.{name}")
     merged = {CLASS_PATH: given[CLASS_PATH], "init_args": init}
     return merged | ({"dict_kwargs": more} if more else {})
-
-
-def _takes_any(cls: type | None) -> bool:
-    kinds = [p.kind for p in inspect.signature(cls).parameters.values()] if cls else []
-    return inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _hint(cls: type | None, hints: Mapping[str, Any], name: str) -> Any:
-    """The type hint of a parameter; a parameter without one may take a function by its path."""
-    hint = hints.get(name, inspect.Parameter.empty)
-    if hint is not inspect.Parameter.empty or cls is None:
-        return hint
-    parameter = inspect.signature(cls).parameters.get(name)
-    return Callable if parameter is not None and callable(parameter.default) else hint
 
 
 def _same(given: Any, value: Any) -> bool:
@@ -142,18 +132,15 @@ def _same(given: Any, value: Any) -> bool:
     return type(given) is type(value) and not isinstance(given, Tensor) and given == value
 
 
-def _value(given: Any, value: Any, hint: Any, key: str, origin: str) -> Any:
+def _value(given: Any, value: Any, hint: Any, key: str) -> Any:
     """`value` if it chooses nothing but values; of the class that `given` names, its options."""
     spec = isinstance(value, Mapping) and CLASS_PATH in value
     if spec and isinstance(given, Mapping) and given.get(CLASS_PATH) == value[CLASS_PATH]:
-        cls = find_class(given[CLASS_PATH], [])[0]
-        return _merged(given, _flat(value, origin), cls, key, origin)
-    problem = _problem(value, hint)
-    if problem:
-        raise _refusal(
-            origin,
+        return _merged(given, _flat(value), key)
+    if problem := _problem(value, hint):
+        raise UsageError(
             f"choose {problem} for {key}, but a checkpoint may choose values only; name it in your "
-            "configuration if you want it",
+            "configuration if you want it"
         )
     return value
 

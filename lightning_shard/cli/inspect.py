@@ -11,7 +11,7 @@ from lightning_shard.checkpoint.foreign import OWN
 from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
 from lightning_shard.checkpoint.weights import Opened, open_checkpoint, weights
 from lightning_shard.checkpoint.whole_files import DamagedError
-from lightning_shard.cli.usage import printable, told_by_user
+from lightning_shard.cli.usage import labelled, printable, told_by_user
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -24,7 +24,7 @@ def inspect(options: argparse.Namespace) -> None:
         try:
             opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
         except DamagedError as err:
-            print(printable(_line("complete", f"no: {err}".rstrip("."))))
+            print(printable(labelled("complete", f"no: {err}".rstrip("."))))
             sys.exit(1)
     print("\n".join(map(printable, described(opened))))
     if opened.problem:
@@ -34,19 +34,19 @@ def inspect(options: argparse.Namespace) -> None:
 def described(opened: Opened) -> Iterator[str]:
     """Lines for a terminal."""
     content, manifest = opened.content, opened.manifest
-    yield _line("kind", opened.kind)
-    yield _line("complete", f"no: {opened.problem}" if opened.problem else _complete(opened))
+    yield labelled("kind", opened.kind)
+    yield labelled("complete", f"no: {opened.problem}" if opened.problem else _complete(opened))
     own = content.get(OWN, manifest)
     for key in ("epoch", "global_step"):
         if key in {**manifest, **content}:
-            yield _line(key, {**manifest, **content}[key])
+            yield labelled(key, {**manifest, **content}[key])
     if "mesh" in own:
-        yield _line("mesh", ", ".join(f"{name} {n}" for name, n in own["mesh"].items()))
+        yield labelled("mesh", ", ".join(f"{name} {n}" for name, n in own["mesh"].items()))
     versions = dict(own.get("versions", {}))
     if "pytorch-lightning_version" in content:
         versions["lightning"] = content["pytorch-lightning_version"]
     if versions:
-        yield _line("versions", ", ".join(f"{name} {v}" for name, v in versions.items()))
+        yield labelled("versions", ", ".join(f"{name} {v}" for name, v in versions.items()))
     hyper_parameters = content.get("hyper_parameters", manifest.get("hyper_parameters", {}))
     if hyper_parameters:
         yield "hyperparameters"
@@ -58,7 +58,7 @@ def described(opened: Opened) -> Iterator[str]:
     known = {"state_dict", "optimizer_states", "hyper_parameters", "epoch", "global_step", OWN}
     others = [key for key in content if key not in known and not key.startswith("pytorch-l")]
     if others:
-        yield _line("also", ", ".join(map(str, others)))
+        yield labelled("also", ", ".join(map(str, others)))
 
 
 def _complete(opened: Opened) -> str:
@@ -66,14 +66,10 @@ def _complete(opened: Opened) -> str:
     return f"yes, the hashes of {len(files)} files are right" if files else "yes"
 
 
-def _line(name: str, value: Any) -> str:
-    return f"{name:<16}{value}"
-
-
 def _weights(state: Mapping[str, Any]) -> Iterator[str]:
     tensors = {k: v for k, v in state.items() if isinstance(v, Tensor | StoredTensor)}
     numbers = sum(v.shape.numel() for v in tensors.values())
-    yield _line(
+    yield labelled(
         "weights", f"{len(tensors)} tensors, {numbers:,} numbers, {bytes_of(tensors):,} bytes"
     )
     widest = max(map(len, tensors), default=0)
@@ -87,7 +83,7 @@ def _optimizer(number: int, state: Mapping[str, Any]) -> Iterator[str]:
     entries = list(state["state"].values())
     kinds = sorted({str(key) for entry in entries for key in entry})
     what = f"{', '.join(kinds) or 'no state'} of {len(entries)} parameters"
-    yield _line(f"optimizer {number}", f"{what}, {bytes_of(entries):,} bytes")
+    yield labelled(f"optimizer {number}", f"{what}, {bytes_of(entries):,} bytes")
     for group in state["param_groups"]:
         settings = ", ".join(f"{k} {v}" for k, v in group.items() if k != "params")
         yield f"  {len(group['params'])} parameters: {settings}"

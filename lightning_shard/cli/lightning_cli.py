@@ -9,48 +9,26 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli.certify_words import CertifyWords
-from lightning_shard.cli.checked import recall, remember
-from lightning_shard.cli.config_checks import check
+from lightning_shard.cli.checked import recall
+from lightning_shard.cli.config_checks import check, strategy_options
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import SWITCHES, diagnose
-from lightning_shard.cli.exits import exit_with, is_first_rank, origin
+from lightning_shard.cli.exits import exit_with, is_first_rank, note, origin
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
-from lightning_shard.cli.last_words import last_words, words_of_an_interrupt
 from lightning_shard.cli.names import import_short_names
-from lightning_shard.cli.plan_words import PlanWords
-from lightning_shard.cli.rehearsal_commands import (
-    Wanted,
-    certify_run,
-    on_this_machine,
-    plan_on,
-    rehearse,
-    wanted,
-)
-from lightning_shard.cli.run_state import RunState
-from lightning_shard.cli.sources import (
-    ENV_PREFIX,
-    Sources,
-    check_variables,
-    read_sources,
-    split_subcommand,
-)
+from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
+from lightning_shard.cli.sources import ENV_PREFIX, Sources, check_variables
 from lightning_shard.cli.usage import UsageError
-from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
@@ -83,25 +61,16 @@ class ShardCLI(LightningCLI):
 
     Args:
         args: The words of the command line.
-        state: Told when batches begin to flow.
-        rehearsal: Whether to build model, data and trainer on this machine, and to run nothing.
+        state: Knows what was given, and is told when batches begin to flow.
     """
 
-    def __init__(self, args: Sequence[str], state: RunState, *, rehearsal: bool = False) -> None:
-        self.given, self.state, self.rehearsal = Sources(), state, rehearsal
-        self.asked = Wanted(0, (1,), None, {})
+    def __init__(self, args: Sequence[str], state: RunState) -> None:
+        self.state = state
         self.names = tuple(self.subcommands())
         if args and args[0] in self.names:  # the parsers of the others take a third of the time
             alone = {args[0]: self.subcommands()[args[0]]}
             self.subcommands = lambda: alone
-        options = {
-            "default_env": True,
-            "env_prefix": ENV_PREFIX,
-            "exit_on_error": False,
-            "allow_abbrev": False,
-        }
         command = Path(sys.argv[0]).name
-        prog = command if command == "lightning-shard" else PROGRAM
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -116,11 +85,17 @@ class ShardCLI(LightningCLI):
                 "strategy": {"class_path": "lightning_shard.HybridShardStrategy"},
                 "callbacks": [state, SamplesPerSecond()],
             },
-            parser_kwargs={
-                "prog": prog,
-                **options,
-                **{name: {"prog": f"{prog} {name}", **options} for name in self.subcommands()},
-            },
+            parser_kwargs={"prog": command if command == "lightning-shard" else PROGRAM},
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that reads our variables, and raises its refusals."""
+        return super().init_parser(
+            default_env=True,
+            env_prefix=ENV_PREFIX,
+            exit_on_error=False,
+            allow_abbrev=False,
+            **kwargs,
         )
 
     def add_arguments_to_parser(self, parser: Any) -> None:
@@ -131,63 +106,52 @@ class ShardCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Read the sources, parse, and check the result; every mistake becomes a UsageError."""
-        split = split_subcommand(args, self.names)
-        if split is None:
+        """Parse, and check the result; every mistake becomes a UsageError."""
+        if not args or args[0] not in self.names:  # help, or a variable names the subcommand
             self.config = parser.parse_args(args)
             return
-        command, words = split
-        self.given = self.state.given = read_sources(words, command)
-        import_short_names(self.given)
-        defaults = self._parser(command).get_defaults()
-        known = set(defaults.keys(branches=True))
+        command, given = args[0], self.state.given
+        import_short_names(given)
+        known = {*self._parser(command).get_defaults().keys(branches=True)}
         check_variables(self.names, known)
-        if self.rehearsal:
-            self.asked = wanted(self.given)
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as err:
             import_short_names()
             top = {key.split(".")[0] for key in known}
-            classes = {"trainer.strategy": "lightning_shard.HybridShardStrategy"}
-            raise diagnose(self.given, top, classes, str(err), command) from err
+            raise diagnose(given, top, str(err), command) from err
         config = self.config[command]
-        if command != "fit" and not config.get("ckpt_path") and is_first_rank():
-            print("note: without ckpt_path the weights are those of a new model", file=sys.stderr)
-        if self.rehearsal:
-            self.asked = on_this_machine(config.trainer, self.asked)
+        if command != "fit" and not config.get("ckpt_path"):
+            note("without ckpt_path the weights are those of a new model")
+        self.after_parsing(config.trainer)
         find_device(config.trainer)
-        own_defaults(config, self.given, self._parser(command))
-        check(config, self.given)
+        own_defaults(config, given, self._parser(command))
+        check(config, given)
+
+    def after_parsing(self, trainer: Any) -> None:
+        """Change resolved options of the trainer, in place."""
 
     def _parse_ckpt_path(self) -> None:
         """Say which given values the hyperparameters in a checkpoint replace."""
-        command = str(self.config.get("subcommand"))
-        options = self.config.get(command) or {}
+        command = str(self.config["subcommand"])
+        options = self.config[command]
         path = options.get("ckpt_path")
         stored = hyperparameters(path, trusted=options.get("weights_only") is False)
         if not stored:
             return
-        before = dict(self._model_options())
-        text = self.parser.dump(self.config, skip_none=False, format="yaml")
-        model = chosen(yaml.safe_load(text)[command]["model"], stored, str(path))
+        before = dict(options["model"].items())
+        model = chosen(self.resolved["model"], stored, str(path))
         try:
             self.config = self.parser.parse_object({command: {"model": model}}, self.config)
         except argparse.ArgumentError as err:
             raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
-        for key, value in self._model_options():
-            if key in before and before[key] != value and is_first_rank():
-                note = f"note: {key} is {value} as in ckpt_path, not {before[key]}"
-                print(note, file=sys.stderr)
-
-    def _model_options(self) -> list[tuple[str, Any]]:
-        config = self.config.get(str(self.config.get("subcommand")), self.config)
-        return [(f"model.{key}", value) for key, value in config["model"].items()]
+        for key, value in self.config[command]["model"].items():
+            if before.get(key, value) != value:
+                note(f"model.{key} is {value} as in ckpt_path, not {before[key]}")
 
     def before_instantiate_classes(self) -> None:
-        """Watch what is built for the trainer."""
-        for base in (Strategy, ShardingOptions, Accelerator, Logger, Profiler, Callback):
-            self.parser.add_instantiator(self.state.build, base)
+        """Watch what is built."""
+        self.parser.add_instantiator(self.state.build, object)
 
     def after_instantiate_classes(self) -> None:
         """Let a refusal stop the processes that the trainer launches."""
@@ -199,10 +163,6 @@ class ShardCLI(LightningCLI):
                 for key, value in options.items()
                 if key != "config"
             }
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        if not self.rehearsal:
-            super()._run_subcommand(subcommand)
 
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""
@@ -217,74 +177,64 @@ class ShardCLI(LightningCLI):
             add_once(self.trainer, StepProfile())
 
     def _add_report(self) -> None:
-        strategy = self.config["fit"]["trainer"]["strategy"]
-        options: Any = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
-        text = self._dumped()
-        folder = self.trainer.default_root_dir
-        checked = recall(folder, yaml.safe_load(text), options.get("shard_dims"))
-        add_once(self.trainer, RunReport(text, checked))
+        shard_dims = strategy_options(self.config["fit"]["trainer"]).get("shard_dims")
+        checked = recall(self.trainer.default_root_dir, self.resolved, shard_dims)
+        add_once(self.trainer, RunReport(self.text, checked))
 
-    def resolved(self) -> tuple[str, str | None]:
-        """Give the text of all options, and the folder of the run."""
-        return self._dumped(), self.folder
+    @property
+    def text(self) -> str:
+        """All options of the subcommand, as YAML."""
+        command = str(self.config["subcommand"])
+        return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """All options of the subcommand."""
+        return yaml.safe_load(self.text)
 
     @property
     def folder(self) -> str | None:
         """Of the run."""
         return self.config["fit"]["trainer"]["default_root_dir"]
 
-    def _dumped(self) -> str:
-        command = str(self.config["subcommand"])
-        return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
-
-    def remember(self, found: str) -> None:
-        """Keep what a check found for the report of a later `fit`."""
-        folder = self.config["fit"]["trainer"]["default_root_dir"]
-        remember(folder, yaml.safe_load(self._dumped()), self.asked.shard_dims, found)
-
     def after_fit(self) -> None:
         """Test the final weights if `test_after_fit` asks for it; say where everything lies."""
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
         # all ranks ask, since the folder of the logs is a collective
-        lines = list(last_words(self.trainer, self.state.started, self.state.first_step))
+        lines = list(self.state.last_words(self.trainer))
         if self.trainer.is_global_zero:
             print("\n".join(lines), file=sys.stderr)
 
 
-def run(args: Sequence[str], own: CertifyWords | PlanWords | None = None) -> None:
-    """Run a subcommand of Lightning, or a rehearsal of `fit`.
+def run(
+    args: Sequence[str],
+    given: Sources,
+    make: Callable[[Sequence[str], RunState], ShardCLI] = ShardCLI,
+) -> None:
+    """Run a subcommand of Lightning.
 
     Args:
         args: The words of the command line.
-        own: What was typed for `certify` or `plan` beside them.
+        given: What these and the environment give.
+        make: Builds and runs what they say.
     """
-    state = RunState()
+    state = RunState(given)
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # lightning 2.6 asks for a class that torch 2.13 deprecates
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     try:
-        if args[:1] and args[0] in ("check", "plan", "certify"):
-            built = ShardCLI(["fit", *args[1:]], state, rehearsal=True)
-            if isinstance(own, CertifyWords):
-                certify_run(built.model, built.datamodule, built.asked, own, built.resolved())
-                return
-            if isinstance(own, PlanWords) and own.cluster:
-                plan_on(own.cluster, built.model, built.datamodule, built.asked, own, built.folder)
-                return
-            rehearse(args[0], built.model, built.datamodule, built.asked, built.remember)
-        else:
-            ShardCLI(args, state)
+        make(args, state)
     except UsageError as err:
-        exit_with(err, code=2)
+        exit_with(err)
     except Exception as wrapped:
         err = origin(wrapped, state.error)
         if state.stepped or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
             raise err from err.__cause__
         state.stop_children()
-        named = state.given.mentioned(str(err)) if state.first_step is None else ()
-        exit_with(err, code=1, given=named)
+        named = given.mentioned(str(err)) if state.first_step is None else ()
+        exit_with(err, named)
     except SystemExit:  # what Lightning makes of Ctrl-C
         if (trainer := state.trainer) and trainer.interrupted and is_first_rank():
             print("\n".join(words_of_an_interrupt(trainer)), file=sys.stderr)

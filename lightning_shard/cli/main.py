@@ -16,7 +16,7 @@ from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.exits import exit_with
 from lightning_shard.cli.help import PAGES, page
 from lightning_shard.cli.plan_words import read_plan
-from lightning_shard.cli.sources import ENV_PREFIX, read_sources, split_subcommand
+from lightning_shard.cli.sources import ENV_PREFIX, Sources, begins_with_one_of, read_sources
 from lightning_shard.cli.tool_words import WORDS as TOOLS
 from lightning_shard.cli.tool_words import read_words
 from lightning_shard.cli.usage import UsageError
@@ -65,20 +65,20 @@ def main(args: Sequence[str] | None = None) -> None:
             tool = importlib.import_module(f"lightning_shard.cli.{command}")
             getattr(tool, command)(options)
             return
-        own, rest = READ_FIRST.get(command, _nothing)(words[1:])
-        words = find_configs([*words[:1], *rest])
-        names = (*LIGHTNING, *REHEARSALS, *TOOLS) if command not in REHEARSALS else (command,)
-        shown = LIGHTNING if command.startswith("-") or not command else names
-        split = split_subcommand(words, shown)
-        if split and not {"-h", "--help"} & {*words}:
-            read_sources(split[1], split[0] if command in LIGHTNING else "fit")
+        own = None
+        if command in READ_FIRST:
+            own, words[1:] = READ_FIRST[command](words[1:])
+        words = find_configs(words)
+        names = LIGHTNING if command[:1] in ("", "-") else (*LIGHTNING, *REHEARSALS, *TOOLS)
+        given = Sources()
+        if begins_with_one_of(words, names):
+            given = read_sources(words[1:], command if command in LIGHTNING else "fit")
     except UsageError as err:
-        exit_with(err, code=2)
-    importlib.import_module("lightning_shard.cli.lightning_cli").run(words, own)
-
-
-def _nothing(words: Sequence[str]) -> tuple[None, list[str]]:
-    return None, list(words)
+        exit_with(err)
+    if command in REHEARSALS:
+        importlib.import_module("lightning_shard.cli.rehearsal_commands").run(words, given, own)
+    else:
+        importlib.import_module("lightning_shard.cli.lightning_cli").run(words, given)
 
 
 def _version() -> str:

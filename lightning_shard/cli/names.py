@@ -7,9 +7,9 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.usage import nearest
@@ -87,7 +87,7 @@ def class_hints(hint: Any) -> list[tuple[type, int]]:
             found.append((part, 0))
         elif origin in (list, tuple, Iterable) and inner:
             found += class_hints(inner[0])
-        elif origin in (Callable, type(Callable)) or getattr(origin, "__name__", "") == "Callable":
+        elif origin is Callable:
             arguments = len(inner[0]) if inner and isinstance(inner[0], list) else 0
             found += [(base, arguments) for base, _ in class_hints(inner[-1])] if inner else []
     return found
@@ -129,26 +129,22 @@ def parameters(cls: type, skip: int = 0) -> dict[str, Any]:
     added = parser_of(cls, skip)[1]
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        if "__init__" in vars(base):
-            try:
-                signature = inspect.signature(vars(base)["__init__"], eval_str=True)
-            except (NameError, TypeError, ValueError):
-                continue
-            hints |= {name: p.annotation for name, p in signature.parameters.items()}
+        with suppress(NameError, TypeError):
+            hints |= get_type_hints(vars(base).get("__init__", object.__init__))
     return {name: hints.get(name, inspect.Parameter.empty) for name in added}
 
 
-def parser_of(cls: type, skip: int = 0, *without: str) -> tuple[Any, list[str]]:
+@cache
+def parser_of(cls: type, skip: int = 0) -> tuple[Any, list[str]]:
     """The parser of a class's arguments, and their names.
 
     Args:
         cls: The class.
         skip: The number of its first arguments that its caller fills in.
-        without: Names of others that are left out.
     """
     parser: Any = ArgumentParser(exit_on_error=False)
-    out = {*without, skip} if skip else {*without}
-    return parser, parser.add_class_arguments(cls, skip=out, fail_untyped=False, sub_configs=True)
+    first = {skip} if skip else set[int]()
+    return parser, parser.add_class_arguments(cls, skip=first, fail_untyped=False, sub_configs=True)
 
 
 def required(cls: type, skip: int = 0) -> list[str]:
@@ -161,15 +157,10 @@ def required(cls: type, skip: int = 0) -> list[str]:
 def accepts(cls: type, name: str, value: object, skip: int = 0) -> bool:
     """Whether the parser takes this value for one argument of a class."""
     try:
-        _parser_of_one(cls, skip, name).parse_object({name: value})
+        parser_of(cls, skip)[0].validate(Namespace({name: value}), skip_required=True)
     except Exception:
         return False
     return True
-
-
-@cache
-def _parser_of_one(cls: type, skip: int, name: str) -> Any:
-    return parser_of(cls, skip, *parameters(cls, skip).keys() - {name})[0]
 
 
 def _word(part: Any) -> str:

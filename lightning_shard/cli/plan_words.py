@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.tool_words import Parser
+from lightning_shard.cli.tool_words import SWITCH, Parser
 from lightning_shard.cli.usage import UsageError, told_by_user
 from lightning_shard.rehearsal.machine import Cluster, read_cluster
 
@@ -32,8 +31,8 @@ def read_plan(words: Sequence[str]) -> tuple[PlanWords, list[str]]:
     Raises:
         UsageError: The cluster is none, or a word lacks another.
     """
-    parser = Parser(f"{PROGRAM} plan", add_help=False, allow_abbrev=False, argument_default=None)
-    parser.add_argument("--best", action="store_true")
+    parser = Parser("plan")
+    parser.add_argument("--best", **SWITCH)
     parser.add_argument("--cluster")
     parser.add_argument("--price", type=_price)
     parser.add_argument("--output", type=Path)
@@ -42,7 +41,7 @@ def read_plan(words: Sequence[str]) -> tuple[PlanWords, list[str]]:
         for name in ("best", "price", "output"):
             if getattr(own, name):
                 raise UsageError(f"--{name} needs --cluster, such as --cluster 8x8xH100")
-        return PlanWords(None, own.best, own.output), rest
+        return PlanWords(None, best=False, output=None), rest
     if own.output is not None and own.output.is_file():
         raise UsageError(f"--output '{own.output}' is a file; give a folder")
     with told_by_user(ValueError):

@@ -8,17 +8,19 @@ steps on several meshes, and writes a certificate; it exits with 1 if one differ
 CPU, take the options of `fit`, and use its model and the first batches of its data.
 """
 
+import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
-
+from lightning_shard.cli import lightning_cli
 from lightning_shard.cli.certify_words import CertifyWords
+from lightning_shard.cli.checked import remember
+from lightning_shard.cli.config_checks import strategy_options
 from lightning_shard.cli.plan_words import PlanWords
+from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.usage import UsageError, is_list, told_by_user
 from lightning_shard.rehearsal import best_report
@@ -30,29 +32,99 @@ from lightning_shard.rehearsal.machine import Cluster
 from lightning_shard.rehearsal.predict import predict
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the config asks for.
+def run(args: Sequence[str], given: Sources, own: CertifyWords | PlanWords | None) -> None:
+    """Rehearse `fit`.
 
-    Attributes:
-        processes: Of all nodes; 0 where it does not say a number.
-        domain: Ranks along each split dim.
-        shard_dims: Of the strategy.
-        trainer: Arguments of the Trainer that change the step.
+    Args:
+        args: The command, and its options of `fit`.
+        given: What these and the environment give.
+        own: What was typed for `certify` or `plan` beside them.
+    """
+    make = functools.partial(RehearsalCLI, own=own)
+    lightning_cli.run(["fit", *args[1:]], given, make)
+
+
+class RehearsalCLI(lightning_cli.ShardCLI):
+    """Builds the model and the data of `fit` on this machine, and rehearses their training.
+
+    Args:
+        args: The words of the command line.
+        state: Knows what was given.
+        own: What was typed for `certify` or `plan`; None for `check`.
     """
 
-    processes: int
-    domain: tuple[int, ...]
-    shard_dims: Any
-    trainer: dict[str, Any]
+    def __init__(
+        self, args: Sequence[str], state: RunState, own: CertifyWords | PlanWords | None
+    ) -> None:
+        self.own = own
+        self.processes, self.domain = _sizes(state.given)
+        super().__init__(args, state)
+
+    def after_parsing(self, trainer: Any) -> None:
+        """Let the config run in this process; what it asks for may not be here."""
+        shard_dims = strategy_options(trainer).get("shard_dims")
+        precision = {} if trainer.precision is None else {"precision": trainer.precision}
+        self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # what changes it
+        trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
+        trainer.logger, trainer.strategy = False, "auto"
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        source: Any = self.datamodule or self.model.train_dataloader()
+        if isinstance(self.own, CertifyWords):
+            self._certify(source, self.own)
+        elif self.own is None:
+            self._check(source)
+        elif self.own.cluster is None:
+            processes = self.processes or math.prod(self.domain)
+            print(plan(self.model, source, processes, self.domain, **self.step))
+        elif self.own.best:
+            found = best(self.model, source, self.own.cluster, **self.step)
+            print(best_report.words(found))
+            written = best_report.save(found, self.own.output or self.folder or ".")
+            print(f"written to {written}", file=sys.stderr)
+        else:
+            self._predict(source, self.own.cluster)
+
+    def _check(self, source: Any) -> None:
+        alone = math.prod(self.domain) == 1
+        domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
+        found = check(self.model, source, domain, **self.step)
+        print(found)
+        remember(self.folder, self.resolved, self.step["shard_dims"], str(found))
+        if not found.is_supported:
+            sys.exit(1)
+
+    def _predict(self, source: Any, cluster: Cluster) -> None:
+        ranks = math.prod(self.domain)
+        if cluster.devices % ranks:
+            raise UsageError(
+                f"the {cluster.devices} devices must be a multiple of the {ranks} ranks that share "
+                "a sample; change --cluster or domain_parallel_size"
+            )
+        mesh = (cluster.devices // ranks, *self.domain)
+        print(predict(self.model, source, cluster, mesh, **self.step))
+
+    def _certify(self, source: Any, words: CertifyWords) -> None:
+        digest = hashlib.sha256(self.text.encode()).hexdigest()
+        with told_by_user(ValueError):
+            found = certify(
+                self.model,
+                source,
+                words.meshes,
+                words.steps,
+                simulated=words.simulated,
+                facts={"model": type(self.model).__name__, "config": f"sha256 {digest[:16]}"},
+                **self.step,
+            )
+        page = found.save(words.output or self.folder or ".")
+        print(found)
+        print(f"written to {page}", file=sys.stderr)
+        if not found.is_equal:
+            sys.exit(1)
 
 
-def wanted(given: Sources) -> Wanted:
-    """Read what the config asks for before the parser does, which knows this machine alone.
-
-    Raises:
-        UsageError: A size is not a whole number.
-    """
+def _sizes(given: Sources) -> tuple[int, tuple[int, ...]]:
+    """The processes of all nodes, 0 where the config gives no number, and the ranks of a domain."""
     sizes = given.value("trainer.strategy.domain_parallel_size", 1)
     nodes = _whole("num_nodes", given.value("trainer.num_nodes", 1))
     devices = given.value("trainer.devices", "auto")
@@ -63,131 +135,10 @@ def wanted(given: Sources) -> Wanted:
         replicas = 1 if replicas == "auto" else _whole("data_parallel_size", replicas)
         sizes = max(1, processes // replicas) if processes else 2
     each = sizes if is_list(sizes) else [sizes]
-    domain = tuple(_whole("domain_parallel_size", size) for size in each)
-    return Wanted(processes, domain, None, {})
+    return processes, tuple(_whole("domain_parallel_size", size) for size in each)
 
 
 def _whole(name: str, size: object) -> int:
     if not isinstance(size, int) or size < 1:
         raise UsageError(f"{name} must be a whole number from 1 on; got {size!r}")
     return size
-
-
-def on_this_machine(trainer: Any, asked: Wanted) -> Wanted:
-    """Let the config run in this process; what it asks for may not be here.
-
-    Args:
-        trainer: The resolved options of the trainer, changed in place.
-        asked: What was read before.
-
-    Returns:
-        The same, with the options that the rehearsed step needs.
-    """
-    strategy = trainer.strategy
-    options: Any = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
-    kept = {} if trainer.precision is None else {"precision": trainer.precision}
-    trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
-    trainer.logger, trainer.strategy = False, "auto"
-    return replace(asked, shard_dims=options.get("shard_dims"), trainer=kept)
-
-
-def rehearse(
-    command: str,
-    module: LightningModule,
-    data: LightningDataModule | None,
-    asked: Wanted,
-    keep: Callable[[str], None],
-) -> None:
-    """Print what was found; `check` exits with 1 if the module cannot train so.
-
-    Args:
-        command: "check" or "plan".
-        module: What trains.
-        data: What it trains on; None if the module has its own loaders.
-        asked: What the config asks for.
-        keep: Is given what `check` prints.
-    """
-    source: Any = data or module.train_dataloader()
-    ranks = math.prod(asked.domain)
-    if command == "plan":
-        processes = asked.processes or ranks
-        print(plan(module, source, processes, asked.domain, asked.shard_dims, **asked.trainer))
-        return
-    small = tuple(min(size, 2) for size in asked.domain) if ranks > 1 else (2,)
-    found = check(module, source, small, asked.shard_dims, **asked.trainer)
-    print(found)
-    keep(str(found))
-    if not found.is_supported:
-        sys.exit(1)
-
-
-def plan_on(
-    cluster: Cluster,
-    module: LightningModule,
-    data: LightningDataModule | None,
-    asked: Wanted,
-    words: PlanWords,
-    folder: str | None,
-) -> None:
-    """Print what a step takes on a cluster, of the config's mesh or of the best one.
-
-    Args:
-        cluster: Where it is to run.
-        module: What trains.
-        data: What it trains on; None if the module has its own loaders.
-        asked: What the config asks for.
-        words: What was typed for `plan`.
-        folder: Of the run, for the overlay.
-    """
-    source: Any = data or module.train_dataloader()
-    if words.best:
-        found = best(module, source, cluster, asked.shard_dims, **asked.trainer)
-        print(best_report.words(found))
-        print(
-            f"written to {best_report.save(found, words.output or folder or '.')}", file=sys.stderr
-        )
-        return
-    ranks = math.prod(asked.domain)
-    if cluster.devices % ranks:
-        raise UsageError(
-            f"the {cluster.devices} devices must be a multiple of the {ranks} ranks that share a "
-            "sample; change --cluster or domain_parallel_size"
-        )
-    mesh = (cluster.devices // ranks, *asked.domain)
-    print(predict(module, source, cluster, mesh, asked.shard_dims, **asked.trainer))
-
-
-def certify_run(
-    module: LightningModule,
-    data: LightningDataModule | None,
-    asked: Wanted,
-    words: CertifyWords,
-    resolved: tuple[str, str | None],
-) -> None:
-    """Print and write the certificate; exit with 1 if a mesh does not train as one process.
-
-    Args:
-        module: What trains.
-        data: What it trains on; None if the module has its own loaders.
-        asked: What the config asks for.
-        words: What was typed for `certify`.
-        resolved: The text of all options, and the folder of the run.
-    """
-    source: Any = data or module.train_dataloader()
-    digest = hashlib.sha256(resolved[0].encode()).hexdigest()
-    with told_by_user(ValueError):
-        found = certify(
-            module,
-            source,
-            words.meshes,
-            words.steps,
-            asked.shard_dims,
-            simulated=words.simulated,
-            facts={"model": type(module).__name__, "config": f"sha256 {digest[:16]}"},
-            **asked.trainer,
-        )
-    page = found.save(words.output or resolved[1] or ".")
-    print(found)
-    print(f"written to {page}", file=sys.stderr)
-    if not found.is_equal:
-        sys.exit(1)

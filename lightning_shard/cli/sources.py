@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
@@ -34,6 +35,14 @@ class Source:
     where: str
     places: Places = field(default_factory=dict[str, str])
 
+    @cached_property
+    def flat(self) -> dict[str, object]:
+        """Every value, parts of others too, by its dotted key without `init_args`."""
+        found: dict[str, object] = {}
+        for key, value in _values(self.options, ()):
+            found.setdefault(key, value)
+        return found
+
     def place(self, key: str) -> str:
         """Where a dotted key was written."""
         return self.places.get(short(key), self.where)
@@ -47,66 +56,40 @@ class Sources:
 
     def place(self, key: str) -> str:
         """Where a dotted key was written last; empty if it was not."""
-        return next((s.place(key) for s in reversed(self.given) if self._in(s, key)), "")
+        return next((source.place(key) for source in self._with(key)), "")
 
     def value(self, key: str, default: object = None) -> object:
         """What was written last for a dotted key."""
-        found = [_at(s.options, short(key)) for s in reversed(self.given) if self._in(s, key)]
-        return found[0] if found else default
+        return next((source.flat[short(key)] for source in self._with(key)), default)
 
     def words(self) -> set[str]:
-        """All values that were written anywhere, as text."""
-        return {str(leaf) for source in self.given for leaf in _leaves(source.options)}
+        """All texts that were written anywhere."""
+        return {v for source in self.given for v in source.flat.values() if isinstance(v, str)}
 
     def mentioned(self, text: str) -> list[str]:
         """The options that a sentence names by the last part of their key, with their places."""
         words = {*re.findall(r"\w+", text)}
-        keys = {key for source in self.given for key in _keys(source.options) if "." in key}
-        return [f"{k} {self.place(k)}" for k in sorted(keys) if k.rpartition(".")[2] in words]
+        options = {k for source in self.given for k, v in source.flat.items() if not is_mapping(v)}
+        keys = sorted(key for key in options if "." in key and not re.search(r"\.\d", key))
+        return [f"{key} {self.place(key)}" for key in keys if key.rpartition(".")[2] in words]
 
     def __contains__(self, key: str) -> bool:
         return bool(self.place(key))
 
-    def _in(self, source: Source, key: str) -> bool:
-        return _at(source.options, short(key)) is not MISSING
+    def _with(self, key: str) -> list[Source]:
+        return [source for source in reversed(self.given) if short(key) in source.flat]
 
 
-MISSING = object()
-
-
-def _leaves(value: object) -> Iterator[object]:
-    if is_mapping(value) or is_list(value):
-        for child in value.values() if is_mapping(value) else value:
-            yield from _leaves(child)
-    else:
-        yield value
-
-
-def _keys(options: object, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """The dotted keys of all values that are no mappings, without `init_args`."""
-    if not is_mapping(options):
-        yield short(".".join(above))
-        return
-    for name, value in options.items():
-        yield from _keys(value, (*above, name))
+def _values(value: object, key: tuple[str, ...]) -> Iterator[tuple[str, object]]:
+    yield ".".join(key), value
+    parts = value.items() if is_mapping(value) else enumerate(value) if is_list(value) else ()
+    for name, part in parts:
+        yield from _values(part, key if name in SPEC[1:] else (*key, str(name)))
 
 
 def short(key: str) -> str:
     """A dotted key without `init_args`, which the parser lets the user leave out."""
     return ".".join(part for part in key.split(".") if part not in SPEC[1:])
-
-
-def _at(options: object, key: str) -> object:
-    for part in key.split(".") if key else ():
-        while is_mapping(options) and part not in options and {*SPEC[1:]} & {*options}:
-            options = next(options[name] for name in SPEC[1:] if name in options)
-        if is_list(options) and part.isdigit() and int(part) < len(options):
-            options = options[int(part)]
-        elif is_mapping(options) and part in options:
-            options = options[part]
-        else:
-            return MISSING
-    return options
 
 
 def read_sources(args: Sequence[str], subcommand: str) -> Sources:
@@ -139,17 +122,21 @@ def check_variables(subcommands: Sequence[str], keys: Iterable[str]) -> None:
             raise UsageError(f"the variable {name} names no option{close}")
 
 
-def split_subcommand(args: Sequence[str], names: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The subcommand and what follows it; None where the parser answers (help, completion)."""
-    if {"-h", "--help", "--print_shtab", "--print_completion"} & set(args[:1]):
-        return None
+def begins_with_one_of(args: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a subcommand comes first; False where the parser answers (completion).
+
+    Raises:
+        UsageError: It is missing, unknown, or comes later.
+    """
+    if {"--print_shtab", "--print_completion"} & {*args[:1]}:
+        return False
     usage = f"python -m lightning_shard {'|'.join(names)} --config file.yaml"
     if not args:
         if f"{ENV_PREFIX}_SUBCOMMAND" in os.environ:
-            return None
+            return False
         raise UsageError(f"a subcommand is missing: give one of {', '.join(names)}", usage)
     if args[0] in names:
-        return args[0], list(args[1:])
+        return True
     if not args[0].startswith("-"):
         close = nearest(args[0], names, "give one of")
         raise UsageError(f"unknown subcommand '{args[0]}'{close}", usage)

@@ -33,6 +33,9 @@ PER_CORE = 16  # ranks, which more than share a core
 class Parser(argparse.ArgumentParser):
     """Its help is a page of help.py, and its refusals are one sentence."""
 
+    def __init__(self, command: str) -> None:
+        super().__init__(f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
+
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         options, unknown = self.parse_known_args(words)
         if unknown:
@@ -53,7 +56,7 @@ def read_words(command: str, words: Sequence[str]) -> argparse.Namespace:
     """
     if words and not WORDS[command]:
         raise UsageError(f"unexpected '{words[0]}': {command} takes no options")
-    parser = Parser(f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
+    parser = Parser(command)
     for name, how in WORDS[command].items():
         parser.add_argument(name, **how)
     options = parser.read(words)

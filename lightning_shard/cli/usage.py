@@ -62,6 +62,11 @@ def nearest_file(path: Path, pattern: str = "*") -> str:
     return nearest(path.name, found, f"{path.parent} has", lambda n: str(path.parent / n))
 
 
+def labelled(name: str, value: object) -> str:
+    """A line for a terminal."""
+    return f"{name:<16}{value}"
+
+
 def printable(text: str) -> str:
     """Write out characters that command a terminal; a file of a stranger may hold them."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
