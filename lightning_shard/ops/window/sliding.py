@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.domain.align import simple
-from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -34,8 +33,8 @@ def windows(
         needs = window_needs(x.shape[d], parts, count, size, step, 0, 1)
         local, source, moved = fetch(x, d, needs), x, route_of(x, d, needs).moves
     layout = Layout((*layout.dims, (Factor(size),)), layout.grid)
-    if 0 in layout.local_shape:
-        shown = empty_attached(layout.local_shape, local)
+    if layout.local_shape[d] == 0:  # a view, too: a write into it counts as one into its source
+        shown = local.narrow(d, 0, 0).unsqueeze(-1).expand(layout.local_shape)
     else:
         shown = local.unfold(d, size, step)
     return source.copy(shown, layout, moved=moved)
