@@ -17,6 +17,7 @@ from lightning_shard.processes import variables
 from lightning_shard.processes.cpu_settings import let_threads_run_on
 from tests import REFERENCES
 
+gc.disable()  # until the tests are collected: what is imported is no garbage
 let_threads_run_on()  # in workers and in the ranks that they fork
 
 LONG = (
@@ -45,9 +46,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """What is imported by now is never garbage: collections that look at it took a tenth."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # and ranks, which are forks, collect less often
+    if "torch" in sys.modules:  # not in the controller of the workers
+        from tests import pool
+
+        pool.seed_quickly()
 
 
 def pytest_configure(config: pytest.Config) -> None:

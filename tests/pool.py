@@ -172,10 +172,17 @@ def begin(rank: int, ranks: int, port: int) -> None:
     if registry := sys.modules.get("lightning.fabric.utilities.registry"):
         # each Trainer would read the metadata of every package that is installed: 50 ms
         vars(registry)["entry_points"] = functools.cache(registry.entry_points)
+    seed_quickly()
+
+
+def seed_quickly() -> None:
+    """Without devices that are not there.
+
+    For these torch 2.15 queues each seed, with a formatted stack trace: up to 4 ms of each
+    `torch.manual_seed`.
+    """
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
-            # torch 2.15 queues each seed, with a formatted stack trace, until the device is there:
-            # 4 ms of each torch.manual_seed
             device.manual_seed_all = _ignore
 
 

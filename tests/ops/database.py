@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_shard.ops.registry import functions_with_rules, name_of
 from tests.ops.rows import ROWS, Row
@@ -45,9 +45,20 @@ class Sample:
         )
         return ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
 
-    @property
+    @functools.cached_property
     def tensors(self) -> list[Tensor]:
-        return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        return list(_tensors_in((self.args, self.kwargs)))
+
+
+def _tensors_in(x: Any) -> Iterator[Tensor]:
+    """As of `tree_leaves`, which took a fifth of the sweep."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for item in x:
+            yield from _tensors_in(item)
+    elif isinstance(x, dict):
+        yield from _tensors_in(list(x.values()))
 
 
 def names() -> list[str]:
@@ -117,11 +128,12 @@ def splits_of(sample: Sample) -> list[tuple[tuple[int, ...], int]]:
 
 def cases_of(name: str, limit: int) -> Iterator[tuple[Callable[..., Any], Sample, Any]]:
     """`limit` of all (form, sample, split) of a row, drawn with a fixed seed."""
+    functions = functions_of(name)
     every = [
         (function, sample, split)
         for sample in samples_of(name)
         for split in splits_of(sample)
-        for function in functions_of(name)
+        for function in functions
     ]
     yield from random.Random(0).sample(every, min(limit, len(every)))
 
