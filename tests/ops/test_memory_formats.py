@@ -14,8 +14,9 @@ from lightning_shard.domain.memory import format_of
 from tests.parity import mesh_of
 
 IMAGE, VOLUME = (2, 6, 25, 8), (2, 6, 12, 4, 5)
-WEIGHT, CUBE = torch.randn(6, 6, 3, 3), torch.randn(6, 6, 3, 3, 3)
-SCALE, SHIFT = torch.randn(6), torch.randn(6)
+WEIGHT, CUBE, SCALE, SHIFT = (
+    torch.randn(shape, dtype=torch.float64) for shape in ((6, 6, 3, 3), (6, 6, 3, 3, 3), 6, 6)
+)
 CASES = {
     "convolution": lambda x: F.conv2d(x, WEIGHT, SHIFT, padding=1),
     "convolution, stride 2": lambda x: F.conv2d(x, WEIGHT, stride=2, padding=1),
@@ -93,18 +94,22 @@ def keeps_its_format(function, whole, mode, kinds=("result", "gradient")):
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("name", CASES)
 def test_images_stay_channels_last(name, mode):
-    keeps_its_format(CASES[name], torch.randn(IMAGE).to(memory_format=torch.channels_last), mode)
+    keeps_its_format(
+        CASES[name],
+        torch.randn(IMAGE, dtype=torch.float64).to(memory_format=torch.channels_last),
+        mode,
+    )
 
 
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", VOLUMES)
 def test_volumes_stay_channels_last(name):
-    whole = torch.randn(VOLUME).to(memory_format=torch.channels_last_3d)
+    whole = torch.randn(VOLUME, dtype=torch.float64).to(memory_format=torch.channels_last_3d)
     keeps_its_format(VOLUMES[name], whole, "auto")
 
 
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_are_channels_last(name):
-    whole = torch.randn(IMAGE).to(memory_format=torch.channels_last)
+    whole = torch.randn(IMAGE, dtype=torch.float64).to(memory_format=torch.channels_last)
     keeps_its_format(RESULTS[name], whole, "auto", ["result"])

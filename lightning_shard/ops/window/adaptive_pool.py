@@ -6,6 +6,8 @@ whole afterwards: a global pooling moves one number per channel, not the field.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from lightning_shard.domain.align import simple, sum_over
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor
-from lightning_shard.domain.memory import format_of
+from lightning_shard.domain.memory import format_of, selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 
@@ -60,7 +62,7 @@ def adaptive_avg_pool(
 
 
 def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
-    """The last dims averaged to `sizes`: each a product with a (output, input rows) matrix."""
+    """The last dims averaged to `sizes`, one after the other."""
     pairs, stored = list(enumerate(sizes, x.ndim - len(sizes))), format_of(x.local)
     split = set(x.layout.split_dims)
     # whole dims first: what travels along a split one is then smaller
@@ -83,23 +85,60 @@ def _average_dim(x: Subdomain, dim: int, output: int) -> Subdomain:
 
 
 def _averaged(x: Tensor, dim: int, extent: int, output: int, outputs: Span, rows: Span) -> Tensor:
-    """The output rows `outputs` of the average along `dim`, of the input rows `rows` in `x`."""
-    matrix = _averages(extent, output, outputs, rows, x.dtype, x.device)
+    """What the input rows `rows` in `x` give to the output rows `outputs` of the average.
+
+    A row counts in its own windows only, also if it is NaN or infinite.
+    """
+    starts, sizes = _windows_within(extent, output, outputs, rows)
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    ones = [1] * (x.ndim - dim - 1)
     with torch.autocast(x.device.type, enabled=False):  # which leaves poolings alone
-        return torch.matmul(x.movedim(dim, -1), matrix.t()).movedim(-1, dim)
+        if _lie_beside(starts, sizes):
+            rows_of_all = x.narrow(dim, starts[0], sum(sizes))
+            parts = rows_of_all.unflatten(dim, (len(sizes), sizes[0]))
+        else:
+            places, inside = _places(starts, sizes, x.device)
+            parts = selected(x, dim, places.flatten()).unflatten(dim, places.shape)
+            parts = torch.where(inside.view(*inside.shape, *ones), parts, 0)
+        sums = parts.sum(dim + 1, dtype=wide)
+        counts = _counts(extent, output, outputs, wide, x.device)
+        return (sums / counts.view(-1, *ones)).to(x.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _windows_within(
+    extent: int, output: int, outputs: Span, rows: Span
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each output row where its window begins in `rows`, and how many of them are in it."""
+    spans = [window(o, extent, output) for o in range(*outputs)]
+    cut = [(min(max(low, rows[0]), rows[1]), min(high, rows[1])) for low, high in spans]
+    return tuple(a - rows[0] for a, _ in cut), tuple(max(b - a, 0) for a, b in cut)
+
+
+@lru_cache(maxsize=1024)
+def _lie_beside(starts: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether windows of one size follow each other."""
+    steps = {b - a for a, b in pairwise(starts)}
+    return len({*sizes}) == 1 and sizes[0] > 0 and steps <= {sizes[0]}
 
 
 @made_once
-def _averages(
-    extent: int,
-    output: int,
-    rows: Span,
-    columns: Span,
-    dtype: torch.dtype,
-    device: torch.device,
+def _places(
+    starts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(output rows, taps): the rows of each window, and which of these are in it."""
+    taps = torch.arange(max(sizes, default=0), device=device)
+    begin, size = (
+        torch.tensor(n, dtype=torch.long, device=device)[:, None] for n in (starts, sizes)
+    )
+    inside = taps < size
+    return torch.where(inside, begin + taps, 0), inside
+
+
+@made_once
+def _counts(
+    extent: int, output: int, outputs: Span, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Rows and columns of the matrix that averages the input rows under each output row."""
-    o = torch.arange(*rows, device=device)[:, None]
-    start, end = o * extent // output, -(-(o + 1) * extent // output)
-    i = torch.arange(*columns, device=device)
-    return (((i >= start) & (i < end)).double() / (end - start)).to(dtype)
+    """The rows of each window, on all ranks."""
+    spans = [window(o, extent, output) for o in range(*outputs)]
+    return torch.tensor([high - low for low, high in spans], dtype=dtype, device=device)

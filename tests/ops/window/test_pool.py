@@ -183,3 +183,22 @@ def test_refusals():
         F.fractional_max_pool2d(x, 2, 4)
     with pytest.raises(UnsupportedOperationError, match="outside of the windows"):
         F.max_unpool2d(x, torch.zeros(IMAGE, dtype=torch.long), 2)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("output", [1, 2, 4, 5, 7, 13])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_averages_of_other_windows_are_finite(output, value):
+    """As of fields whose land is NaN."""
+    x = torch.randn(2, 3, 13)
+    x[0, 0, 6], x[0, 1, 0], x[1, 2, 12] = value, value, value
+    found = F.adaptive_avg_pool1d(lightning_shard.shard(x, mesh_of(3), 2), output)
+    expected = F.adaptive_avg_pool1d(x, output)
+    torch.testing.assert_close(lightning_shard.gather(found), expected, equal_nan=True)
+
+
+@pytest.mark.spmd(3)
+def test_a_mean_of_many_halves_does_not_overflow():
+    x = torch.full((1, 1, 300, 300), 3.0, dtype=torch.float16)
+    found = F.adaptive_avg_pool2d(lightning_shard.shard(x, mesh_of(3), 2), 1)
+    torch.testing.assert_close(lightning_shard.gather(found), F.adaptive_avg_pool2d(x, 1))

@@ -1,0 +1,37 @@
+"""A penalty on the gradients of plain weights, as docs/autograd.md shows it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+
+import lightning_shard
+from tests.parity import mesh_of
+
+
+def penalized(net, x, mean):
+    loss = net(x).square().mean()
+    weights = list(net.parameters())
+    partial = torch.autograd.grad(loss, weights, create_graph=True)
+    penalty = sum(mean(g).square().sum() for g in partial)
+    (loss + penalty).backward()
+    return [weight.grad for weight in weights]
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("rows", [13, 2])
+def test_a_penalty_on_gradients_of_weights(rows):
+    mesh = mesh_of(3)
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.Conv2d(4, 1, 1)
+    )
+    net, x = net.double(), torch.randn(2, 2, rows, 7, dtype=torch.float64)
+    wanted = penalized(copy.deepcopy(net), x, lambda g: g)
+    split = lightning_shard.shard(x, mesh, 2)
+    found = penalized(net, split, lambda g: all_reduce(g, group=mesh.get_group()) / mesh.size())
+    for gradient, value in zip(found, wanted, strict=True):
+        dist.all_reduce(gradient)
+        torch.testing.assert_close(gradient / mesh.size(), value, rtol=1e-10, atol=1e-14)
