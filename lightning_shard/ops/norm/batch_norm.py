@@ -11,7 +11,8 @@ from lightning_shard.domain.align import sum_over, take_local, volume, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.norm.normalize import groups_of, normalize_groups
+from lightning_shard.ops.norm.groups import groups_of
+from lightning_shard.ops.norm.normalize import normalize_groups
 from lightning_shard.ops.registry import implements
 
 

@@ -13,7 +13,8 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
 from lightning_shard.ops.norm.batch_norm import as_autocast
-from lightning_shard.ops.norm.normalize import groups_of, normalize_groups
+from lightning_shard.ops.norm.groups import groups_of
+from lightning_shard.ops.norm.normalize import normalize_groups
 from lightning_shard.ops.registry import implements, rule_for
 from lightning_shard.processes.typed import typed_torch
 

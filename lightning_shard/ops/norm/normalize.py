@@ -6,155 +6,21 @@ multiplied and added to. Both passes run on torch's fused kernels. A backward pa
 differentiated again is a formula of functions that autograd knows; so is the forward pass in half
 precision, of which float32 takes the moments.
 
-A local tensor is (B, C, ...). Its C channels are K groups of neighbours; the values of a group
-share their moments, along B too. Where each sample has moments of its own, the channels of all
-samples are those of one: (1, B * C, rest).
+A local tensor is (B, C, ...), and its channels are K groups (ops/norm/groups.py).
 """
 
-import itertools
 import math
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.align import one_of_all, sum_over, volume
-from lightning_shard.domain.cache import made_once
-from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.memory import format_of
-from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.wire import reduce_in_place
+from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
 from lightning_shard.processes.torch_internals import in_transform
 
-_HALF = (torch.float16, torch.bfloat16)
 _sums = torch.ops.aten.native_batch_norm_backward
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Which values share their moments.
-
-    Attributes:
-        place: A part without rows, of the layout of the split tensor.
-        dims: The dims of the split tensor along which values share moments.
-        number: K, of this rank.
-        count: How many values share them, over all ranks.
-        eps: Is added to the variance.
-    """
-
-    place: Subdomain
-    dims: tuple[int, ...]
-    number: int
-    count: int
-    eps: float
-
-    def flat(self, x: Tensor) -> Tensor:
-        """(B, C, ...) -> (1, B * C, rest) of several samples with moments of their own."""
-        if len(x) == 1 or 0 in self.dims:
-            return x
-        return x.reshape(1, x.shape[0] * x.shape[1], math.prod(x.shape[2:]))
-
-    def view(self, x: Tensor) -> Tensor:
-        """(B, C, ...), flat -> (B, K, C / K, rest)."""
-        per_group = x.shape[1] // max(self.number, 1)
-        return x.reshape(x.shape[0], self.number, per_group, math.prod(x.shape[2:]))
-
-    def of_channels(self, values: Tensor) -> Tensor:
-        """(..., C) -> (..., K, C / K)."""
-        per_group = values.shape[-1] // max(self.number, 1)
-        return values.reshape(*values.shape[:-1], self.number, per_group)
-
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance of each group over all ranks, as (1, K, 1, 1)."""
-        own = _own_moments(self.view(x.float() if x.dtype in _HALF else x))
-        mean, variance = self.combined(own)
-        return mean, variance
-
-    def combined(self, own: Tensor) -> Tensor:
-        """Mean and variance (2, ...) over all ranks from those of this rank's rows."""
-        axes = self.place.layout.axes(*self.dims)
-        if not axes:
-            return own
-        shares = _shares(self.place.layout, self.dims)
-        weights = None if len({*shares}) == 1 else _weights(shares, own.dtype, own.device)
-        return _mixed(one_of_all(self.place, axes, own), weights)
-
-    def mean_of_all(self, sums: Tensor) -> Tensor:
-        """Of sums for each group over this rank's values the mean over all values."""
-        if not sums.numel():  # no sample here: as little on the ranks that share it
-            return sums
-        return sum_over(self.place, sums, self.dims) / self.count
-
-    def add_up(self, sums: Tensor) -> None:
-        """Replace such sums by those over all values."""
-        axes = self.place.layout.axes(*self.dims)
-        if axes and sums.numel():
-            reduce_in_place(sums, dist.ReduceOp.SUM, self.place.domain.group(axes))
-
-
-def _own_moments(view: Tensor) -> Tensor:
-    """Mean and variance (2, 1, K, 1, 1) of each group of this rank's rows."""
-    if view.numel():
-        variance, mean = torch.var_mean(view, (0, 2, 3), correction=0, keepdim=True)
-        return torch.stack([mean, variance])
-    zeros = view.sum((0, 2, 3), keepdim=True)  # of weight 0 among the ranks, and attached
-    return torch.stack([zeros, zeros])
-
-
-def _mixed(parts: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The moments of all values (2, ...) from those of their parts (n, 2, ...).
-
-    Args:
-        parts: Mean and variance of each part.
-        weights: The share of the values that each part has; alike if None.
-    """
-    if weights is None:
-        spread, both = torch.var_mean(parts, 0, correction=0)
-        both[1].add_(spread[0])
-        return both
-    weights = weights.view(-1, *[1] * (parts.ndim - 2))
-    both = (weights.unsqueeze(1) * parts).sum(0)
-    both[1].add_((weights * (parts[:, 0] - both[0]).square()).sum(0))
-    return both
-
-
-@made_once
-def _weights(shares: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(shares, dtype=dtype, device=device)
-
-
-@lru_cache(maxsize=4096)
-def _shares(layout: Layout, dims: tuple[int, ...]) -> tuple[float, ...]:
-    """Each rank's share of the elements along `dims`, for the ranks that split them in order."""
-    grid, axes = layout.grid, layout.axes(*dims)
-    counts: list[int] = []
-    for place in itertools.product(*(range(grid.sizes[a]) for a in axes)):
-        at = dict(zip(axes, place, strict=True))
-        coord = tuple(at.get(a, c) for a, c in enumerate(grid.coord))
-        shape = replace(layout, grid=Grid(grid.sizes, coord)).local_shape
-        counts.append(math.prod(shape[d] for d in dims))
-    total = max(volume(layout, dims), 1)
-    return tuple([n / total for n in counts])
-
-
-def groups_of(
-    x: Subdomain, dims: tuple[int, ...], number: int, eps: float, parts: int = 1
-) -> Groups:
-    """The groups of values along `dims` of a split tensor.
-
-    Args:
-        x: The split tensor.
-        dims: The dims along which values share moments.
-        number: How many groups of channels this rank's tensor has.
-        eps: Is added to the variance.
-        parts: How many groups lie along `dims`.
-    """
-    place = x.like(x.local.new_empty(0))
-    return Groups(place, dims, number, volume(x.layout, dims) // parts, eps)
 
 
 def normalize_groups(
@@ -243,7 +109,7 @@ def _fused_moments(x: Tensor, groups: Groups) -> Tensor:
     by_rows = stored == torch.contiguous_format
     # on other devices than the CPU that kernel does not look at the format
     if x.numel() == 0 or area == 1 or not (by_rows or x.is_cpu):
-        return _own_moments(groups.view(x)).flatten(1)
+        return own_moments(groups.view(x)).flatten(1)
     x = x.contiguous(memory_format=stored)
     if groups.number == channels and not by_rows:  # up to 15 times as fast there
         _, mean, deviation = torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)
@@ -251,7 +117,7 @@ def _fused_moments(x: Tensor, groups: Groups) -> Tensor:
     own = (samples, channels, area, groups.number, 0.0)
     _, means, deviations = torch.native_group_norm(x, None, None, *own)
     parts = torch.stack([means, deviations.pow(-2)], 1)
-    return _mixed(parts) if samples > 1 else parts[0]
+    return mixed(parts) if samples > 1 else parts[0]
 
 
 def _each_channel(x: Tensor, groups: Groups, values: Tensor) -> Tensor:

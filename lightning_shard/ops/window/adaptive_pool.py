@@ -95,14 +95,18 @@ def _averaged(x: Tensor, dim: int, extent: int, output: int, outputs: Span, rows
     with torch.autocast(x.device.type, enabled=False):  # which leaves poolings alone
         if _lie_beside(starts, sizes):
             rows_of_all = x.narrow(dim, starts[0], sum(sizes))
-            parts = rows_of_all.unflatten(dim, (len(sizes), sizes[0]))
+            parts = _parted(rows_of_all, dim, (len(sizes), sizes[0]))
         else:
             places, inside = _places(starts, sizes, x.device)
-            parts = selected(x, dim, places.flatten()).unflatten(dim, places.shape)
+            parts = _parted(selected(x, dim, places.flatten()), dim, places.shape)
             parts = torch.where(inside.view(*inside.shape, *ones), parts, 0)
         sums = parts.sum(dim + 1, dtype=wide)
         counts = _counts(extent, output, outputs, wide, x.device)
         return (sums / counts.view(-1, *ones)).to(x.dtype)
+
+
+def _parted(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    return x.view([*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
 
 
 @lru_cache(maxsize=1024)
