@@ -153,6 +153,14 @@ class _Mode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._ledger, self._depth = ledger, 0
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copies of fake tensors are of this mode.
+
+        A copy of it would have weak references to the same memory, and each of them frees it
+        (torch 2.15): a step that logs made such copies, and the heap was damaged.
+        """
+        return self
+
     def __enter__(self) -> Any:
         self._depth += 1
         return super().__enter__()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -73,6 +74,24 @@ def test_bytes_are_those_of_real_ranks(mesh):
     assert found.bytes_by_cause["activations"] == pytest.approx(real.activations, rel=0.05)
     assert found.bytes_by_cause["optimizer"] > 0
     assert sum(found.bytes_by_cause.values()) == found.memory
+
+
+class Copying(Net):
+    """A metric copies what it begins with, deeply."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        assert copy.deepcopy(loss.detach()).fake_mode is loss.fake_mode
+        self.log("loss", loss)
+        return loss
+
+
+def test_steps_that_log_free_memory_once(monkeypatch):
+    """Weak references to memory free it; torch copies them with what fake tensors know."""
+    copied = []
+    monkeypatch.setattr(StorageWeakRef, "__deepcopy__", copied.append, raising=False)
+    predict(Copying(), data(1, 2, 12, 24), cluster(2), (1, 2))
+    assert copied == []
 
 
 def test_operations_take_their_flops_or_their_bytes():
