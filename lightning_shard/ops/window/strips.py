@@ -118,9 +118,12 @@ def plan_of(layout: Layout, windows: tuple[Window, ...], thinner: int) -> Plan |
         return None
     if len(windows) > 1 and len(axes) < len(layout.grid.sizes):
         return None  # ranks along some axes of several have no group
-    for place in places(layout.grid, axes):
-        if not all(_is_possible(_side(layout, w, place), w, thinner) for w in windows):
+    every = [[_side(layout, w, place) for w in windows] for place in places(layout.grid, axes)]
+    for each in every:
+        if not all(_is_possible(s, w, thinner) for s, w in zip(each, windows, strict=True)):
             return None
+    if not any(s.first or s.last for each in every for s in each):
+        return None  # no rank needs rows of another, and nobody sends a message
     needs = tuple(
         (w.dim, window_needs(layout.shape[w.dim], layout.grid.parts(layout.axes(w.dim)),
                              w.output(layout.shape[w.dim]), w.kernel, w.stride, w.before,

@@ -118,3 +118,14 @@ def test_border_of_the_first_and_of_an_inner_rank():
     assert [strip.output for strip in plan.strips] == [((0, 1),), ((32, 33),)]
     assert [strip.kernel for strip in plan.strips] == [((0, 1),), ((2, 3),)]
     assert plan.halo.receives == (((-1, 0),), None, ((33, 34),))
+
+
+@pytest.mark.spmd(3)
+def test_patches_that_lie_on_their_ranks_send_no_message():
+    """As of a vision transformer whose rows the ranks divide."""
+    whole, weight = torch.randn(2, 3, 12, 8, requires_grad=True), torch.randn(5, 3, 4, 4)
+    x = lightning_shard.shard(whole, mesh_of(3), 2)
+    with overlapping("always"), counted() as traffic:
+        result = F.conv2d(x, weight, stride=4).to_local()
+        torch.autograd.grad(result, whole, torch.ones_like(result))
+    assert traffic.calls == 0
