@@ -113,3 +113,26 @@ def test_volumes_stay_channels_last(name):
 def test_results_are_channels_last(name):
     whole = torch.randn(IMAGE, dtype=torch.float64).to(memory_format=torch.channels_last)
     keeps_its_format(RESULTS[name], whole, "auto", ["result"])
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("name", ["batch norm", "group norm", "group norm of one sample"])
+def test_rows_of_one_value(name):
+    """As of land: on some ranks a channel varies, on others it does not."""
+    whole = torch.randn(IMAGE, dtype=torch.float64)
+    whole[:, :2, :9], whole[:, 2:4] = 3.0, 7.0
+    keeps_its_format(CASES[name], whole.to(memory_format=torch.channels_last), "auto")
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("name", ["batch norm of one sample", "group norm of one sample"])
+def test_values_far_from_zero(name):
+    """Where torch's own norm of channels_last tensors is wrong by a twentieth."""
+    whole = torch.randn(IMAGE) + 100
+    exact, weights = CASES[name](whole.double()), (SCALE, SHIFT)
+    split = lightning_shard.shard(whole.to(memory_format=torch.channels_last), mesh_of(3), 2)
+    if name.startswith("group"):
+        found = F.group_norm(split[:1], 3, *(w.float() for w in weights))
+    else:
+        found = F.batch_norm(split[:1], None, None, training=True)
+    torch.testing.assert_close(lightning_shard.gather(found), exact.float(), rtol=1e-4, atol=1e-4)

@@ -105,17 +105,12 @@ class _Normalize(Function):
 def _fused_moments(x: Tensor, groups: Groups) -> Tensor:
     """Of this rank's rows, (2, K); the kernel of group norm finds them for each of B."""
     samples, channels, area = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    stored = format_of(x)
-    by_rows = stored == torch.contiguous_format
-    # on other devices than the CPU that kernel does not look at the format
-    if x.numel() == 0 or area == 1 or not (by_rows or x.is_cpu):
+    if x.numel() == 0 or area == 1:
         return own_moments(groups.view(x)).flatten(1)
-    x = x.contiguous(memory_format=stored)
-    if groups.number == channels and not by_rows:  # up to 15 times as fast there
-        _, mean, deviation = torch.native_batch_norm(x, None, None, None, None, True, 0.0, 0.0)
-        return torch.stack([mean, deviation.pow_(-2)])
     own = (samples, channels, area, groups.number, 0.0)
-    _, means, deviations = torch.native_group_norm(x, None, None, *own)
+    # contiguous: of channels_last the kernel of the CPU takes the difference of large numbers, a
+    # variance of 1 around a mean of 100 is wrong by a tenth, and other devices' ignore the format
+    _, means, deviations = torch.native_group_norm(x.contiguous(), None, None, *own)
     parts = torch.stack([means, deviations.pow(-2)], 1)
     return mixed(parts) if samples > 1 else parts[0]
 
@@ -148,9 +143,8 @@ def _fused_gradients(
     """Those of `x`, `weight` and `bias`: two sums for each group go over the ranks at once."""
     inverse = torch.rsqrt(moments[1] + groups.eps)
     if x.numel():
-        # of one sample that lies in no format the kernel of the CPU gives wrong sums
-        grad, x = (t.contiguous(memory_format=format_of(x)) for t in (grad, x))
-        own = (grad, x, weight, None, None, moments[0], inverse)
+        # contiguous: of others the kernel of the CPU gives less exact sums, or wrong ones
+        own = (grad.contiguous(), x.contiguous(), weight, None, None, moments[0], inverse)
         _, of_weight, of_bias = _sums(*own, True, 0.0, [False, True, True])
     else:
         of_weight, of_bias = (x.new_zeros(x.shape[1]) for _ in range(2))

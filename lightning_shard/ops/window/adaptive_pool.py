@@ -77,8 +77,8 @@ def _average_dim(x: Subdomain, dim: int, output: int) -> Subdomain:
     if output == factor.extent:
         return x
     if output < grid.parts(factor.axes):
-        matrix = (factor.extent, output, (0, output), factor.bounds(grid))
-        local = sum_over(x, _averaged(x.local, dim, *matrix), [dim])
+        windows = (factor.extent, output, (0, output), factor.bounds(grid))
+        local = sum_over(x, _averaged(x.local, dim, *windows), [dim])
         return x.like(local, x.layout.with_dims({dim: (Factor(output),)}))
     x, rows, outputs = fetched_windows(x, dim, output)
     return x.like(_averaged(x.local, dim, factor.extent, output, outputs, rows))
