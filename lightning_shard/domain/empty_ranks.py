@@ -33,5 +33,6 @@ def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
     over ranks in place.
     """
     kept = [s for s in sources if s is not None]
-    nothing = concatenated([s.flatten()[:0].to(kept[0].dtype) for s in kept], 0).sum()
+    nothing = concatenated([s.flatten()[:0].to(kept[0].dtype) for s in kept], 0)
+    nothing = nothing.sum(dtype=kept[0].dtype)  # which autocast would change
     return nothing * kept[0].new_ones(tuple(shape))

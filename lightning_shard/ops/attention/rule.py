@@ -61,6 +61,7 @@ from lightning_shard.ops.attention.layout import (
     with_last,
 )
 from lightning_shard.ops.attention.ring import Ring, ring_attention
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.elementwise.random import own_random_state
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_internals import left_aligned
@@ -83,6 +84,7 @@ def attention(
 ) -> Operand:
     if attn_mask is not None and is_causal:
         raise RuntimeError("attn_mask should not be set when is_causal=True")
+    query, key, value = cast_for(func, query, key, value)  # before rows travel
     operands = Operands(query, key, value, attn_mask, enable_gqa, is_causal)
     layout = operands.output()
     possible = _possible(operands, layout, dropout_p)

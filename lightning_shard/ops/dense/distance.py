@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, local_part, sum_over
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, uncast
 from lightning_shard.ops.dense.linear import contract
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, sum_
@@ -36,6 +37,15 @@ def norm(
     p = kwargs.pop("ord", 2.0 if p in (None, "fro") else p)
     if kwargs or not isinstance(p, int | float) or -math.inf < p < 0:
         raise UnsupportedOperationError(f"norm of order {p!r} with {sorted(kwargs)}")
+    if dtype is None:
+        (x,) = cast_for(func, x)
+    return _norm(x, p, dim, keepdim, dtype)
+
+
+@uncast
+def _norm(
+    x: Subdomain, p: float, dim: Dims, keepdim: bool, dtype: torch.dtype | None
+) -> Subdomain | Tensor:
     if p == 0:
         kept = x.like((x.local != 0).to(dtype or x.local.abs().dtype))
         return sum_(torch.sum, kept, dim, keepdim)

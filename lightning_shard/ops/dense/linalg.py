@@ -15,6 +15,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.reshape import unsqueeze
 from lightning_shard.processes.typed import linalg
@@ -96,7 +97,8 @@ def diagonal(
 
 @composes(torch.trace, Tensor.trace)
 def trace(func: Callable[..., Tensor], x: Any) -> Tensor:
-    return x.tril().triu().sum()
+    (x,) = cast_for(torch.trace, x)
+    return x.tril().triu().sum(dtype=x.dtype if x.is_floating_point() else None)
 
 
 @composes(linalg.matrix_norm, linalg.norm,

@@ -10,8 +10,6 @@ rows of the queries.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from string import ascii_letters
 from typing import Any
 
@@ -31,6 +29,7 @@ from lightning_shard.domain.comm import all_reduce
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Dim, Factor, Layout, merge
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.elementwise.pointwise import elementwise
 from lightning_shard.ops.reduce.sums import sum_
 from lightning_shard.ops.registry import implements, listed
@@ -130,7 +129,7 @@ def linear(
         return x.like(func(x.local, weight, bias), layout)
     kept = "Z" if weight.ndim > 1 else ""  # a weight of one dim gives one number
     result = contract(F.linear, [x, weight], [free + "Y", kept + "Y"], free + kept)
-    return result if bias is None else elementwise(torch.add, result, bias)
+    return result if bias is None else elementwise(torch.add, result, bias.to(result.dtype))
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, linalg.matmul,
@@ -148,31 +147,9 @@ def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: O
     output = batch + ("X" if a.ndim > 1 else "") + ("Z" if b.ndim > 1 else "")
     sparse = any(isinstance(x, Tensor) and x.layout != torch.strided for x in (a, b))
     compute = torch.bmm if sparse and a.ndim == 3 else torch.matmul  # torch's own takes no batches
-    with _autocast_of(func, a, b):
+    a, b = cast_for(func, a, b)
+    with without_autocast(a):
         return contract(compute, [a, b], [left, right], output)
-
-
-def _autocast_of(func: Callable[..., Tensor], *operands: Operand) -> AbstractContextManager[Any]:
-    """Autocast only if torch runs `func` in the narrow dtype: it leaves some products alone."""
-    locals_ = [x.local if isinstance(x, Subdomain) else x for x in operands]
-    device = locals_[0].device
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    kinds = tuple((x.ndim, x.dtype) for x in locals_)
-    narrow = _is_narrow(func, kinds, device, torch.get_autocast_dtype(device.type))
-    return torch.autocast(device.type, enabled=narrow)
-
-
-@lru_cache(maxsize=256)
-def _is_narrow(
-    func: Callable[..., Tensor],
-    kinds: tuple[tuple[int, torch.dtype], ...],
-    device: torch.device,
-    narrow: torch.dtype,
-) -> bool:
-    """Whether autocast runs `func` of tensors of such numbers of dims and dtypes in `narrow`."""
-    tried = func(*(torch.ones([1] * n, dtype=dtype, device=device) for n, dtype in kinds))
-    return tried.dtype == narrow
 
 
 @implements(torch.inner, Tensor.inner)
@@ -258,5 +235,5 @@ def _summed(x: Operand, dims: Sequence[int]) -> Any:
     if not dims:
         return x
     if isinstance(x, Tensor):
-        return x.sum(tuple(dims), keepdim=True)
-    return sum_(torch.sum, x, tuple(dims), keepdim=True)
+        return x.sum(tuple(dims), keepdim=True, dtype=x.dtype)
+    return sum_(torch.sum, x, tuple(dims), keepdim=True, dtype=x.dtype)

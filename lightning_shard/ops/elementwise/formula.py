@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import composes, listed, without_deprecated
 from lightning_shard.processes.typed import is_sequence, linalg, typed_torch
 
@@ -78,7 +79,7 @@ def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
 @composes(F.prelu, torch.prelu, Tensor.prelu)
 def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
     """Use one slope, or one for each channel (dim 1)."""
-    x, weight = _autocast(None, x, weight)
+    x, weight = cast_for(torch.prelu, x, weight)
     slope = (
         weight.reshape([-1] + [1] * max(x.ndim - 2, 0))
         if weight.numel() > 1
@@ -120,13 +121,12 @@ def add_product(
 ) -> Tensor:
     """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
     a, b = (*operands, *(named[name] for name in sorted(named)))
+    x, a, b = cast_for(func, x, a, b)
     product = _PRODUCTS[func](a, b)
     product = product if alpha == 1 else alpha * product
     if not beta:
         return product
-    result = product + (x if beta == 1 else beta * x)
-    narrow = torch.is_autocast_enabled(product.device.type)  # and then all operands are
-    return result.to(product.dtype) if narrow else result
+    return product + (x if beta == 1 else beta * x)
 
 
 @composes(torch.vdot, Tensor.vdot)
@@ -136,7 +136,8 @@ def vdot(func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
 
 @composes(linalg.vecdot)
 def vecdot(func: Callable[..., Tensor], x: Any, y: Any, *, dim: int = -1) -> Tensor:
-    return (x.conj() * y).sum(dim)
+    x, y = cast_for(linalg.vecdot, x, y)
+    return (x.conj() * y).sum(dim, dtype=x.dtype)
 
 
 @composes(linalg.cross, torch.cross, Tensor.cross)
@@ -213,6 +214,7 @@ def constant_pad(
 
 @composes(torch.dist, Tensor.dist)
 def dist(func: Callable[..., Any], x: Any, other: Any, p: float = 2) -> Tensor:
+    x, other = cast_for(torch.dist, x, other)
     return linalg.vector_norm(x - other, p)
 
 
@@ -228,7 +230,7 @@ def cosine_embedding_loss(
 ) -> Tensor:
     """Add 1e-12 to the squared lengths, as torch does."""
     without_deprecated(deprecated)
-    x, y, target = _autocast(torch.float32, x, y, target)
+    x, y, target = cast_for(F.cosine_embedding_loss, x, y, target)
     squares = [(t * t).sum(-1) + 1e-12 for t in (x, y)]
     cosine = (x * y).sum(-1) / (squares[0] * squares[1]).sqrt()
     apart = torch.where(target == -1, (cosine - margin).clamp(min=0), 0.0)
@@ -249,7 +251,7 @@ def triplet_margin_loss(
     **deprecated: Any,
 ) -> Tensor:
     without_deprecated(deprecated)
-    anchor, positive, negative = _autocast(torch.float32, anchor, positive, negative)
+    anchor, positive, negative = cast_for(F.triplet_margin_loss, anchor, positive, negative)
     far = F.pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))
@@ -259,14 +261,3 @@ def triplet_margin_loss(
 
 def _reduced(x: Tensor, reduction: str) -> Tensor:
     return x if reduction == "none" else x.mean() if reduction == "mean" else x.sum()
-
-
-def _autocast(dtype: torch.dtype | None, *tensors: Tensor) -> list[Tensor]:
-    """The tensors as autocast gives them to a function that it runs in `dtype` (None: narrow)."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = dtype or torch.get_autocast_dtype(device)
-    return [
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    ]

@@ -11,6 +11,7 @@ from lightning_shard.domain.align import sum_over, take_local, volume, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.norm.groups import groups_of
 from lightning_shard.ops.norm.normalize import normalize_groups
 from lightning_shard.ops.registry import implements
@@ -136,11 +137,5 @@ def group_norm(
         )
     weight, bias = (_for_samples(v, batch) for v in (weight, bias))
     groups = groups_of(x, (1, *spatial), batch * num_groups, eps, parts=num_groups)
-    return x.like(normalize_groups(as_autocast(F.layer_norm, x.local), weight, bias, groups)[0])
-
-
-def as_autocast(func: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """`x` in the dtype in which autocast would run `func`."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(func(x.detach().new_ones(1), [1]).dtype)
+    (local,) = cast_for(of_one(torch.group_norm, 1), x.local)
+    return x.like(normalize_groups(local, weight, bias, groups)[0])

@@ -12,7 +12,7 @@ from lightning_shard.domain.align import simple, sum_over, take_local, volume
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
-from lightning_shard.ops.norm.batch_norm import as_autocast
+from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.norm.groups import groups_of
 from lightning_shard.ops.norm.normalize import normalize_groups
 from lightning_shard.ops.registry import implements, rule_for
@@ -32,7 +32,7 @@ def layer_norm(
     x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, bias, eps))
-    local = as_autocast(F.layer_norm, x.local)
+    (local,) = cast_for(of_one(F.layer_norm, (1,)), x.local)
     rows = math.prod(local.shape[: dims[0]])
     flat = local.reshape(1, rows, math.prod(local.shape[dims[0] :]))
     result, _, _ = normalize_groups(flat, None, None, groups_of(x, tuple(dims), rows, eps))
@@ -51,7 +51,7 @@ def rms_norm(
     x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, eps))
-    local = as_autocast(F.rms_norm, x.local)
+    (local,) = cast_for(of_one(F.rms_norm, (1,)), x.local)
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     total = sum_over(x, wide.square().sum(dims, keepdim=True), dims)
@@ -94,6 +94,8 @@ def local_response_norm(
     k: float = 1.0,
 ) -> Subdomain:
     x = input
+    if 0 in x.local.shape:  # torch returns it as it is
+        (x,) = cast_for(of_one(func, 1), x)
     if x.ndim < 3 or not x.layout.axes(1):
         return x.like(func(x.local, size, alpha, beta, k))
     x = simple(x, 1)

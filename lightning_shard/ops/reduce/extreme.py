@@ -17,6 +17,7 @@ from lightning_shard.domain.align import common_layout, local_part, one_of_all, 
 from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import uncast
 from lightning_shard.ops.reduce.scan import one_of_each
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed
 from lightning_shard.ops.registry import implements
@@ -51,6 +52,7 @@ _PAIRS: dict[Callable[..., Any], Any] = {
 
 
 @implements(*_KINDS)
+@uncast
 def extreme(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = (), keepdim: bool = False
 ) -> Subdomain | Tensor:
@@ -78,6 +80,7 @@ def extreme(
 
 
 @implements(*_PICKS)
+@uncast
 def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """`max(x)`, `max(x, other)`, and `max(x, dim)` with the indices."""
     kind = _PICKS[func]
@@ -98,6 +101,7 @@ def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @implements(*_PLACES)
+@uncast
 def argmax(
     func: Callable[..., Tensor], x: Subdomain, dim: int | None = None, keepdim: bool = False
 ) -> Subdomain | Tensor:

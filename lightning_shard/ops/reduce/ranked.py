@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_shard.domain.align import gathered, simple, sum_over
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.reduce.sort_rows import sorted_rows
 from lightning_shard.ops.view.index import take_rows
 
@@ -28,6 +29,7 @@ def row_of_all(x: Subdomain) -> Subdomain:
     return simple(x.like(x.local.reshape(-1), Layout((factors,), x.layout.grid)), 0)
 
 
+@uncast
 def kth_of_row(
     func: Callable[..., Any], x: Subdomain, dim: int | None, keepdim: bool, k: int | None
 ) -> Any:
@@ -62,6 +64,7 @@ def quantile_of_row(
 
     After the dims of `q` the result has some `dims` of extent 1.
     """
+    (x,) = cast_for(of_one(func, 0.5), x)
     row = row_of_all(x)
     func(x.local.detach().new_zeros(min(row.shape[0], 1)), q, interpolation=interpolation)
     q = torch.as_tensor(q, dtype=x.dtype, device=x.local.device)

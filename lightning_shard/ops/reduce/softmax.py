@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_shard.domain.align import sum_over, volume
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed
 from lightning_shard.ops.registry import implements
@@ -27,6 +28,11 @@ def softmax(
     x, d = _operand(x, dim, _stacklevel, dtype)
     if not x.layout.axes(d):
         return x.like(torch.softmax(x.local, d, dtype))
+    return _softmax(x, d)
+
+
+@uncast
+def _softmax(x: Subdomain, d: int) -> Subdomain:
     powers = (x.local - _maximum(x, (d,))).exp()
     return x.like(powers / sum_over(x, powers.sum(d, keepdim=True), (d,)))
 
@@ -48,6 +54,11 @@ def log_softmax(
     x, d = _operand(x, dim, _stacklevel, dtype)
     if not x.layout.axes(d):
         return x.like(torch.log_softmax(x.local, d, dtype))
+    return _log_softmax(x, d)
+
+
+@uncast
+def _log_softmax(x: Subdomain, d: int) -> Subdomain:
     shifted = x.local - _maximum(x, (d,))
     return x.like(shifted - sum_over(x, shifted.exp().sum(d, keepdim=True), (d,)).log())
 
@@ -67,6 +78,12 @@ def logsumexp(
         return result(x, torch.logsumexp(x.local, dims, keepdim), dims, keepdim)
     if not (x.local.is_floating_point() or x.local.is_complex()):
         x = x.like(x.local.to(torch.get_default_dtype()))
+    (x,) = cast_for(of_one(torch.logsumexp, -1), x)
+    return _logsumexp(x, dims, keepdim)
+
+
+@uncast
+def _logsumexp(x: Subdomain, dims: tuple[int, ...], keepdim: bool) -> Subdomain | Tensor:
     top = _maximum(x, dims)
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     total = sum_over(x, (x.local - top).exp().sum(dims, keepdim=True), dims).log() + top
@@ -82,7 +99,8 @@ def _operand(
             "softmax without a dim, which torch has deprecated; name it"
         )
     dtype = named_dtype or (dtype if isinstance(dtype, torch.dtype) else None)
-    return (x if dtype is None else x.like(x.local.to(dtype))), x.layout.dim(dim)
+    (x,) = cast_for(of_one(torch.softmax, -1), x) if dtype is None else (x.like(x.local.to(dtype)),)
+    return x, x.layout.dim(dim)
 
 
 def _maximum(x: Subdomain, dims: tuple[int, ...]) -> Tensor:

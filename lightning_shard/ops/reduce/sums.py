@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_shard.domain.align import common_layout, local_part, one_of_all, sum_over, volume
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import uncast
 from lightning_shard.ops.registry import implements
 
 Dims = int | Sequence[int] | None
@@ -49,6 +50,7 @@ def sum_(
 
 
 @implements(torch.mean, Tensor.mean)
+@uncast
 def mean(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -63,6 +65,7 @@ def mean(
 
 
 @implements(torch.var, Tensor.var)
+@uncast
 def var(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -106,6 +109,7 @@ def _var_and_mean(
 
 
 @implements(torch.std, Tensor.std)
+@uncast
 def std(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -120,17 +124,20 @@ def std(
 
 
 @implements(torch.var_mean)
+@uncast
 def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return _var_and_mean(x, *args, **kwargs)
 
 
 @implements(torch.std_mean)
+@uncast
 def std_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     found, mean = _var_and_mean(x, *args, **kwargs)
     return found.like(found.local.sqrt()) if isinstance(found, Subdomain) else found.sqrt(), mean
 
 
 @implements(torch.nanmean, Tensor.nanmean)
+@uncast
 def nanmean(
     func: Callable[..., Tensor],
     x: Subdomain,

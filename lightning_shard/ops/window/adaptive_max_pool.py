@@ -19,6 +19,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.adaptive_pool import fetched_windows, output_sizes, window
 from lightning_shard.ops.window.pool import unflat
@@ -51,7 +52,8 @@ def adaptive_max_pool_with_indices(
     output_size: Any,
     return_indices: bool = True,
 ) -> tuple[Any, Any]:
-    x, n = input, SPATIAL_DIMS[func]
+    n = SPATIAL_DIMS[func]
+    (x,) = cast_for(of_one(func, 1), input)
     numbers: dict[int, Tensor] = {}  # of the rows that are side by side: their global rows
     shared: list[int] = []  # mesh axes over which all ranks pool for all output rows
     layout = x.layout

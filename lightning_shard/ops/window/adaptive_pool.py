@@ -20,6 +20,7 @@ from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.memory import format_of, selected
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 
 AVERAGE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
@@ -58,7 +59,9 @@ def adaptive_avg_pool(
     input: Subdomain,  # noqa: A002 - torch's name of the argument
     output_size: Any,
 ) -> Subdomain | Tensor:
-    return average_rows(input, output_sizes(input, AVERAGE.index(func) + 1, output_size))
+    sizes = output_sizes(input, AVERAGE.index(func) + 1, output_size)
+    (x,) = cast_for(of_one(func, 1), input)
+    return average_rows(x, sizes)
 
 
 def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:

@@ -5,7 +5,6 @@ Where its part is thick enough it convolves while those rows travel (overlap.py)
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from lightning_shard.domain.halo import thinness
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.overlap import may_overlap, numbers_of, overlapped
 from lightning_shard.ops.window.strips import Window, plan_of
@@ -50,8 +50,11 @@ def conv(
     paddings = padding if isinstance(padding, str) else tuple(per_dim(padding, n))
     strides, dilations = tuple(per_dim(stride, n)), tuple(per_dim(dilation, n))
     windows = _windows(first, tuple(weight.shape[2:]), strides, paddings, dilations)
-    found = _while_rows_travel(func, input, (weight, bias), windows, groups)
-    return found or _waiting(func, input, (weight, bias), windows, groups)
+    given = (input, weight) if bias is None else (input, weight, bias)
+    x, *parameters = cast_for(func, *given)  # before rows travel
+    both = parameters[0], (None if bias is None else parameters[1])
+    found = _while_rows_travel(func, x, both, windows, groups)
+    return found or _waiting(func, x, both, windows, groups)
 
 
 def _while_rows_travel(
@@ -65,7 +68,7 @@ def _while_rows_travel(
     split = tuple([w for w in windows if x.layout.axes(w.dim) and w.reads_others])
     if not split or any(w.before != w.after for w in windows):
         return None
-    local, weight, bias = _as_autocast(x.local, *parameters)
+    local, (weight, bias) = x.local, parameters
     if not may_overlap(local, weight, bias, groups):
         return None
     plan = plan_of(x.layout, split, thinness())
@@ -79,17 +82,6 @@ def _while_rows_travel(
     numbers, group = numbers_of(windows, split, groups), x.domain.group(plan.halo.axes)
     result = overlapped(plan, (local, weight, bias), numbers, plain, group)
     return x.like(result, _layout_of(x, weight, windows))
-
-
-def _as_autocast(*tensors: Tensor | None) -> list[Any]:
-    """The tensors in the dtype that autocast convolves in; float64 it leaves alone."""
-    device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
-        return [*tensors]
-    dtype = torch.get_autocast_dtype(device)
-    return [
-        t.to(dtype) if t is not None and t.dtype in (torch.float32, *_HALF) else t for t in tensors
-    ]
 
 
 def _waiting(

@@ -9,6 +9,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, spread_rows
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements, name_of
 
 
@@ -53,7 +54,8 @@ def conv_transpose(
         elif not x.layout.axes(dim):
             layout = layout.with_dim(dim, output)
     if 0 in layout.local_shape:
-        return x.like(empty_attached(layout.local_shape, x.local, weight, bias), layout)
+        sources = cast_for(func, *(t for t in (x.local, weight, bias) if t is not None))
+        return x.like(empty_attached(layout.local_shape, *sources), layout)
     local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
     for dim, start in starts.items():
         local = local.narrow(dim, start, layout.local_shape[dim])

@@ -17,6 +17,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Dim, Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements
 
 
@@ -40,8 +41,13 @@ def grid_sample(
     points = _layout(layout, [batch, *places, (Factor(grid.shape[-1]),)])
     image, points = local_part(x, image), local_part(grid, points)
     if 0 in layout.local_shape:
-        return owner.like(empty_attached(layout.local_shape, image, points), layout)
+        sources = cast_for(_sample_of_one, image, points)
+        return owner.like(empty_attached(layout.local_shape, *sources), layout)
     return owner.like(func(image, points, mode, padding_mode, align_corners), layout)
+
+
+def _sample_of_one(image: Tensor, points: Tensor) -> Tensor:
+    return F.grid_sample(image, points.expand(*points.shape[:-1], image.ndim - 2))
 
 
 def _sampled(x: Any, grid: Any, owner: Subdomain) -> Layout:

@@ -22,6 +22,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.memory import selected
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.adaptive_pool import average_rows
 from lightning_shard.processes.typed import integers
@@ -161,6 +162,7 @@ def interpolate(
         raise UnsupportedOperationError(f"interpolation with mode {mode!r}")
     if not (x.dtype.is_floating_point or mode.startswith("nearest")):
         raise UnsupportedOperationError(f"interpolation of {x.dtype} with mode {mode!r}")
+    (x,) = cast_for(of_one(F.interpolate, (1,) * n, None, mode), x)
     if mode == "area":
         return average_rows(x, shape[2:])
     scales: list[float | None] = [None] * n

@@ -9,6 +9,7 @@ from lightning_shard.domain.align import simple
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.index import chosen_rows, strided
 from lightning_shard.processes.torch_internals import functions_of_cpp
@@ -23,7 +24,8 @@ def pad(
     value: float | None = None,
 ) -> Subdomain:
     """Whole dims are padded locally, split ones row by row of the padded output."""
-    x, pad, inner = input, [int(n) for n in pad], [0] * len(pad)
+    pad, inner = [int(n) for n in pad], [0] * len(pad)
+    (x,) = cast_for(of_one(F.pad, tuple(inner), mode), input)
     for i in range(len(pad) // 2):
         dim, before, after = x.ndim - 1 - i, pad[2 * i], pad[2 * i + 1]
         if not x.layout.axes(dim):

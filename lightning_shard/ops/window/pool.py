@@ -12,6 +12,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
+from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 
 MAX: tuple[Callable[..., Any], ...] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
@@ -46,6 +47,7 @@ def pooled_extent(
 
 
 def _pooled(
+    func: Callable[..., Any],
     x: Subdomain,
     n: int,
     kernel_size: Any,
@@ -55,6 +57,7 @@ def _pooled(
     ceil_mode: bool,
 ) -> tuple[Subdomain, Layout, tuple[list[int], ...]]:
     """Rows to pool, `-inf` beyond the edges of split dims; the output's layout; the windows."""
+    (x,) = cast_for(of_one(func, 1), x)
     kernels, dilations = per_dim(kernel_size, n), per_dim(dilation, n)
     strides, inner = per_dim(stride or kernels, n), per_dim(padding, n)
     fill = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
@@ -83,7 +86,7 @@ def max_pool(
     return_indices: bool = False,
 ) -> Subdomain:
     n = SPATIAL_DIMS[func]
-    x, layout, windows = _pooled(input, n, kernel_size, stride, padding, dilation, ceil_mode)
+    x, layout, windows = _pooled(func, input, n, kernel_size, stride, padding, dilation, ceil_mode)
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
     return x.like(MAX[n - 1](x.local, *windows, ceil_mode), layout)
@@ -102,7 +105,7 @@ def max_pool_with_indices(
 ) -> tuple[Subdomain, Subdomain]:
     """Indices are those of the flattened global image, as torch gives them."""
     n = SPATIAL_DIMS[func]
-    x, layout, windows = _pooled(input, n, kernel_size, stride, padding, dilation, ceil_mode)
+    x, layout, windows = _pooled(func, input, n, kernel_size, stride, padding, dilation, ceil_mode)
     if 0 in layout.local_shape:
         values = empty_attached(layout.local_shape, x.local)
         return x.like(values, layout), x.like(values.detach().long(), layout)
@@ -148,7 +151,8 @@ def avg_pool(
     divisor_override: int | None = None,
 ) -> Subdomain:
     """Averages over full windows of zero-padded rows, corrected by what each one counts."""
-    x, n = input, SPATIAL_DIMS[func]
+    n = SPATIAL_DIMS[func]
+    (x,) = cast_for(of_one(func, 1), input)
     kernels = per_dim(kernel_size, n)
     strides, paddings = per_dim(stride or kernels, n), per_dim(padding, n)
     corrections: list[list[float]] = []

@@ -1,5 +1,6 @@
 """Max unpooling: each rank fetches the maxima whose windows reach its rows, and places its own."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, spread_rows
+from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.window.pool import unflat
 
@@ -36,7 +38,8 @@ def max_unpool(
 
     That is checked, which costs the reduction of one number.
     """
-    x, n = input, UNPOOL.index(func) + 1
+    n = UNPOOL.index(func) + 1
+    (x,) = cast_for(_of_one(func), input)
     kernels = per_dim(kernel_size, n)
     strides, paddings = per_dim(stride or kernels, n), per_dim(padding, n)
     meta = [torch.empty(x.shape, dtype=d, device="meta") for d in (x.dtype, torch.long)]
@@ -57,6 +60,11 @@ def max_unpool(
     if 0 in layout.local_shape:
         return x.like(empty_attached(layout.local_shape, x.local), layout)
     return x.like(_placed(x.local, places.local, extents, layout), layout)
+
+
+@functools.cache
+def _of_one(func: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: func(x, torch.zeros_like(x, dtype=torch.long), 1)
 
 
 def _check(
