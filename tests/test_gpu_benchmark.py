@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts
+from tests.gpu_autocast import as_on_gpu
 
 no_gpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="sizes are those of a CPU")
 
@@ -17,6 +18,19 @@ def test_split_fields_are_exact():
     rows = gpu_parts.exactness(["U-Net"], 32)
     assert [row["precision"] for row in rows] == list(gpu_parts.PRECISIONS)
     assert all(row["ranks"] == 2 and row["equal"] for row in rows), [r["error"] for r in rows]
+
+
+@pytest.mark.spmd(2)
+def test_what_one_process_refuses_is_a_row():
+    """As on a GPU, where autocast casts no Fourier transform."""
+    with as_on_gpu():
+        rows = gpu_parts.exactness(["U-Net", "ViT", "TFNO"], 32)
+    refused = {row["network"]: row for row in rows if "of one process: refused" in row}
+    assert [*refused] == ["TFNO"]
+    assert refused["TFNO"]["precision"] == "bfloat16"
+    assert "Unsupported dtype BFloat16" in refused["TFNO"]["of one process: refused"]
+    assert refused["TFNO"]["error"] < 0.05
+    assert all(row["equal"] for row in rows if row is not refused["TFNO"]), rows
 
 
 @pytest.mark.spmd(1)
