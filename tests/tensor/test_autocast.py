@@ -24,6 +24,11 @@ def batch_norm(x, training):
     return F.batch_norm(x, torch.zeros(4), torch.ones(4), weights(4), weights(4), training)
 
 
+def lstm(x):
+    torch.manual_seed(0)
+    return torch.nn.LSTM(x.shape[2], 3, batch_first=True)(x.float())[0]
+
+
 def flat(x):
     return x.flatten(0, 1)
 
@@ -91,6 +96,22 @@ FUNCTIONS = {
     "prod": lambda x: x.prod(2),
     "norm": lambda x: x.norm(dim=2),
     "cumsum": lambda x: x.cumsum(2),
+    "logcumsumexp": lambda x: x.logcumsumexp(2),
+    "mean of all": lambda x: x.mean(),
+    "std of rows": lambda x: x.std(2),
+    "median": lambda x: x.flatten().median(),
+    "norm of order inf": lambda x: torch.linalg.vector_norm(x, float("inf"), 2),
+    "dist": lambda x: torch.dist(x, x / 3, 4),
+    "trace": lambda x: torch.trace(x[0, 0]),
+    "vecdot": lambda x: torch.linalg.vecdot(x, x, dim=2),
+    "addr": lambda x: torch.addr(torch.ones(1), x[0, 0, :, 0], x[0, 0, 0]),
+    "linear of split weights": lambda x: F.linear(
+        weights(3, 6), x[0, 0].float(), weights(x.shape[2])
+    ),
+    "nearest interpolation": lambda x: F.interpolate(x, scale_factor=2),
+    "bicubic interpolation": lambda x: F.interpolate(x, scale_factor=1.4, mode="bicubic"),
+    "pooling in three dims": lambda x: F.max_pool3d(x[:, :, :, :, None], (2, 1, 1)),
+    "lstm": lambda x: lstm(x.movedim(2, 0).flatten(1)[:, None]),
     "amax": lambda x: x.amax(2),
     "cat": lambda x: torch.cat([x.float(), conv(x)], 1),
     "cat of rows": lambda x: torch.cat([x.float(), conv(x)], 2),
@@ -180,7 +201,7 @@ def check(name, narrow):
             try:
                 wanted = FUNCTIONS[name](x)
             except RuntimeError:  # torch has no kernel for it on the CPU
-                assert name == "local_response_norm"
+                assert name in ("local_response_norm", "lstm")
                 continue
             found = FUNCTIONS[name](split)
         assert found.dtype == wanted.dtype, (name, dtype)

@@ -122,6 +122,8 @@ def add_product(
     """`beta * x + alpha * (a @ b)`, in two steps; as in torch, `beta = 0` ignores `x`."""
     a, b = (*operands, *(named[name] for name in sorted(named)))
     x, a, b = cast_for(func, x, a, b)
+    if _PRODUCTS[func] is torch.outer:  # the one that takes operands of several types
+        a = a.to(torch.promote_types(a.dtype, x.dtype))
     product = _PRODUCTS[func](a, b)
     product = product if alpha == 1 else alpha * product
     if not beta:

@@ -94,7 +94,7 @@ def local_response_norm(
     k: float = 1.0,
 ) -> Subdomain:
     x = input
-    if 0 in x.local.shape:  # torch returns it as it is
+    if 0 in x.local.shape and 0 not in x.shape:  # torch would return it as it is
         (x,) = cast_for(of_one(func, 1), x)
     if x.ndim < 3 or not x.layout.axes(1):
         return x.like(func(x.local, size, alpha, beta, k))

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_shard.domain.align import simple
 from lightning_shard.domain.fetch import fetch_all
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.registry import implements
 
 # total of rows (kept as one row), carry joined with later rows
@@ -28,8 +29,16 @@ _SCANS: dict[Callable[..., Any], _Scan] = {
 def scan(
     func: Callable[..., Tensor], x: Subdomain, dim: int, *, dtype: torch.dtype | None = None
 ) -> Subdomain:
+    if dtype is None:
+        (x,) = cast_for(of_one(func, -1), x)
+    return _scan(func, x, x.layout.dim(dim), dtype)
+
+
+@uncast
+def _scan(
+    func: Callable[..., Tensor], x: Subdomain, d: int, dtype: torch.dtype | None
+) -> Subdomain:
     total, join = _SCANS[func]
-    d = x.layout.dim(dim)
     options: dict[str, Any] = {"dtype": dtype} if dtype else {}
     if not x.layout.axes(d):
         return x.like(func(x.local, d, **options))
