@@ -29,6 +29,11 @@ def lstm(x):
     return torch.nn.LSTM(x.shape[2], 3, batch_first=True)(x.float())[0]
 
 
+def lstm_cell(x):
+    torch.manual_seed(0)
+    return torch.nn.LSTMCell(x.shape[1], 3)(x.float())[0]
+
+
 def flat(x):
     return x.flatten(0, 1)
 
@@ -111,6 +116,7 @@ FUNCTIONS = {
     "nearest interpolation": lambda x: F.interpolate(x, scale_factor=2),
     "bicubic interpolation": lambda x: F.interpolate(x, scale_factor=1.4, mode="bicubic"),
     "pooling in three dims": lambda x: F.max_pool3d(x[:, :, :, :, None], (2, 1, 1)),
+    "lstm cell": lambda x: lstm_cell(x.movedim(2, 0).flatten(1)),
     "lstm": lambda x: lstm(x.movedim(2, 0).flatten(1)[:, None]),
     "amax": lambda x: x.amax(2),
     "cat": lambda x: torch.cat([x.float(), conv(x)], 1),

@@ -49,16 +49,20 @@ def recurrent(
         Layout(((Factor(h.shape[0]),), sequences, (Factor(h.shape[2]),)), grid) for h in states
     ]
     parts = [local_part(h, layout) for h, layout in zip(states, layouts, strict=True)]
+    options = (params, has_biases, num_layers, 0.0, train, bidirectional, batch_first)
+
+    def run(x: Tensor, *states: Tensor) -> Any:
+        own = states[0] if isinstance(hidden, Tensor | Subdomain) else list(states)
+        return func(x, own, *options)
+
     features = states[0].shape[-1] * (2 if bidirectional else 1)
     layout = x.layout.with_dim(2, features)
     if 0 in x.layout.local_shape:
         shapes = [layout.local_shape, *(each.local_shape for each in layouts)]
         results = [empty_attached(shape, x.local, *parts, *params) for shape in shapes]
+        results = _typed(run, results, x.local, *parts)
     else:
-        own = parts[0] if isinstance(hidden, Tensor | Subdomain) else parts
-        results = func(
-            x.local, own, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first
-        )
+        results = run(x.local, *parts)
     return tuple(
         x.like(local, each) for local, each in zip(results, [layout, *layouts], strict=True)
     )
@@ -82,12 +86,27 @@ def lstm_cell(
     states = _states(hidden)
     layouts = [Layout((x.layout.dims[0], (Factor(h.shape[-1]),)), x.layout.grid) for h in states]
     parts = [local_part(h, layout) for h, layout in zip(states, layouts, strict=True)]
+
+    def run(x: Tensor, *states: Tensor) -> Any:
+        found = func(x, states[0] if len(states) == 1 else list(states), *params)
+        return [found] if isinstance(found, Tensor) else found
+
     if 0 in x.layout.local_shape:
         results = [empty_attached(p.shape, x.local, *parts, *params) for p in parts]
+        results = _typed(run, results, x.local, *parts)
     else:
-        found = func(x.local, parts[0] if len(parts) == 1 else parts, *params)
-        results = [found] if isinstance(found, Tensor) else found
+        results = run(x.local, *parts)
     return tuple(x.like(local, each) for local, each in zip(results, layouts, strict=True))
+
+
+def _typed(
+    run: Callable[..., Any], results: Sequence[Tensor], *operands: Tensor
+) -> Sequence[Tensor]:
+    """The results of no sequence in the types that autocast gives the other ranks'."""
+    if not torch.is_autocast_enabled(operands[0].device.type):
+        return results
+    found = run(*(t.new_zeros([max(n, 1) for n in t.shape]) for t in operands))
+    return [r.to(f.dtype) for r, f in zip(results, found, strict=True)]
 
 
 def _states(hidden: Hidden) -> list[Tensor | Subdomain]:
