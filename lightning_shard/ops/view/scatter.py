@@ -162,6 +162,7 @@ def write_rows(
 ) -> Operand | Became:
     """Write rows of `dim`, one for each number of the index, or one number into all of them."""
     d = dim_of(x, dim)
+    index = index if index.ndim else index.reshape(1)
     target = large_target(x, d, [index, source])
     if target is not None and isinstance(x, Tensor):
         if is_in_place(func):
@@ -173,6 +174,12 @@ def write_rows(
     owner = subdomains([x, index, source])[0]
     values = source if isinstance(source, Subdomain | Tensor) and source.ndim else None
     layout = _rows_layout(x, d, index, values)
+    if values is not None and values.shape != layout.shape:  # index_add takes it of meta tensors
+        raise RuntimeError(
+            f"{name_of(func)}: {index.shape[0]} rows along dim {d} of a tensor of shape "
+            f"{tuple(x.shape)} need a source of shape {tuple(layout.shape)}, got "
+            f"{tuple(values.shape)}"
+        )
     carried = layout.with_dims(
         {d: x.layout.dims[d] if isinstance(x, Subdomain) else (Factor(x.shape[d]),)}
     )
