@@ -162,7 +162,8 @@ def write_rows(
 ) -> Operand | Became:
     """Write rows of `dim`, one for each number of the index, or one number into all of them."""
     d = dim_of(x, dim)
-    index = index if index.ndim else index.reshape(1)
+    if isinstance(index, Tensor) and not index.ndim:
+        index = index.reshape(1)
     target = large_target(x, d, [index, source])
     if target is not None and isinstance(x, Tensor):
         if is_in_place(func):
