@@ -34,11 +34,20 @@ FILES = {
             pass
     """,
     "test_fails.py": """
+        import logging
         import os
         import warnings
         import pytest
 
+        log = logging.getLogger("own")
+        log.addHandler(logging.StreamHandler())  # of the session's stderr
+
+        def test_logs(capsys):
+            log.warning("heard")
+            assert "Logging error" not in capsys.readouterr().err
+
         def test_fails():
+            log.warning("logged in a fork")
             print("printed in", "a fork")
             assert 1 == 2
 
@@ -84,7 +93,7 @@ def session(tmp_path):
 def test_all_reports_arrive(session):
     status, text = session("-n", "2")
     assert status == 1
-    assert "3 failed, 5 passed, 1 skipped, 1 warning" in text
+    assert "3 failed, 6 passed, 1 skipped, 1 warning" in text
     assert "FAILED test_ends.py::test_ends_its_process - the worker ended with 3" in text
     for words in (
         "assert 1 == 2",

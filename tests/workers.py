@@ -5,6 +5,7 @@ The session imports and collects once, where workers of pytest-xdist would each 
 
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 from collections import deque
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+from _pytest.capture import FDCapture
 from _pytest.config import create_terminal_writer
 
 # what is costly to begin with, and is kept by a worker, is there once
@@ -158,10 +160,12 @@ def _work(session: pytest.Session, line: "Connection[Any, Any]") -> None:
 def _alone(config: pytest.Config, line: "Connection[Any, Any]") -> None:
     """Nothing that is open is used by two processes, and what was for the terminal is sent."""
     plugins = config.pluginmanager
-    capture: Any = plugins.getplugin("capturemanager")
-    capture.stop_global_capturing()
-    capture.start_global_capturing()
-    capture.suspend_global_capture()  # as between tests
+    manager: Any = plugins.getplugin("capturemanager")
+    captured = manager._global_capturing
+    for capture in (captured.out, captured.err):
+        if isinstance(capture, FDCapture):  # whose file handlers of loggers may hold
+            with tempfile.TemporaryFile(buffering=0) as own:
+                os.dup2(own.fileno(), capture.tmpfile.fileno())
     plugins.unregister(name="terminalreporter")
     plugins.register(_Silent(config), "terminalreporter")
     plugins.register(_Sender(config, line))
