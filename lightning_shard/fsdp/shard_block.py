@@ -4,9 +4,10 @@ Parameters of a group must have one dtype; those of another one stay whole (plai
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +51,19 @@ def shard_block(
     offload = OffloadPolicy()
     if options.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    sharded = fully_shard(
-        block,
-        mesh=mesh,
-        reshard_after_forward=False if options.mode == "gradients" else None,
-        mp_policy=policy,
-        offload_policy=offload,
-        ignored_params=ignored or set(),
-    )
+    with _fsdp_sees_local_tensors(block):
+        sharded = fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=False if options.mode == "gradients" else None,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=ignored or set(),
+        )
     # a sum that is divided is right everywhere: FSDP2 would ask for averages, or pre-multiplied
     # sums, which oneCCL lacks between nodes (https://github.com/uxlfoundation/oneCCL/issues/195)
     if not device_of(mesh.device_type).averages:
         sharded.set_force_sum_reduction_for_comms(True)
-    _show_local_tensors_to_fsdp(block, sharded)
     return sharded
 
 
@@ -120,29 +121,34 @@ def _own_pairs(block: nn.Module) -> list[nn.Parameter]:
     return [p for p in held if p is not None]
 
 
-def _show_local_tensors_to_fsdp(block: nn.Module, sharded: FSDPModule) -> None:
-    """FSDP2's hooks apply autograd functions to a block's inputs and outputs: show local ones.
+@contextmanager
+def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
+    """The hooks that FSDP2 gives to `block` while this is open see local tensors, in one tuple.
 
-    Of the four hooks one runs before FSDP's and one after it, on the way in and on the way out.
+    They apply autograd functions to a block's inputs and outputs, make records anew, or, in torch
+    2.11, do not look into them. What they see is set up right before them and undone right after:
+    the block and all its other hooks see split tensors.
     """
-    waiting: list[Any] = []
+    waiting: list[tuple[Any, list[Any]]] = []
 
-    def strip(value: Any) -> Any:
-        layouts: list[Any] = []
+    def strip(value: Any) -> tuple[Any, ...]:
+        shown, layouts = list[Any](), list[Any]()
 
-        def local(leaf: Any) -> Any:
-            leaf, layout = unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None)
+        def show(leaf: Any) -> Any:
+            local, layout = unpack(leaf) if isinstance(leaf, DomainTensor) else (leaf, None)
+            shown.append(local)
             layouts.append(layout)
             return leaf
 
-        waiting.append(layouts)
-        return map_leaves(local, value)
+        waiting.append((map_leaves(show, value), layouts))
+        return tuple(shown)
 
-    def restore(value: Any) -> Any:
-        layouts = iter(waiting.pop())
+    def restore(shown: Any) -> Any:
+        value, layouts = waiting.pop()
+        parts = zip(shown, layouts, strict=True)
 
-        def whole(leaf: Any) -> Any:
-            layout = next(layouts)
+        def whole(_: Any) -> Any:
+            leaf, layout = next(parts)
             return leaf if layout is None else pack(leaf, layout)
 
         return map_leaves(whole, value)
@@ -150,14 +156,16 @@ def _show_local_tensors_to_fsdp(block: nn.Module, sharded: FSDPModule) -> None:
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():  # tensors that FSDP2 made in it could not be trained
             with torch.inference_mode(False):
-                sharded.unshard()
-        return strip((args, kwargs))
+                cast("FSDPModule", block).unshard()
+        return strip((args, kwargs)), {}
 
-    block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    # of hooks before the call FSDP's come first, of those after it last
     block.register_forward_pre_hook(
-        lambda _, args, kwargs: restore((args, kwargs)), with_kwargs=True
+        lambda _, args, __: restore(args), prepend=True, with_kwargs=True
     )
-    block.register_forward_hook(lambda _, __, output: strip(no_views(output)), prepend=True)
+    block.register_forward_hook(lambda _, __, output: strip(no_views(output)))
+    yield
+    block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     block.register_forward_hook(lambda _, __, output: restore(output))
 
 

@@ -86,7 +86,9 @@ def _key(value: Any, kind: type[Tensor]) -> Any:
 
 _OF_A_LIBRARY = "memory descriptor"  # oneDNN's words, which say nothing of the arguments
 # a RuntimeError, some in some releases
-_OF_THE_DTYPE = ("not implemented for", "same dtype", "does not support", "only support")
+_OF_THE_DTYPE = (
+    "not implemented for", "same dtype", "same scalar type", "does not support", "only support",
+)  # fmt: skip
 
 
 def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:

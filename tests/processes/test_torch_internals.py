@@ -9,6 +9,8 @@ import torch
 import lightning_shard
 from lightning_shard.processes import torch_internals
 
+# of modules of torch 2.11, as they are imported
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 ROOT = Path(lightning_shard.__file__).parent
 
 

@@ -293,6 +293,27 @@ def test_without_arguments(dtype):
     expect_none(faults)
 
 
+@pytest.mark.spmd(2)
+def test_rows_to_write_of_other_shapes_and_dtypes():
+    """Meta tensors take some of these; and an index without dims, which is one row."""
+    sources = [torch.ones(shape) for shape in ((2,), (1, 2), (1, 3), (2, 7), (1, 1), ())]
+    faults = []
+    for name, dim, source, index in itertools.product(
+        ("index_add", "index_copy", "index_fill"),
+        (0, 1),
+        (*sources, *(source.double() for source in sources)),
+        (torch.tensor([0, 0]), torch.tensor(0)),
+    ):
+        x = torch.rand(1, 7, dtype=torch.float64)
+        split = lightning_shard.shard(x.clone(), mesh_of(2), 1)
+
+        def call(x: Any, draw: Draw, given: Any = (name, dim, index, source)) -> Any:
+            return getattr(x, given[0])(*given[1:])
+
+        faults.append(compared(call, 0, x, split, f"{name} {dim} {tuple(index.shape)} {source}"))
+    expect_none(faults)
+
+
 @pytest.mark.spmd(4)
 def test_two_by_two():
     check(range(60, 100), mesh_of(2, 2))

@@ -162,6 +162,8 @@ def write_rows(
 ) -> Operand | Became:
     """Write rows of `dim`, one for each number of the index, or one number into all of them."""
     d = dim_of(x, dim)
+    if isinstance(index, Tensor) and not index.ndim:
+        index = index.reshape(1)
     target = large_target(x, d, [index, source])
     if target is not None and isinstance(x, Tensor):
         if is_in_place(func):
@@ -173,6 +175,7 @@ def write_rows(
     owner = subdomains([x, index, source])[0]
     values = source if isinstance(source, Subdomain | Tensor) and source.ndim else None
     layout = _rows_layout(x, d, index, values)
+    _refuse_source(name_of(func), x, source, layout, d)
     carried = layout.with_dims(
         {d: x.layout.dims[d] if isinstance(x, Subdomain) else (Factor(x.shape[d]),)}
     )
@@ -186,6 +189,25 @@ def write_rows(
         found = func(own[0], d, own[1], source if rows is None else rows, *args, **kwargs)
         return owner.like(found, carried) if carried.split_dims else found
     return _sent_rows(func, x, d, index, source, rows, (layout, carried), args, kwargs)
+
+
+def _refuse_source(name: str, x: Operand, source: Any, layout: Layout, d: int) -> None:
+    """On every rank alike: torch's meta tensors take some wrong shapes (2.11 more than 2.15)."""
+    if not isinstance(source, Subdomain | Tensor) or source.shape == layout.shape:
+        return
+    if not source.ndim and (x.ndim < 2 or "index_fill" in name):
+        return
+    if not source.ndim:
+        of_rows = layout.shape[d] != 1
+    elif source.ndim != layout.ndim:
+        of_rows = True
+    else:
+        of_rows = all(source.shape[e] == layout.shape[e] for e in range(x.ndim) if e != d)
+    error = IndexError if "index_copy" in name and of_rows else RuntimeError  # as in torch
+    raise error(
+        f"{name}: {layout.shape[d]} rows along dim {d} of a tensor of shape {tuple(x.shape)} need "
+        f"a source of shape {tuple(layout.shape)}, got {tuple(source.shape)}"
+    )
 
 
 def _sent_rows(
