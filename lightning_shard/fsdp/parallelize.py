@@ -26,6 +26,7 @@ from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
 from lightning_shard.fsdp.mixins import is_a
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
+from lightning_shard.fsdp.numbers import read_whole_numbers
 from lightning_shard.fsdp.offload import offload
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients
@@ -103,6 +104,7 @@ def parallelize(
         return materialize(module, _device_of(mesh), loaded=loaded)
     group = flat_mesh(mesh).get_group()
     refuse_other_modules(module, options, group)
+    read_whole_numbers()
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             copy_from_first(tensor, group)

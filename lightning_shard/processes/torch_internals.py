@@ -67,6 +67,8 @@ INTERNALS = {
     "torch.autograd.Variable._execution_engine": "plain gradients are averaged after the last one",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset":
         "weights are loaded into DTensors",
+    "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
+        "numbers that are read from shards are those of the whole",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
     "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
@@ -282,6 +284,13 @@ def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int,
     """Find shape and offset of this rank's part of a DTensor; imported late, for it loads much."""
     path = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
     return internal(path)(*of_tensor)
+
+
+def handlers_of_dtensors() -> dict[Any, Callable[..., Any]]:
+    """Give the table of operators that DTensors treat in another way; an entry can be added."""
+    path = "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"
+    handlers: dict[Any, Callable[..., Any]] = internal(path)
+    return handlers
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
