@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_shard.fsdp.alike import refuse_other_modules
 from lightning_shard.fsdp.blocks import blocks, named, tied_outside
 from lightning_shard.fsdp.complex_pairs import pair_names, store_as_pairs
+from lightning_shard.fsdp.gathered import Gathered, keeping_writes
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
 from lightning_shard.fsdp.mixins import is_a
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
@@ -123,9 +124,10 @@ def parallelize(
     made = materialize(module, _device_of(mesh), shards_on=shards_on, loaded=loaded, group=group)
     average_plain_gradients(module, [made.get(p, p) for p in plain], group)
     prefetch(module, options.prefetch)
+    gathered = Gathered(module)
     for method in methods:
         plain_method = getattr(module, method)
-        setattr(module, method, _returning_no_view(plain_method))
+        setattr(module, method, _returning_no_view(keeping_writes(plain_method, gathered)))
         register_fsdp_forward_method(module, method)
         counting = _in_replica_world(getattr(module, method), mesh, axes)
         if inspect.ismethod(plain_method):  # a function that was put there is given all arguments

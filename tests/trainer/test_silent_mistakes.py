@@ -3,6 +3,7 @@
 Each was seen on Lightning's own strategies for sharded models.
 """
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -213,3 +214,50 @@ def test_a_sharded_module_is_not_copied():
         fresh.load_state_dict(state)
         alone = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET)
         assert alone.validate(fresh, loader(2), verbose=False)
+
+
+class Follows(Featured):
+    """A teacher that follows its student inside of the step, as in MoCo and BYOL."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.network).requires_grad_(False)
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        for mine, its in zip(self.teacher.parameters(), self.network.parameters(), strict=True):
+            if self.how == "in place":
+                with torch.no_grad():
+                    mine.mul_(0.9).add_(its, alpha=0.1)
+            elif self.how == "data in place":
+                mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+            else:
+                mine.data = mine.data * 0.9 + its.data * 0.1
+        if batch_idx == 1:  # of a second optimizer step
+            self.network[0].weight.requires_grad_(False)
+        with torch.no_grad():
+            target = self.teacher(batch["x"])
+        return self.loss(batch) + (self.network(batch["x"]) - target).square().mean()
+
+
+@computed_once
+def follows_alone(how):
+    module = Follows(how)
+    fit_alone(module, limit_train_batches=3)
+    return module.state_dict()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("how", ["in place", "data in place", "data assigned"])
+def test_a_step_that_writes_into_parameters(how):
+    """It sees whole parameters, which FSDP2 forgets after the step."""
+    module = Follows(how)
+    fit_sharded(module, (2,), limit_train_batches=3)
+    assert_same_state(module, follows_alone(how))
+    assert not module.network[0].weight.requires_grad
+
+
+@pytest.mark.spmd(2)
+def test_a_step_that_writes_into_parameters_of_another_dtype():
+    with pytest.raises(RuntimeError, match="so the write would lose digits"):
+        fit_sharded(Follows("in place"), (2,), strategy={"mp_policy": {"param_dtype": "float32"}})
