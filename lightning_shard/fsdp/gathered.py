@@ -55,8 +55,6 @@ class Gathered:
         Raises:
             RuntimeError: A parameter was written that is gathered in another dtype.
         """
-        locals_: list[Tensor] = []
-        values: list[Tensor] = []
         for whole, shard in self.pairs():
             if whole not in self._begun:  # it is gathered since, and nobody has written
                 continue
@@ -67,16 +65,13 @@ class Gathered:
             self._begun[whole] = whole.requires_grad, version_of(whole)
             if whole.dtype == shard.dtype:  # also unless written: p.data.mul_() leaves no trace
                 local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-                locals_.append(local)
-                values.append(whole.detach()[self._slice(shard)].to(local.device))
+                local.copy_(whole[self._slice(shard)])
             elif written:
                 raise RuntimeError(
                     f"a step wrote into a parameter of shape {tuple(whole.shape)} that is gathered "
                     f"as {whole.dtype} and kept as {shard.dtype}, so the write would lose digits; "
                     "write it in a hook such as on_train_batch_end."
                 )
-        if locals_:
-            torch._foreach_copy_(locals_, values)
 
     def _keep_memory(self, whole: nn.Parameter) -> bool:
         """Whether `p.data = value` has given the parameter other memory, from which it is taken."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from lightning_shard.processes.torch_internals import handlers_of_dtensors
+from lightning_shard.processes.torch_internals import read_numbers_of_dtensors
 
 
 def read_whole_numbers() -> None:
     """Let a number that is read from a DTensor be the same on all ranks, from now on."""
-    handlers_of_dtensors()[torch.ops.aten._local_scalar_dense.default] = _number
+    read_numbers_of_dtensors(_number)
 
 
 @torch.no_grad()

@@ -42,6 +42,7 @@ from lightning_shard.fsdp.shard_block import (
 from lightning_shard.processes.exchange import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.processes.torch_internals import has_hooks
 
 Moved = dict[nn.Parameter, nn.Parameter]
 
@@ -83,6 +84,7 @@ def parallelize(
     Raises:
         ValueError: An option names what the module or the mesh does not have.
         RuntimeError: The module is sharded over another mesh.
+        NotImplementedError: A parameter has a hook.
     """
     if isinstance(module, FSDPModule):
         if (over := module.__dict__.get(_SHARDED_OVER, mesh)) != mesh:
@@ -105,6 +107,7 @@ def parallelize(
         return materialize(module, _device_of(mesh), loaded=loaded)
     group = flat_mesh(mesh).get_group()
     refuse_other_modules(module, options, group)
+    _refuse_hooks(before)
     read_whole_numbers()
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
@@ -192,6 +195,17 @@ def _fitting(
     """The modules that an option names: classes, or True for the blocks."""
     names = getattr(options, option)
     return {*chosen} if names is True else named(module, names, option) if names else set()
+
+
+def _refuse_hooks(parameters: dict[str, nn.Parameter]) -> None:
+    """A hook would see the partial gradient of a rank, and FSDP2 drops it without a word."""
+    for name, p in parameters.items():
+        if has_hooks(p):
+            raise NotImplementedError(
+                f"the parameter {name} has a hook for its gradient (register_hook), which a "
+                "sharded parameter does not call; change p.grad in on_before_optimizer_step, or in "
+                "a script after backward."
+            )
 
 
 def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
