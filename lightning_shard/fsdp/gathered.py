@@ -27,7 +27,9 @@ class Gathered:
         """Follow all parameters of `root`; they are sharded now."""
         owned = [(m, name, p) for m in root.modules() for name, p in own_parameters(m).items()]
         places = {p: (m, name) for m, name, p in reversed(owned) if isinstance(p, DTensor)}
-        self._places = [(*place, p) for p, place in places.items()]
+        self._places: list[tuple[nn.Module, str, Any]] = [
+            (*place, p) for p, place in places.items()
+        ]
         self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
         self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # of the whole, by shard
