@@ -45,7 +45,10 @@ def _expand(expand: Any, mesh: Any, schema: Any, strategies: Sequence[Any], **op
     if in_place:
         return expand(mesh, schema, staying or strategies, **options)
     if staying:
-        found = expand(mesh, schema, staying, **options)
+        try:
+            found = expand(mesh, schema, staying, **options)
+        except RuntimeError:  # as of the mean of uneven shards, which moves them
+            return expand(mesh, schema, strategies, **options)
         if any([i.placements for i in s.input_specs] == held for s in found.strategies):
             return found
     return expand(mesh, schema, strategies, **options)

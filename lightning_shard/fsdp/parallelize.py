@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_shard.fsdp.alike import refuse_other_modules
 from lightning_shard.fsdp.blocks import blocks, named, tied_outside
 from lightning_shard.fsdp.complex_pairs import pair_names, store_as_pairs
+from lightning_shard.fsdp.gathered import Gathered, keeping_writes
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
 from lightning_shard.fsdp.mixins import is_a
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
+from lightning_shard.fsdp.numbers import read_whole_numbers
 from lightning_shard.fsdp.offload import offload
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients
@@ -40,6 +42,7 @@ from lightning_shard.fsdp.shard_block import (
 from lightning_shard.processes.exchange import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.processes.torch_internals import has_hooks
 
 Moved = dict[nn.Parameter, nn.Parameter]
 
@@ -81,6 +84,7 @@ def parallelize(
     Raises:
         ValueError: An option names what the module or the mesh does not have.
         RuntimeError: The module is sharded over another mesh.
+        NotImplementedError: A parameter has a hook.
     """
     if isinstance(module, FSDPModule):
         if (over := module.__dict__.get(_SHARDED_OVER, mesh)) != mesh:
@@ -103,6 +107,8 @@ def parallelize(
         return materialize(module, _device_of(mesh), loaded=loaded)
     group = flat_mesh(mesh).get_group()
     refuse_other_modules(module, options, group)
+    _refuse_hooks(before)
+    read_whole_numbers()
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             copy_from_first(tensor, group)
@@ -121,9 +127,10 @@ def parallelize(
     made = materialize(module, _device_of(mesh), shards_on=shards_on, loaded=loaded, group=group)
     average_plain_gradients(module, [made.get(p, p) for p in plain], group)
     prefetch(module, options.prefetch)
+    gathered = Gathered(module)
     for method in methods:
         plain_method = getattr(module, method)
-        setattr(module, method, _returning_no_view(plain_method))
+        setattr(module, method, _returning_no_view(keeping_writes(plain_method, gathered)))
         register_fsdp_forward_method(module, method)
         counting = _in_replica_world(getattr(module, method), mesh, axes)
         if inspect.ismethod(plain_method):  # a function that was put there is given all arguments
@@ -188,6 +195,17 @@ def _fitting(
     """The modules that an option names: classes, or True for the blocks."""
     names = getattr(options, option)
     return {*chosen} if names is True else named(module, names, option) if names else set()
+
+
+def _refuse_hooks(parameters: dict[str, nn.Parameter]) -> None:
+    """A hook would see the partial gradient of a rank, and FSDP2 drops it without a word."""
+    for name, p in parameters.items():
+        if has_hooks(p):
+            raise NotImplementedError(
+                f"the parameter {name} has a hook for its gradient (register_hook), which a "
+                "sharded parameter does not call; change p.grad in on_before_optimizer_step, or in "
+                "a script after backward."
+            )
 
 
 def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:

@@ -67,6 +67,10 @@ INTERNALS = {
     "torch.autograd.Variable._execution_engine": "plain gradients are averaged after the last one",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset":
         "weights are loaded into DTensors",
+    "torch.Tensor._backward_hooks": "hooks of parameters, which FSDP2 drops, are refused",
+    "torch.Tensor._post_accumulate_grad_hooks": "the same",
+    "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
+        "numbers that are read from shards are those of the whole",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
     "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
@@ -282,6 +286,18 @@ def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int,
     """Find shape and offset of this rank's part of a DTensor; imported late, for it loads much."""
     path = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
     return internal(path)(*of_tensor)
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Whether something is called with the gradient of `x`."""
+    assert "torch.Tensor._backward_hooks" in INTERNALS
+    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def read_numbers_of_dtensors(read: Callable[..., Any]) -> None:
+    """Let `read(operator, args, kwargs)` give the number of a DTensor of one element."""
+    path = "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"
+    internal(path)[torch.ops.aten._local_scalar_dense.default] = read
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:

@@ -10,6 +10,15 @@ _BY_MESSAGE = {
         "shard of it: call the module itself, or read parameters inside "
         "`with lightning_shard.whole_parameters(module):`."
     ),
+    "would remove or reshape sharded dimension": (
+        "An optimizer or a callback has flattened sharded parameters, as torch.optim.LBFGS and "
+        "ModelPruning do, which torch refuses: take an optimizer that treats parameter by "
+        "parameter, such as Adam, or prune in one process."
+    ),
+    "but its data is not allocated yet": (
+        "torch.tensor was given sharded tensors, as grad_norm of lightning.pytorch.utilities does "
+        "with norms of gradients: read each as a number, such as float(p.grad.norm()), first."
+    ),
     "FSDP does not support deepcopy": (
         "A module that was trained by this strategy cannot be copied, which a callback such as "
         "StochasticWeightAveraging does at the start of each stage: give the callback to the first "

@@ -12,7 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_shard.fsdp.gathered import Gathered
+from lightning_shard.processes.torch_internals import version_of
 
 
 class ManualBackward:
@@ -24,12 +28,23 @@ class ManualBackward:
         self.root = root
         self.optimized = {p for o in optimizers for g in o.param_groups for p in g["params"]}
         self.names = {name for name, p in root.named_parameters() if p in self.optimized}
+        self.gathered = Gathered(root)
         self._loss: Tensor | None = None
+        self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
+        self._versions: dict[Tensor, int] = {}  # of the shards, when they were gathered
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._check())
             optimizer.register_step_post_hook(lambda *_: self._gather_again())
         object.__setattr__(root, "return_loss", self._return_loss)
         register_fsdp_forward_method(root, "return_loss")
+
+    def begin_step(self) -> None:
+        """Gather what hooks between two steps have changed in the optimizers' parameters."""
+        if self._are_shards_changed():
+            self._gather_again()
+
+    def _are_shards_changed(self) -> bool:
+        return any(version_of(shard) != version for shard, version in self._versions.items())
 
     @contextmanager
     def of(self, loss: Tensor) -> Generator[Tensor]:
@@ -37,6 +52,7 @@ class ManualBackward:
 
         Parameters that `toggle_optimizer` has switched off get no gradient.
         """
+        self._take_what_was_changed()
         switched_off = [p for p in self.optimized if not p.requires_grad]
         kept = [None if p.grad is None else p.grad.clone() for p in switched_off]
         self._loss = loss
@@ -55,8 +71,33 @@ class ManualBackward:
         loss, self._loss = self._loss, None
         return loss
 
+    def _take_what_was_changed(self) -> None:
+        """Whole parameters have been written, and their gradients replaced or taken away."""
+        for whole, shard, gradient in self._shown:
+            if whole.grad is None and shard.grad is gradient:
+                shard.grad = None
+            elif isinstance(whole.grad, DTensor):
+                if whole.grad is not gradient:
+                    shard.grad = whole.grad
+                whole.grad = None
+        self._shown = []
+        if self._are_shards_changed():
+            raise RuntimeError(
+                "the step has changed parameters through optimizer.param_groups, which its forward "
+                "pass does not see: change those of self.parameters() instead."
+            )
+        self.gathered.put_back()
+
+    def _show_gradients(self) -> None:
+        """Let `self.parameters()` have gradients, for clipping, norms and `zero_grad`."""
+        for whole, shard in self.gathered.pairs():
+            if shard.grad is not None and whole.grad is None:
+                whole.grad = shard.grad
+                self._shown.append((whole, shard, shard.grad))
+
     def _check(self) -> None:
         """Gradients that FSDP2 has not been told of lie with the whole parameters."""
+        self._take_what_was_changed()
         whole = (p for p in self.root.parameters() if p not in self.optimized)  # pyright: ignore[reportAttributeAccessIssue]
         if any(p.grad is not None for p in whole):
             raise RuntimeError(
@@ -70,3 +111,6 @@ class ManualBackward:
         for name, p in self.root.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
             if name in self.names and p not in self.optimized:
                 p.requires_grad_(True)  # it may be switched on before it is gathered next
+        self.gathered.begin()
+        self._versions = {shard: version_of(shard) for _, shard in self.gathered.pairs()}
+        self._show_gradients()

@@ -48,6 +48,11 @@ class Steps:
         if isinstance(module, FSDPModule) and not module.automatic_optimization:
             self._manual = ManualBackward(module, optimizers)
 
+    def begin(self) -> None:
+        """Prepare for a training step, after all hooks that come before it."""
+        if self._manual is not None:
+            self._manual.begin_step()
+
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:
         """Give the tensor from which the backward pass of `loss` must start."""

@@ -446,6 +446,7 @@ class HybridShardStrategy(NotCompiled):
         """A step that an exception ends is made again by a resumed run, from these numbers on."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         self.saver.begin_step(progress.total.ready, self.root_device)
+        self.steps.begin()
 
     @override
     def backward(

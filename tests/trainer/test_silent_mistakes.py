@@ -3,6 +3,7 @@
 Each was seen on Lightning's own strategies for sharded models.
 """
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_shard import whole_parameters
@@ -213,3 +215,136 @@ def test_a_sharded_module_is_not_copied():
         fresh.load_state_dict(state)
         alone = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET)
         assert alone.validate(fresh, loader(2), verbose=False)
+
+
+class Follows(Featured):
+    """A teacher that follows its student inside of the step, as in MoCo and BYOL."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.network).requires_grad_(False)
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        for mine, its in zip(self.teacher.parameters(), self.network.parameters(), strict=True):
+            if self.how == "in place":
+                with torch.no_grad():
+                    mine.mul_(0.9).add_(its, alpha=0.1)
+            elif self.how == "data in place":
+                mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+            else:
+                mine.data = mine.data * 0.9 + its.data * 0.1
+        if batch_idx == 1:  # of a second optimizer step
+            self.network[0].weight.requires_grad_(False)
+        with torch.no_grad():
+            target = self.teacher(batch["x"])
+        return self.loss(batch) + (self.network(batch["x"]) - target).square().mean()
+
+
+@computed_once
+def follows_alone(how):
+    module = Follows(how)
+    fit_alone(module, limit_train_batches=3)
+    return module.state_dict()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("how", ["in place", "data in place", "data assigned"])
+def test_a_step_that_writes_into_parameters(how):
+    """It sees whole parameters, which FSDP2 forgets after the step."""
+    module = Follows(how)
+    fit_sharded(module, (2,), limit_train_batches=3)
+    assert_same_state(module, follows_alone(how))
+    assert not module.network[0].weight.requires_grad
+
+
+@pytest.mark.spmd(2)
+def test_a_step_that_writes_into_parameters_of_another_dtype():
+    with pytest.raises(RuntimeError, match="so the write would lose digits"):
+        fit_sharded(Follows("in place"), (2,), strategy={"mp_policy": {"param_dtype": "float32"}})
+
+
+class ByHand(Featured):
+    """Clips, reads and clears gradients through `self.parameters()`, as outside of Lightning."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.norms = []
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.network.parameters(), 0.05)))
+        self.norms += [float(p.grad.norm()) for p in self.parameters()]
+        self.optimizers().step()
+        for p in self.parameters():
+            p.grad = None
+
+
+class MovesShards(ByHand):
+    """Moves along the gradient through the optimizer's parameters, as SAM does."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for p in self.optimizers().param_groups[0]["params"]:
+                p.add_(p.grad)
+        self.manual_backward(self.loss(batch))
+
+
+@pytest.mark.spmd(2)
+def test_gradients_by_hand():
+    """They lie with the shards; without them clipping by torch's own function did nothing."""
+    alone, module = ByHand(), ByHand()
+    fit_alone(alone)
+    fit_sharded(module, (2,))
+    assert module.norms == pytest.approx(alone.norms, rel=1e-9)
+    assert_same_state(module, alone)
+    with pytest.raises(RuntimeError, match=r"change those of self\.parameters\(\) instead"):
+        fit_sharded(MovesShards(), (2,))
+
+
+class BetweenSteps(ByHand):
+    """A hook changes the optimizer's parameters."""
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            for p in self.optimizers().param_groups[0]["params"]:
+                p.mul_(0.9)
+
+
+class Hooked(Featured):
+    def __init__(self, how):
+        super().__init__()
+        getattr(self.network[0].weight, how)(lambda gradient: None)
+
+
+@pytest.mark.spmd(2)
+def test_what_hooks_do_to_parameters():
+    alone, module = BetweenSteps(), BetweenSteps()
+    fit_alone(alone)
+    fit_sharded(module, (2,))
+    assert_same_state(module, alone)
+    for how in ("register_hook", "register_post_accumulate_grad_hook"):
+        with pytest.raises(NotImplementedError, match=r"network\.0\.weight has a hook"):
+            fit_sharded(Hooked(how), (2,))
+
+
+class Flattens(Featured):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class LogsNorms(Featured):
+    def on_before_optimizer_step(self, optimizer):
+        grad_norm(self, 2)
+
+
+@pytest.mark.spmd(2)
+def test_what_torch_refuses_of_shards_is_explained():
+    for make, words in ((Flattens, "torch.optim.LBFGS"), (LogsNorms, "grad_norm")):
+        with pytest.raises(RuntimeError) as caught:
+            fit_sharded(make(), (2,))
+        assert words in caught.value.__notes__[0]

@@ -1,0 +1,44 @@
+"""Numbers that are read from sharded parameters and gradients are those of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard import init_mesh, parallelize
+
+
+def layer():
+    torch.manual_seed(0)
+    return nn.Linear(4, 5)
+
+
+def numbers(p):
+    """Read as hooks and callbacks read them; the parts of a sum are not the sum."""
+    return [
+        float(p.sum()),
+        p.norm().item(),
+        p.square().sum().item(),
+        float(p.mean()),
+        p.abs().max().item(),
+        bool(p.sum() > 0),
+        bool(p.isfinite().all()),
+        p.flatten()[4].item() if p.ndim == 1 else p[4, 3].item(),  # lies on the last rank
+    ]
+
+
+@pytest.mark.spmd(2)
+def test_numbers_of_parameters_and_gradients():
+    alone, module = layer(), layer()
+    parallelize(module, init_mesh({"data": -1}, "cpu"))
+    x = torch.ones(3, 4)
+    alone(x).square().sum().backward()
+    module(x).square().sum().backward()
+    for mine, wanted in zip(module.parameters(), alone.parameters(), strict=True):
+        assert isinstance(mine, DTensor)
+        assert numbers(mine) == pytest.approx(numbers(wanted), rel=1e-5)
+        assert numbers(mine.grad) == pytest.approx(numbers(wanted.grad), rel=1e-5)
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, numbers(mine))
+        assert found[0] == found[1]
