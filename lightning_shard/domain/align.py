@@ -63,7 +63,7 @@ def simple(x: Subdomain, dim: int) -> Subdomain:
     layout = x.layout.with_dim(dim, x.shape[dim])
     parts = layout.grid.parts(layout.axes(dim))
     needs = needs_of(x.shape[dim], parts, lambda low, high: [(low, high)])
-    return x.copy(fetch(x, dim, needs), layout)
+    return x.copy(fetch(x, dim, needs), layout, index=(slice(None),) * x.ndim)
 
 
 def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) -> Subdomain:

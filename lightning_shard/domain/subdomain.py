@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.processes.groups import making_groups
 from lightning_shard.processes.simulated.state import cached_per_rank
-from lightning_shard.processes.torch_internals import flattened, version_of
+from lightning_shard.processes.torch_internals import flattened, storage_key, version_of
 
 
 class Domain:
@@ -41,25 +42,51 @@ class Domain:
         return self._groups[axes]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Copied:
     """Where rows come from that were copied from other ranks, while torch would give a view.
 
-    A write into such rows would not reach their source, nor the other way round. So the first is
-    refused, and after the second the rows are stale.
+    A write into such rows does not reach their source by itself, nor the other way round. So after
+    the first the rows are written back (ops/view/write_back.py), or it is refused where it is not
+    known how. After the second the rows are stale.
 
     Attributes:
-        source: The local tensor that they come from.
-        version: How often its memory had been written then.
+        parent: What they were taken from; a copy itself, where it says so.
+        version: How often the memory that the first parent lies in had been written then.
+        rows: The copy.
+        index: The rows are those of `parent[index]`; None where no index says which they are.
+        factor: What the parent has is as many times larger.
+        taken: The local tensor that the user indexed, the index, and the local rows that he got.
     """
 
-    source: Tensor
+    parent: "Subdomain"
     version: int
+    rows: "Subdomain"
+    index: tuple[Any, ...] | None = None
+    factor: int = 1
+    taken: tuple[Tensor, Any, Tensor] | None = None
+
+    @property
+    def source(self) -> Tensor:
+        """The local tensor that the rows come from in the end."""
+        return self.parent.copied.source if self.parent.copied else self.parent.local
 
     @property
     def is_stale(self) -> bool:
         """Whether the source has been written since."""
         return self.version != version_of(self.source)
+
+
+_uncounted: WeakSet[Copied] = WeakSet()  # of tensors of inference mode, whose writes nobody counts
+
+
+def written_in_inference(x: Tensor) -> None:
+    """Make copies of rows of `x` stale; of other modes' tensors torch counts the writes."""
+    if not x.is_inference():
+        return
+    for copied in list(_uncounted):
+        if storage_key(copied.source) == storage_key(x):
+            copied.version = -1
 
 
 @dataclass(frozen=True)
@@ -99,17 +126,38 @@ class Subdomain:
         """Wrap another view of the same rows."""
         return Subdomain(local, layout, self.domain, self.copied)
 
-    def copy(self, local: Tensor, layout: Layout, *, moved: bool = True) -> "Subdomain":
+    def copy(
+        self,
+        local: Tensor,
+        layout: Layout,
+        *,
+        moved: bool = True,
+        index: tuple[Any, ...] | None = None,
+        factor: int = 1,
+    ) -> "Subdomain":
         """Wrap rows of which torch would give a view: a copy of them, or where none `moved` a view.
 
         Args:
             local: The rows.
             layout: How they are split.
             moved: Whether any rank got rows of another; the same on all ranks.
+            index: What chooses them in this tensor, if they can be written back there.
+            factor: By what they are multiplied then.
         """
-        if not moved or self.copied:
+        if not moved:
             return self.view(local, layout)
-        return Subdomain(local, layout, self.domain, Copied(self.local, version_of(self.local)))
+        version = self.copied.version if self.copied else version_of(self.local)
+        copied = Copied(self, version, self.like(local, layout), index, factor)
+        if copied.source.is_inference():
+            _uncounted.add(copied)
+        return Subdomain(local, layout, self.domain, copied)
+
+    def perhaps_view(self, local: Tensor, layout: Layout) -> "Subdomain":
+        """Wrap what is a view of the same rows on some ranks and a copy on others.
+
+        Of rows that are a copy it is read only.
+        """
+        return self.copy(local, layout, moved=self.copied is not None)
 
 
 def domain_of(mesh: DeviceMesh) -> Domain:

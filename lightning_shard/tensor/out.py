@@ -7,6 +7,8 @@ from torch import Tensor
 
 from lightning_shard.domain.align import local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
 from lightning_shard.processes.typed import is_list
 from lightning_shard.tensor.gathering import split_in
 from lightning_shard.tensor.part import part_of
@@ -35,15 +37,19 @@ def write_out(result: Any, out: Any, operands: Any, kind: type[Tensor]) -> Any:
             "functions with out=... arguments don't support automatic differentiation, but one of "
             "the arguments requires grad."
         )
-    writes = [_prepared(r, t, kind) for r, t in zip(results, targets, strict=True)]
     with torch.no_grad():
+        writes = [_prepared(r, t, kind) for r, t in zip(results, targets, strict=True)]
         for target, rows in writes:  # when all of them can be written
-            target.copy_(rows)
+            if isinstance(target, Subdomain):
+                target.local.copy_(rows)
+                after_write(target)
+            else:
+                target.copy_(rows)
     return type(result)(targets) if many else out
 
 
-def _prepared(result: Any, target: Any, kind: type[Tensor]) -> tuple[Tensor, Tensor]:
-    """This rank's plain tensor of `target`, and what it is to hold."""
+def _prepared(result: Any, target: Any, kind: type[Tensor]) -> tuple[Subdomain | Tensor, Tensor]:
+    """This rank's part of `target`, and what it is to hold."""
     if tuple(result.shape) != tuple(target.shape) or result.dtype != target.dtype:
         raise UnsupportedOperationError(
             f"out= must have the shape and the dtype of the result, {tuple(result.shape)} and "
@@ -54,7 +60,6 @@ def _prepared(result: Any, target: Any, kind: type[Tensor]) -> tuple[Tensor, Ten
             raise UnsupportedOperationError("out= is a plain tensor and the result is split")
         return target, result
     part = part_of(target).read()
-    if part.copied:
-        raise UnsupportedOperationError("out= is a copy of rows that came from other ranks")
+    refuse_lost_write(part)
     rows = part_of(result).read() if isinstance(result, kind) else result
-    return part.local, local_part(rows, part.layout)
+    return part, local_part(rows, part.layout)

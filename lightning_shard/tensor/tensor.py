@@ -21,6 +21,7 @@ from lightning_shard.ops import name_of, rule_for
 from lightning_shard.ops.become import Became
 from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.registry import Rule, canonical_names, is_in_place, run_rule
+from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
 from lightning_shard.processes.torch_internals import (
     accessors,
     frame_callback,
@@ -29,7 +30,7 @@ from lightning_shard.processes.torch_internals import (
     views_replayed,
     without_rules,
 )
-from lightning_shard.tensor.copies import plain_rows
+from lightning_shard.tensor.copies import is_own_copy, plain_rows, remember_index
 from lightning_shard.tensor.facts import FACTS
 from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors, split_in, writes
 from lightning_shard.tensor.out import write_out
@@ -39,6 +40,7 @@ from lightning_shard.tensor.wrong_calls import refuse_wrong_call
 Function = Callable[..., Any]
 
 _SET_REQUIRES_GRAD = accessors("requires_grad").__set__
+_OF_THE_GRAPH = {Tensor.detach_, torch.detach_, Tensor.requires_grad_}  # they write no values
 aten = torch.ops.aten
 
 
@@ -166,24 +168,48 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             break
     if rule is None:
         raise UnsupportedOperationError("it has no rule for split tensors")
-    if is_in_place(func) or func is Tensor.__setitem__:
-        _refuse_copy(local_args[0])
-    run = run_rule if all(w._part.local.numel() for w in wrappers.values()) else _run_on_nothing
-    result = _wrap(run(rule, func, local_args, local_kwargs), wrappers)
+    run = _run_and_write_back if is_in_place(func) or func is Tensor.__setitem__ else run_rule
+    if not all(w._part.local.numel() for w in wrappers.values()):
+        run = _on_nothing(run)
+    result = run(rule, func, local_args, local_kwargs)
+    if func is Tensor.__getitem__:
+        remember_index(local_args, result)
+    result = _wrap(result, wrappers)
     if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
         _show_requires_grad(args[0])
     return result
 
 
-def _run_on_nothing(rule: Rule, *call: Any) -> Any:
+def _on_nothing(run: Function) -> Function:
     """Run a rule where this rank has no elements.
 
     A view that is written gets its graph anew, from one of `as_strided`. Of a tensor without
     elements the gradient of that has no graph, and a second backward pass would lack the
     collectives that the other ranks call. So such views are made again as they were made.
     """
-    with views_replayed(True):
-        return run_rule(rule, *call)
+
+    def replayed(*call: Any) -> Any:
+        with views_replayed(True):
+            return run(*call)
+
+    return replayed
+
+
+def _run_and_write_back(
+    rule: Rule, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a rule that writes into its first argument; what it is a copy of is written, too."""
+    if func is Tensor.__setitem__ and is_own_copy(args):
+        return None
+    target = args[0] if args else None
+    if not isinstance(target, Subdomain):
+        return run_rule(rule, func, args, kwargs)
+    if target.copied and func in _OF_THE_GRAPH:
+        raise UnsupportedOperationError("a copy of rows of another tensor has a graph of its own")
+    refuse_lost_write(target)
+    result = run_rule(rule, func, args, kwargs)
+    after_write(target)
+    return result
 
 
 def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -196,14 +222,6 @@ def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     split = next(split_in([args, kwargs], DomainTensor), None) is not None  # or only `out` is
     result = _by_rule(func, args, kwargs) if split else func(*args, **kwargs)
     return write_out(result, out, [args, kwargs], DomainTensor)
-
-
-def _refuse_copy(target: Any) -> None:
-    if isinstance(target, Subdomain) and target.copied:
-        raise UnsupportedOperationError(
-            "it would write into a copy, not into the tensor that the rows came from; assign with "
-            "x[index] = value"
-        )
 
 
 def _set_requires_grad(func: Function, *args: Any) -> Any:

@@ -10,8 +10,8 @@ Two kinds of calls are tried on real tensors of random numbers, too:
   raised, on every rank alike and with torch's own error. Of two errors of one class the meta
   tensors' is raised: real tensors' may come from a library of the device, with other words on
   another machine.
-- Calls of integers, truth values or complex numbers: where a kernel computes nothing of them, meta
-  tensors may pass.
+- Calls of integers, truth values, complex numbers or floats of 8 bits: where a kernel computes
+  nothing of them, meta tensors may pass.
 """
 
 import functools
@@ -113,7 +113,7 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     else:
         # what a CPU's library knows nothing of, rules compute in single precision
         known = all(t.dtype != torch.complex32 for t in tensors)
-        if small and known and not all(t.is_floating_point() for t in tensors):
+        if small and known and not all(t.is_floating_point() and t.itemsize > 1 for t in tensors):
             _refuse_dtype(func, args, kwargs, tensors)
 
 

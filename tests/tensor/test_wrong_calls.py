@@ -329,3 +329,17 @@ def test_many_on_two_ranks():
 @pytest.mark.spmd(4)
 def test_many_on_two_by_two():
     check(range(2000, 3000), mesh_of(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(3)
+def test_floats_of_eight_bits_fail_on_all_ranks():
+    """The third rank has no rows; a kernel that is missing is no error there."""
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        whole = torch.ones(2, 2).to(dtype)
+        x = lightning_shard.shard(whole, mesh_of(3), 0)
+        for run in (torch.sum, torch.amax, lambda x: x.cumsum(0), lambda x: x.softmax(0)):
+            with pytest.raises((RuntimeError, NotImplementedError)) as alone:
+                run(whole)
+            with pytest.raises(alone.type, match="not implemented for"):
+                run(x)

@@ -105,7 +105,8 @@ def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
     """Copy the gradient of one process; the accumulated one is the sum over replicas."""
     if x.local.grad is None:
         return None
-    return x.like(x.local.grad).copy(x.local.grad / ranks_of(x.domain), x.layout)
+    ranks, index = ranks_of(x.domain), (slice(None),) * x.ndim
+    return x.like(x.local.grad).copy(x.local.grad / ranks, x.layout, index=index, factor=ranks)
 
 
 @implements(_GRAD.__set__, checked=False)

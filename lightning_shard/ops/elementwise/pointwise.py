@@ -125,7 +125,7 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
         return func(x, *args, **kwargs)
     result = func(x.local, *args, **kwargs)
     if func in VIEWS:
-        return x.view(result, x.layout)
+        return x.perhaps_view(result, x.layout)  # a write into it has no graph
     if result is x.local and func is Tensor.contiguous and not _lies_dense(x):
         result = result.clone()  # a part of one row, of a whole that torch copies
     return x.like(result) if isinstance(result, Tensor) else result  # the name of type()

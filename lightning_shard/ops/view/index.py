@@ -40,19 +40,23 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
 
     needs = needs_of(len(rows), grid.parts(factor.axes), span)
     moved = route_of(x, dim, needs).moves
-    local = fetch(x, dim, needs)[(slice(None),) * dim + (slice(None, None, rows.step),)]
-    return x.copy(local, layout, moved=moved)
+    local = fetch(x, dim, needs)
+    if rows.step > 1:
+        local = local[(slice(None),) * dim + (slice(None, None, rows.step),)]
+    index = (slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)
+    return x.copy(local, layout, moved=moved, index=index)
 
 
 def single(x: Subdomain, dim: int, row: int) -> Subdomain:
     """Take row `row` of `dim` to every rank; the dim itself goes."""
-    local, moved = x.local, False
+    local, place, moved = x.local, row, False
     if x.layout.axes(dim):
         x = simple(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
-        local, row, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
+        local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
-    return x.copy(local.select(dim, row), Layout(dims, x.layout.grid), moved=moved)
+    picked, index = local.select(dim, place), (slice(None),) * dim + (row,)
+    return x.copy(picked, Layout(dims, x.layout.grid), moved=moved, index=index)
 
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:

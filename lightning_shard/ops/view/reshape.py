@@ -49,14 +49,15 @@ def _laid_out(x: Subdomain, layout: Layout) -> Subdomain:
     local = x.local.reshape(layout.local_shape)
     strides = x.local.stride()
     if x.local.numel() == 0 or strides == _dense_strides(tuple(x.local.shape)):
-        return x.view(local, layout)
+        return x.perhaps_view(local, layout)
     if _is_copied(x.shape, strides, layout.shape) and _is_view(
         tuple(x.local.shape), strides, layout.local_shape
     ):  # a part of one row may be seen in another shape where the whole may not
-        return x.view(local.clone(), layout)
+        return x.perhaps_view(local.clone(), layout)
     # rows that lie apart in memory, as those of a slice of the whole do; on all ranks alike
     copied = not _is_view(_first_part(x.layout), strides, _first_part(layout))
-    return x.copy(local, layout, moved=copied and _is_view(x.shape, strides, layout.shape))
+    moved = copied and _is_view(x.shape, strides, layout.shape)
+    return x.copy(local, layout, moved=moved or x.copied is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +97,7 @@ def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[i
 
 def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
     if 0 in shape:  # no elements, on any rank
-        return x.view(x.local.reshape(shape), Layout.of(shape, {}, x.layout.grid))
+        return x.perhaps_view(x.local.reshape(shape), Layout.of(shape, {}, x.layout.grid))
     done = _alike(x.shape, shape)  # dims of `flat` already taken
     # dims that stay as they are at the end, too: to merge them would copy what lies transposed
     kept = max(min(_alike(x.shape[:done:-1], shape[:done:-1]), len(shape) - done - 1), 0)
@@ -152,6 +153,7 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
     dims = [*flat.layout.dims]
     dims[dim : dim + 1] = [(Factor(outer, factor.axes),), (Factor(inner),)]
     layout = Layout(tuple(dims), grid)
+    moved |= flat.copied is not None
     return flat.copy(local.reshape(layout.local_shape), layout, moved=moved)
 
 
@@ -244,7 +246,7 @@ def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     local = whole(x, x.ndim - 1).local
     if not local.numel():  # whose strides torch leaves as they are also where it makes them dense
         local = local.clone(memory_format=torch.contiguous_format)
-    return x.view(func(local), Layout(x.layout.dims[:-1], x.layout.grid))
+    return x.perhaps_view(func(local), Layout(x.layout.dims[:-1], x.layout.grid))
 
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)

@@ -50,6 +50,20 @@ def copy_a_row(x: Tensor, d: int, low: int, high: int) -> None:
     x[(slice(None),) * d + (low,)] = x[(slice(None),) * d + (-1,)]
 
 
+def add_other_rows(x: Tensor, d: int, low: int, high: int) -> None:
+    """As a flux from the last cells."""
+    before = (slice(None),) * d
+    x[(*before, slice(low, high))] += x[(*before, slice(low - high, None))].sin()
+
+
+def every_second(x: Tensor, d: int, low: int, high: int) -> None:
+    x[(slice(None),) * d + (slice(low, None, 2),)] *= 0.5
+
+
+def scale_a_row(x: Tensor, d: int, low: int, high: int) -> None:
+    x[(slice(None),) * d + (low,)] *= x.mean()
+
+
 def mask(x: Tensor, d: int, low: int, high: int) -> None:
     x[x > 3] = 0.5
 
@@ -57,9 +71,16 @@ def mask(x: Tensor, d: int, low: int, high: int) -> None:
 WRITES: dict[str, Callable[[Tensor, int, int, int], object]] = {
     "assign": assign,
     "add to rows": add_to_rows,
+    "add other rows": add_other_rows,
+    "every second": every_second,
+    "scale a row": scale_a_row,
     "copy a row": copy_a_row,
     "mask": mask,
     "multiply": lambda x, d, low, high: x.mul_(3),
+    "divide": lambda x, d, low, high: x.div_(x.detach().abs() + 1),
+    "add by index": lambda x, d, low, high: x.index_add_(
+        d, torch.tensor([low]), x.narrow(d, -1, 1).cos()
+    ),
     "fill": lambda x, d, low, high: x.fill_(4),
     "clamp": lambda x, d, low, high: x.clamp_(max=10),
     "index_fill": lambda x, d, low, high: x.index_fill_(d, torch.tensor([low]), 9.0),
@@ -125,6 +146,57 @@ def check(seeds: Iterable[int], sizes: tuple[int, ...]) -> None:
             assert_same(value, correct, about)
         counts["refused" if refused else "exact"] += 1
     assert counts["exact"] > counts["refused"], counts
+
+
+def gradient(steps: list[Step], leaf: Tensor, start: Tensor) -> Tensor:
+    """Of all tensors at the end, each element with a weight of its own."""
+    tensors = [start]
+    for step in steps:
+        step.run(tensors)
+    terms = [
+        (x * torch.arange(1.0, x.numel() + 1).double().cos().view(x.shape)).sum() for x in tensors
+    ]
+    return torch.autograd.grad(sum(terms, torch.zeros(())), leaf)[0]
+
+
+def check_gradients(seeds: Iterable[int], sizes: tuple[int, ...]) -> None:
+    """Of those programs that torch differentiates; what torch refuses is not compared."""
+    compared = 0
+    for seed in seeds:
+        start, steps, _ = program(seed)
+        dims = [(seed + axis) % start.ndim for axis in range(len(sizes))]
+        if len(set(dims)) < len(dims):
+            continue
+        alone, leaf = start.clone().requires_grad_(), start.clone().requires_grad_()
+        try:
+            expected = gradient(steps, alone, alone.clone())
+        except RuntimeError:
+            continue
+        try:
+            split = lightning_shard.shard(leaf, mesh_of(*sizes), dims).clone()
+            found = gradient(steps, leaf, split)
+        except UnsupportedOperationError:
+            continue
+        dist.all_reduce(found)
+        assert_same(found / dist.get_world_size(), expected, f"seed {seed}, dims {dims}, {steps}")
+        compared += 1
+    assert compared > 10, compared
+
+
+@pytest.mark.spmd(3)
+def test_gradients_on_three_ranks():
+    check_gradients(range(20000, 20050), (3,))
+
+
+@pytest.mark.spmd(4)
+def test_gradients_on_two_by_two():
+    check_gradients(range(30000, 30080), (2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(3)
+def test_more_gradients():
+    check_gradients(range(20050, 21500), (3,))
 
 
 @pytest.mark.spmd(3)

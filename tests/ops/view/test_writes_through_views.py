@@ -202,14 +202,26 @@ def test_a_row_assigned_to_another_is_forgotten():
 
 
 @pytest.mark.spmd(2)
-def test_the_gradient_of_a_leaf_is_no_place_to_write():
-    x = lightning_shard.shard(torch.randn(5, 2), mesh_of(2), 0).requires_grad_()
+def test_the_gradient_of_a_leaf_is_written():
+    """It is a copy, for the leaf has the sum of what all ranks give."""
+    whole = torch.randn(5, 2)
+    x = lightning_shard.shard(whole, mesh_of(2), 0).requires_grad_()
     x.square().sum().backward()
     gradient = x.grad
     assert gradient is not None
-    for copied in (gradient, gradient.detach(), gradient.data):
+    for copied in (gradient.detach(), gradient.data):
         with pytest.raises(UnsupportedOperationError, match="into a copy"):
             copied.clamp_(max=0.1)
+    gradient.clamp_(max=0.1)
+    gradient[1:] *= 2
+    x.square().sum().backward()
+    total = x.grad
+    assert total is not None
+    expected = (2 * whole).clamp(max=0.1)
+    expected[1:] *= 2
+    torch.testing.assert_close(lightning_shard.gather(total), expected + 2 * whole)
+    with pytest.raises(UnsupportedOperationError, match="torch would show the new values"):
+        gradient * 1
 
 
 @pytest.mark.spmd(3)
