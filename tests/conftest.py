@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once
 
 from lightning_shard.processes import variables
 from lightning_shard.processes.cpu_settings import let_threads_run_on
-from tests import REFERENCES, workers
+from tests import REFERENCES
 
 gc.disable()  # until the tests are collected: what is imported is no garbage
 let_threads_run_on()  # in workers and in the ranks that they fork
@@ -37,14 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    config = session.config
-    if not config.option.workers or config.option.usepdb or config.option.collectonly:
-        return None
-    if session.testsfailed:  # of the collection, which pytest reports
-        return None
-    workers.share_tests(session, config.option.workers)
-    return True
+@pytest.hookimpl(optionalhook=True)  # in a session without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.together import Together
+
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -52,13 +49,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # and ranks, which are forks, collect less often
-    from tests import pool  # late, for it imports torch
+    if "torch" in sys.modules:  # not in the controller of the workers
+        from tests import pool
 
-    pool.seed_quickly()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    workers.add_option(parser)
+        pool.seed_quickly()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Ranks are forks of this process, without what the fixtures of a test change in it."""
     if marker := item.get_closest_marker("spmd"):
-        from tests import pool
+        from tests import pool  # imports torch, which the controller of the workers does without
 
         pool.pool_of(*marker.args)
 

@@ -1,0 +1,22 @@
+"""Which files one worker of pytest-xdist takes together."""
+
+from xdist.scheduler import LoadFileScheduling
+
+# what is costly to begin with, and is kept by a worker, is there once
+TOGETHER = {
+    "fake xpu": ("tests/trainer/xpu", "tests/fake_xpu"),
+    "what DTensor remembers of models on meshes": (
+        "tests/trainer/test_exactness.py",
+        "tests/checkpoint/test_resume",
+        "tests/checkpoint/test_averages.py",
+        "tests/fsdp",
+    ),
+}
+
+
+class Together(LoadFileScheduling):
+    """Gives a worker whole files, and some files together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return next((name for name, paths in TOGETHER.items() if file.startswith(paths)), file)
