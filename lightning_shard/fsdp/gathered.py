@@ -93,10 +93,12 @@ class Gathered:
 
 
 def keeping_writes(method: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
-    """Let a method that FSDP2 gathers for keep what it does to parameters."""
+    """Let a method that FSDP2 gathers for keep what it does to parameters while it trains."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
         gathered.begin()
         output = method(*args, **kwargs)
         gathered.put_back()
