@@ -1,5 +1,8 @@
 """Numbers that are read from sharded parameters and gradients are those of one process."""
 
+from collections import Counter
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
+from lightning_shard.fsdp import numbers as numbers_of_shards
 
 
 def layer():
@@ -42,3 +46,18 @@ def test_numbers_of_parameters_and_gradients():
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, numbers(mine))
         assert found[0] == found[1]
+
+
+@pytest.mark.spmd(2)
+def test_a_rank_that_reads_alone_ends_with_a_sentence():
+    module = layer()
+    parallelize(module, init_mesh({"data": -1}, "cpu"))
+    reads = Counter({(0, 1): 10**6})  # so that the ranks agree on the number of the next
+    if dist.get_rank() == 0:
+        with (
+            mock.patch.object(numbers_of_shards, "WAIT_S", 0.3),
+            mock.patch.object(numbers_of_shards, "_reads", reads),
+            pytest.raises(RuntimeError, match=r"rank 0 reads .* ranks \[1\] did not within"),
+        ):
+            float(next(module.parameters()).sum())
+    dist.barrier()
