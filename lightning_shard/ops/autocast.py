@@ -33,8 +33,6 @@ def uncast(rule: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(rule)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Subdomain))
-        if not torch.is_autocast_enabled(first.local.device.type):
-            return rule(*args, **kwargs)
         with without_autocast(first):
             return rule(*args, **kwargs)
 
@@ -47,13 +45,13 @@ def cast_for(call: Callable[..., Tensor], *operands: Any) -> list[Any]:
     Args:
         call: The function for operands of one element each, with as many dims as these have. It is
             asked once for each combination of types.
-        operands: Split and plain tensors. Autocast leaves those of integers, of complex numbers and
-            of float64 as they are.
+        operands: Split and plain tensors; None where one is left out at the end. Autocast leaves
+            those of integers, of complex numbers and of float64 as they are.
     """
     device = _local(operands[0]).device
     if not torch.is_autocast_enabled(device.type):
         return [*operands]
-    kinds = tuple([(x.ndim, x.dtype) for x in operands])
+    kinds = tuple([(x.ndim, x.dtype) for x in operands if x is not None])
     dtype = _type_of(call, kinds, device, torch.get_autocast_dtype(device.type))
     return [x if dtype is None else _cast(x, dtype) for x in operands]
 
@@ -70,7 +68,7 @@ def of_one(func: Callable[..., Any], *options: Any) -> Callable[..., Tensor]:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    if not x.dtype.is_floating_point or x.dtype == torch.float64:
+    if x is None or not x.dtype.is_floating_point or x.dtype == torch.float64:
         return x
     return x.like(x.local.to(dtype)) if isinstance(x, Subdomain) else x.to(dtype)
 

@@ -79,15 +79,12 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: R
     """Attention of this rank's queries to the keys of all ranks, as torch computes it.
 
     Args:
-        q: Queries, (..., l, E).
+        q: Queries, (..., l, E); like keys and values in the type that autocast gives them.
         k: This rank's keys, (..., s, E), with as many heads or fewer (grouped queries).
         v: This rank's values, (..., s, Ev).
         mask: Boolean (True takes part) or additive; broadcasts to (..., l, S).
         ring: How blocks travel.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return _RingAttention.apply(
         q, k, v, None if mask is None else typed_torch.atleast_2d(mask), ring
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.ops.autocast import cast_for
+from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.registry import composes, listed, without_deprecated
 from lightning_shard.processes.typed import is_sequence, linalg, typed_torch
 
@@ -93,7 +93,7 @@ def bilinear(
     func: Callable[..., Any], x: Any, input2: Any, weight: Any, bias: Any = None
 ) -> Tensor:
     operands = [x, weight, input2]
-    with torch.autocast(operands[0].device.type, enabled=False):  # which leaves it alone
+    with without_autocast(operands[0]):  # which leaves it alone
         product = torch.einsum("...i,oij,...j->...o", *operands)
         return product if bias is None else product + bias
 

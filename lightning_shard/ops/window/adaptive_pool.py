@@ -20,7 +20,7 @@ from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.memory import format_of, selected
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.autocast import cast_for, of_one
+from lightning_shard.ops.autocast import cast_for, of_one, without_autocast
 from lightning_shard.ops.registry import implements
 
 AVERAGE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
@@ -95,7 +95,7 @@ def _averaged(x: Tensor, dim: int, extent: int, output: int, outputs: Span, rows
     starts, sizes = _windows_within(extent, output, outputs, rows)
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     ones = [1] * (x.ndim - dim - 1)
-    with torch.autocast(x.device.type, enabled=False):  # which leaves poolings alone
+    with without_autocast(x):  # the types are those of its operands by now
         if _lie_beside(starts, sizes):
             rows_of_all = x.narrow(dim, starts[0], sum(sizes))
             parts = _parted(rows_of_all, dim, (len(sizes), sizes[0]))

@@ -50,11 +50,9 @@ def conv(
     paddings = padding if isinstance(padding, str) else tuple(per_dim(padding, n))
     strides, dilations = tuple(per_dim(stride, n)), tuple(per_dim(dilation, n))
     windows = _windows(first, tuple(weight.shape[2:]), strides, paddings, dilations)
-    given = (input, weight) if bias is None else (input, weight, bias)
-    x, *parameters = cast_for(func, *given)  # before rows travel
-    both = parameters[0], (None if bias is None else parameters[1])
-    found = _while_rows_travel(func, x, both, windows, groups)
-    return found or _waiting(func, x, both, windows, groups)
+    x, weight, bias = cast_for(func, input, weight, bias)  # before rows travel
+    found = _while_rows_travel(func, x, (weight, bias), windows, groups)
+    return found or _waiting(func, x, (weight, bias), windows, groups)
 
 
 def _while_rows_travel(
@@ -68,7 +66,8 @@ def _while_rows_travel(
     split = tuple([w for w in windows if x.layout.axes(w.dim) and w.reads_others])
     if not split or any(w.before != w.after for w in windows):
         return None
-    local, (weight, bias) = x.local, parameters
+    local = x.local
+    weight, bias = parameters
     if not may_overlap(local, weight, bias, groups):
         return None
     plan = plan_of(x.layout, split, thinness())

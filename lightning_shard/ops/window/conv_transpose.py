@@ -54,7 +54,7 @@ def conv_transpose(
         elif not x.layout.axes(dim):
             layout = layout.with_dim(dim, output)
     if 0 in layout.local_shape:
-        sources = cast_for(func, *(t for t in (x.local, weight, bias) if t is not None))
+        sources = cast_for(func, x.local, weight, bias)
         return x.like(empty_attached(layout.local_shape, *sources), layout)
     local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
     for dim, start in starts.items():
