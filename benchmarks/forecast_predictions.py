@@ -11,10 +11,10 @@ import torch.distributed as dist
 from benchmarks import slow_links
 from benchmarks.forecast import Case, Mesh
 from benchmarks.forecast_runs import Timed, task_and_data
-from lightning_shard.rehearsal.calibrate import MeasuredLinks, measured_links
-from lightning_shard.rehearsal.machine import read_cluster
-from lightning_shard.rehearsal.predict import predict
-from lightning_shard.rehearsal.timeline import Cost, Replay, Timeline
+from lightning_shard.lab.calibrate import MeasuredLinks, measured_links
+from lightning_shard.lab.machine import read_cluster
+from lightning_shard.lab.predict import predict
+from lightning_shard.lab.timeline import Cost, Replay, Timeline
 
 Stored = list[list[Any]]  # of each collective its name and ranks, and the costs by bytes
 

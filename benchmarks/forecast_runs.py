@@ -30,11 +30,11 @@ from benchmarks.peer_networks import NETWORKS
 from benchmarks.scaling_networks import Task
 from lightning_modules.cnn.simple_cnn import SimpleCNN
 from lightning_shard import HybridShardStrategy
+from lightning_shard.lab.batches import first_batches
+from lightning_shard.lab.lone_steps import Training, timed_alone
+from lightning_shard.lab.step import quiet
+from lightning_shard.lab.timeline import Timeline
 from lightning_shard.processes.forking import become_rank
-from lightning_shard.rehearsal.batches import first_batches
-from lightning_shard.rehearsal.lone_steps import Training, timed_alone
-from lightning_shard.rehearsal.step import quiet
-from lightning_shard.rehearsal.timeline import Timeline
 
 # of a network on a mesh, for each step, what each rank did alone
 Timed = dict[tuple[str, Mesh], list[tuple[Timeline, ...]]]

@@ -16,9 +16,9 @@ from benchmarks.common import machine, table
 from benchmarks.forecast import MESHES, Mesh
 from benchmarks.forecast_runs import MAKE, quickest, task_and_data
 from lightning_shard import launch
-from lightning_shard.rehearsal.calibrate import calibrate
-from lightning_shard.rehearsal.machine import read_cluster
-from lightning_shard.rehearsal.predict import predict
+from lightning_shard.lab.calibrate import calibrate
+from lightning_shard.lab.machine import read_cluster
+from lightning_shard.lab.predict import predict
 
 
 def row(network: str, mesh: Mesh, ranks: int, steps: int, file: Path) -> list[str]:

@@ -30,11 +30,11 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import table
 from benchmarks.scaling_networks import WORKLOADS, Workload
-from lightning_shard.rehearsal import best_report
-from lightning_shard.rehearsal.best import best
-from lightning_shard.rehearsal.course import Mesh
-from lightning_shard.rehearsal.machine import Cluster, read_cluster
-from lightning_shard.rehearsal.predict import predict
+from lightning_shard.lab import best_report
+from lightning_shard.lab.best import best
+from lightning_shard.lab.course import Mesh
+from lightning_shard.lab.machine import Cluster, read_cluster
+from lightning_shard.lab.predict import predict
 
 Point = dict[str, Any]
 RANKS = (8, 32, 128, 512)

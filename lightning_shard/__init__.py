@@ -22,11 +22,18 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
-    from lightning_shard.ops.dense.neighbours import knn as knn
-    from lightning_shard.ops.dense.neighbours import radius as radius
+    from lightning_shard.lab.certificate import Certificate as Certificate
+    from lightning_shard.lab.certify import certify as certify
+    from lightning_shard.lab.check import check as check
+    from lightning_shard.lab.forecast import plan as plan
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
+    from lightning_shard.points.curve import crossing_edges as crossing_edges
+    from lightning_shard.points.curve import curve_order as curve_order
+    from lightning_shard.points.curve import ordered_graph as ordered_graph
+    from lightning_shard.points.neighbours import knn as knn
+    from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
     from lightning_shard.processes.group import start_process_group as start_process_group
     from lightning_shard.processes.launch import launch as launch
@@ -35,15 +42,8 @@ if TYPE_CHECKING:
     from lightning_shard.processes.simulate import simulate as simulate
     from lightning_shard.processes.simulated.turns import StuckError as StuckError
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
-    from lightning_shard.rehearsal.certificate import Certificate as Certificate
-    from lightning_shard.rehearsal.certify import certify as certify
-    from lightning_shard.rehearsal.check import check as check
-    from lightning_shard.rehearsal.forecast import plan as plan
     from lightning_shard.tensor import functional as functional
     from lightning_shard.tensor.autograd_function import allow_function as allow_function
-    from lightning_shard.tensor.curve import crossing_edges as crossing_edges
-    from lightning_shard.tensor.curve import curve_order as curve_order
-    from lightning_shard.tensor.curve import ordered_graph as ordered_graph
     from lightning_shard.tensor.escape import allow_gather as allow_gather
     from lightning_shard.tensor.escape import local_map as local_map
     from lightning_shard.tensor.placement import from_local as from_local
@@ -96,11 +96,11 @@ _MODULES = {
     "allow_function": "tensor.autograd_function",
     "split_inputs": "fsdp.split_inputs",
     # points and graphs
-    "curve_order": "tensor.curve",
-    "crossing_edges": "tensor.curve",
-    "ordered_graph": "tensor.curve",
-    "knn": "ops.dense.neighbours",
-    "radius": "ops.dense.neighbours",
+    "curve_order": "points.curve",
+    "crossing_edges": "points.curve",
+    "ordered_graph": "points.curve",
+    "knn": "points.neighbours",
+    "radius": "points.neighbours",
     # rules for operations
     "register_rule": "ops.registry",
     "Subdomain": "domain.subdomain",
@@ -127,10 +127,10 @@ _MODULES = {
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
     # a step, rehearsed on this machine
-    "check": "rehearsal.check",
-    "certify": "rehearsal.certify",
-    "Certificate": "rehearsal.certificate",
-    "plan": "rehearsal.forecast",
+    "check": "lab.check",
+    "certify": "lab.certify",
+    "Certificate": "lab.certificate",
+    "plan": "lab.forecast",
 }
 
 # opt_einsum (under neuraloperator) takes its backend from the package of its operands' class

@@ -29,14 +29,16 @@ def test_files_that_are_named_exist(document):
     assert not missing, f"{document.name} names {missing}"
 
 
-ROOMS = "processes|domain|ops|tensor|fsdp|checkpoint|trainer|rehearsal|cli"
+ROOMS = "processes|domain|ops|tensor|points|fsdp|checkpoint|trainer|lab|cli"
 
 
 @documents
 def test_modules_that_are_named_by_their_room_exist(document):
     """Of `fsdp/parallelize.py` the folder of the package is understood."""
     words = CODE.findall(document.read_text())
-    named = [word for word in words if re.fullmatch(rf"(?:{ROOMS})/[\w/]*(?:\.py)?", word)]
+    named = [
+        word for word in words if re.fullmatch(rf"(?:{ROOMS})/[\w/]*(?:\.py)?|data/\w+\.py", word)
+    ]
     missing = [name for name in named if not (ROOT / "lightning_shard" / name).exists()]
     assert not missing, f"{document.name} names {missing}"
 

@@ -6,8 +6,8 @@ import sys
 from lightning_shard.cli.exits import is_first_rank
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import told_by_user
-from lightning_shard.rehearsal import calibrate as measuring
-from lightning_shard.rehearsal.calibrate_report import words
+from lightning_shard.lab import calibrate as measuring
+from lightning_shard.lab.calibrate_report import words
 
 
 def calibrate(options: argparse.Namespace) -> None:

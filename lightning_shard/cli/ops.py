@@ -10,6 +10,7 @@ import torch
 
 from lightning_shard.cli.usage import UsageError, did_you_mean
 from lightning_shard.ops import functions_with_rules, limits_of, name_of
+from lightning_shard.points import neighbours as neighbours  # its rules are listed, too
 
 PREFIXES = {"torch.nn.functional.": "F.", "torch.": "", "Tensor.": ""}
 INTRODUCTION = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_shard.cli.tool_words import SWITCH, Parser
 from lightning_shard.cli.usage import UsageError, told_by_user
-from lightning_shard.rehearsal.machine import Cluster, read_cluster
+from lightning_shard.lab.machine import Cluster, read_cluster
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from lightning_shard.cli.plan_words import PlanWords
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.usage import UsageError, is_list, told_by_user
-from lightning_shard.rehearsal import best_report
-from lightning_shard.rehearsal.best import best
-from lightning_shard.rehearsal.certify import certify
-from lightning_shard.rehearsal.check import check
-from lightning_shard.rehearsal.forecast import plan
-from lightning_shard.rehearsal.machine import Cluster
-from lightning_shard.rehearsal.predict import predict
+from lightning_shard.lab import best_report
+from lightning_shard.lab.best import best
+from lightning_shard.lab.certify import certify
+from lightning_shard.lab.check import check
+from lightning_shard.lab.forecast import plan
+from lightning_shard.lab.machine import Cluster
+from lightning_shard.lab.predict import predict
 
 
 def run(args: Sequence[str], given: Sources, own: CertifyWords | PlanWords | None) -> None:

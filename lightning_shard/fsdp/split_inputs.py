@@ -11,9 +11,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard.data.batch import ShardDims, first_difference, identity_of, shard_batch
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
-from lightning_shard.tensor.batch import ShardDims, first_difference, identity_of, shard_batch
 from lightning_shard.tensor.placement import gather as gathered
 from lightning_shard.tensor.tensor import DomainTensor
 

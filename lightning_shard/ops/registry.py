@@ -285,6 +285,6 @@ def name_of(function: Any) -> str:
         "torch._C._nn": "torch.nn.functional",
         "torch.functional": "torch",
         "torch._tensor": "",
-        "lightning_shard.ops.dense.neighbours": "lightning_shard",
+        "lightning_shard.points.neighbours": "lightning_shard",
     }.get(module, module)
     return f"{module}.{name}" if module else name

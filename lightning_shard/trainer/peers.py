@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.processes.failure import Failure
-from lightning_shard.processes.failure_watch import FailureWatch, watch_ranks
+from lightning_shard.processes.failures.failure import Failure
+from lightning_shard.processes.failures.failure_watch import FailureWatch, watch_ranks
 from lightning_shard.processes.simulated.turns import is_simulated
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.reduce import divide, reduce

@@ -14,8 +14,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 
-from lightning_shard.processes.failure import SIGTERM_CODE
-from lightning_shard.processes.failure_watch import POLL_S
+from lightning_shard.processes.failures.failure import SIGTERM_CODE
+from lightning_shard.processes.failures.failure_watch import POLL_S
 from lightning_shard.trainer.host import take_sigterm
 from lightning_shard.trainer.peers import Peers
 

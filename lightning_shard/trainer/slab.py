@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_shard.data.batch import LocalPart, dims_of
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import domain_of
-from lightning_shard.tensor.batch import LocalPart, dims_of
 
 
 @dataclass(frozen=True)

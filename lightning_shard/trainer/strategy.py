@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack, override
 
+from lightning_shard.data.batch import ShardDims, check_same_batch, shard_batch, split_dims
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import FlatOptions, ShardingOptions, sharding_options
 from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.replica_world import replica_world
-from lightning_shard.tensor.batch import ShardDims, check_same_batch, shard_batch, split_dims
 from lightning_shard.trainer import processes
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.checkpoint_io import complete_io, written_as

@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_shard.cli.main import main
 from tests.cli.test_configs import DARCY, NETWORK, files
-from tests.rehearsal.test_best import Machine
+from tests.lab.test_best import Machine
 
 SMALL = [
     *(f"--data.init_args.{name}={value}" for name, value in DARCY.items()),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.whole_files import problem_of, read_manifest
-from lightning_shard.processes.stopped_workers import STOPPED_S
+from lightning_shard.processes.failures.stopped_workers import STOPPED_S
 from tests import pool
 from tests.faults import ranks
 from tests.faults.cells import Cell

@@ -5,7 +5,7 @@
 
 import pytest
 
-from lightning_shard.processes.failure import SIGTERM_CODE
+from lightning_shard.processes.failures.failure import SIGTERM_CODE
 from tests.faults.cells import CELLS, FAST, IN_FLIGHT, Cell
 from tests.faults.run import LIMIT_S, run
 

@@ -231,7 +231,7 @@ def test_all_arguments_on_four_ranks(name):
 
 
 # need a device that is not there; that of torch is tested with torch's test of the device patched;
-# the last two are functions of this package (tests/ops/dense/test_neighbours.py)
+# the last two are functions of this package (tests/points/test_neighbours.py)
 ELSEWHERE = {Tensor.cuda, Tensor.xpu, SyncBatchNorm, lightning_shard.knn, lightning_shard.radius}
 
 

@@ -16,7 +16,7 @@ from lightning_shard.cli.doctor import _devices
 from lightning_shard.ops.spectral.cost import Extent, plan
 from lightning_shard.processes import device as devices
 from lightning_shard.processes.device import DEVICES, Device, Rates, device_of
-from lightning_shard.processes.failure import is_lost_connection
+from lightning_shard.processes.failures.failure import is_lost_connection
 from lightning_shard.processes.forking import initialised_accelerator
 from lightning_shard.processes.group import start_process_group
 

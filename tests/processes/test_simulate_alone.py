@@ -11,10 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import lightning_shard
 from lightning_shard import simulate
+from lightning_shard.lab.batches import first_batches
+from lightning_shard.lab.step import _step, _Task
 from lightning_shard.processes.byte_counter import counted
-from lightning_shard.rehearsal.batches import first_batches
-from lightning_shard.rehearsal.step import _step, _Task
-from tests.rehearsal.test_check import Net, data
+from tests.lab.test_check import Net, data
 
 
 def step(sizes: dict[str, int]) -> tuple[int, int, list[Any], Any]:

@@ -1,0 +1,265 @@
+"""Measures this machine: what kernels take on its devices, and collectives on its links."""
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.lab.kernels import measured_device, wait_for
+from lightning_shard.lab.machine import Cluster, Device, Link, Measured, Rates
+from lightning_shard.lab.timeline import Collective, Cost
+from lightning_shard.processes.device import DEVICES, device_of, own_device, present
+from lightning_shard.processes.forking import belongs_to_a_group
+from lightning_shard.processes.group import start_process_group
+from lightning_shard.processes.launch import launch
+from lightning_shard.processes.process_info import process_info
+from lightning_shard.processes.simulated.collectives import sent_bytes
+
+SIZES = (64, 4_096, 65_536, 1_048_576, 8_388_608)  # bytes that a rank sends
+ROUNDS, MANY, FEW_BYTES = 5, 20, 65_536  # so many calls in a round of few bytes, and else two
+SECONDS = 0.03  # of a kernel that is long enough to say its rate
+_Made = tuple[Any, Callable[[], Any]]
+_Make = Callable[[dist.ProcessGroup, int, int], _Made]
+_ALIKE = {  # collectives that are measured, for all that are called
+    "all_to_all": "all_to_all_single",
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+    "broadcast": "all_reduce",
+    "reduce": "all_reduce",
+    "barrier": "all_reduce",
+    "send": "all_to_all_single",
+    "recv": "all_to_all_single",
+    "scatter": "all_to_all_single",
+    "gather": "all_gather_single",
+}
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """What collectives took, by name and number of ranks.
+
+    Attributes:
+        costs: For each, pairs of bytes sent and the cost, by growing bytes.
+    """
+
+    costs: dict[tuple[str, int], list[tuple[int, Cost]]]
+
+    def knows(self, name: str) -> bool:
+        """Whether a collective like that of this name was measured."""
+        return any(kind == _ALIKE.get(name, name) for kind, _ in self.costs)
+
+    def cost(self, collective: Collective) -> Cost:
+        """What a collective takes, between the sizes that were measured."""
+        ranks = len(collective.members)
+        if ranks == 1:
+            return Cost(0.0, 0.0)
+        name = _ALIKE.get(collective.name, collective.name)
+        sizes = [known for kind, known in self.costs if kind == name]
+        points = self.costs[name, min(sizes, key=lambda known: abs(math.log(known / ranks)))]
+        return _between(points, collective.sent)
+
+
+def _between(points: Sequence[tuple[int, Cost]], sent: int) -> Cost:
+    place = min(max(1, bisect.bisect(points, sent, key=itemgetter(0))), len(points) - 1)
+    (low, first), (high, last) = points[place - 1 : place + 1]
+    part = max(0.0, (sent - low) / (high - low))
+    return Cost(
+        first.busy + part * (last.busy - first.busy), first.link + part * (last.link - first.link)
+    )
+
+
+def measured_links(sizes: Sequence[int], device_type: str = "cpu") -> MeasuredLinks:
+    """Measure in the process group that is there, in groups of so many ranks side by side.
+
+    All ranks must call it, and get the same.
+    """
+    found: dict[tuple[str, int], list[tuple[int, Cost]]] = {}
+    for ranks in sorted({size for size in sizes if size > 1}):
+        group, _ = dist.new_subgroups(ranks)
+        with torch.device(device_type):  # the current one
+            for name, make in _CALLS.items():
+                found[name, ranks] = [_measured(name, make, group, size) for size in SIZES]
+    everyone: list[dict[tuple[str, int], list[tuple[int, Cost]]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return MeasuredLinks({key: _medians([each[key] for each in everyone]) for key in found})
+
+
+def _medians(found: Sequence[list[tuple[int, Cost]]]) -> list[tuple[int, Cost]]:
+    return [
+        (same[0][0], Cost(median(c.busy for _, c in same), median(c.link for _, c in same)))
+        for same in zip(*found, strict=True)
+    ]
+
+
+def _measured(name: str, make: _Make, group: dist.ProcessGroup, size: int) -> tuple[int, Cost]:
+    ranks, place = dist.get_world_size(group), dist.get_rank(group)
+    data, call = make(group, ranks, max(1, size // 4))
+    call()
+    device = torch.get_default_device()
+    calls = MANY if size <= FEW_BYTES else 2
+    seen: list[Cost] = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        wait_for(device)
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(calls):
+            call()
+        wait_for(device)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        cpu = cpu if device.type == "cpu" else 0.0  # a device computes while its links work
+        seen.append(Cost(min(cpu, wall) / calls, max(0.0, wall - cpu) / calls))
+    middle = sorted(seen, key=lambda cost: cost.busy + cost.link)[ROUNDS // 2]
+    return sent_bytes(name, data, place, ranks), middle
+
+
+# Each of these makes what a rank brings of so many numbers that it sends, and the call.
+
+
+def _all_to_all(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
+    source = torch.ones(max(1, count // (ranks - 1)) * ranks)
+    place = torch.empty_like(source)
+    call = partial(dist.all_to_all_single, place, source, group=group)
+    return (source, place, (), ()), call
+
+
+def _all_reduce(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
+    data = torch.zeros(max(1, count * ranks // (ranks - 1) // 2))
+    return [data], partial(dist.all_reduce, data, group=group)
+
+
+def _all_gather(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
+    part = torch.ones(max(1, count // (ranks - 1)))
+    whole = torch.empty(len(part) * ranks)
+    return (part, whole), partial(dist.all_gather_into_tensor, whole, part, group=group)
+
+
+def _reduce_scatter(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
+    part = torch.empty(max(1, count // (ranks - 1)))
+    whole = torch.zeros(len(part) * ranks)
+    return (whole, part), partial(dist.reduce_scatter_tensor, part, whole, group=group)
+
+
+_CALLS: dict[str, _Make] = {
+    "all_to_all_single": _all_to_all,
+    "all_reduce": _all_reduce,
+    "all_gather_single": _all_gather,
+    "reduce_scatter_single": _reduce_scatter,
+}
+
+
+def calibrate(
+    processes: int | None = None, device_type: str | None = None, seconds: float = SECONDS
+) -> Cluster:
+    """Measure this machine, or the ranks that a launcher has started, in about a minute.
+
+    All ranks measure at the same time, as they compute in a run: they share memory and caches.
+
+    Args:
+        processes: Ranks that are started here; None: one for each accelerator, or two on the CPU,
+            and none beside those of a launcher.
+        device_type: As torch names it; None: the first that this machine has.
+        seconds: Of each kernel that decides a rate.
+
+    Raises:
+        ValueError: A launcher has started ranks, and `processes` asks for others, or there is
+            no such type of device.
+        RuntimeError: There are fewer devices than ranks.
+    """
+    kind = device_type or present()
+    if kind not in (known := [row.type for row in DEVICES]):
+        raise ValueError(f"there is no device {kind!r}; use one of {', '.join(known)}.")
+    if belongs_to_a_group():
+        if processes is not None:
+            raise ValueError(
+                f"a launcher has started {process_info().world_size} ranks, which are measured; "
+                "leave out the number of processes."
+            )
+        start_process_group(kind)
+        return _of_rank(kind, seconds)
+    count = processes or (2 if kind == "cpu" else device_of(kind).count())
+    own_device(kind, count - 1, count)
+    if count > 1:
+        return launch(_of_rank, kind, seconds, processes=count, device_type=kind)[0]
+    alone = measured_device(own_device(kind, 0, 1), 1, seconds)
+    memory = Link(alone.bandwidth, alone.per_call)  # it has no other link
+    return Cluster(alone, 1, 1, memory, memory)
+
+
+def _of_rank(kind: str, seconds: float) -> Cluster:
+    info = process_info()
+    per_node, world = info.local_world_size, info.world_size
+    device = own_device(kind, info.local_rank, per_node)
+    dist.barrier()
+    own = measured_device(device, per_node, seconds)
+    everyone: list[Device] = [own] * world
+    dist.all_gather_object(everyone, own)
+    links = measured_links(_groups(world, per_node), kind)
+    near, far = (_link(links, size) for size in (per_node if per_node > 1 else world, world))
+    return Cluster(
+        _middle(everyone), per_node, world // per_node, near, far, collectives=_as_lists(links)
+    )
+
+
+def _groups(world: int, per_node: int) -> list[int]:
+    """Sizes of groups that lie in a node, or fill nodes."""
+    asked = {2, 4, 8, per_node, world}
+    inside = [size for size in asked if 1 < size <= per_node and per_node % size == 0]
+    return [
+        *inside,
+        *{size for size in (2 * per_node, world) if size > per_node and not world % size},
+    ]
+
+
+def _link(links: MeasuredLinks, ranks: int) -> Link:
+    """From the least and the most bytes, of what each rank sends to each."""
+    (few, first), *_, (many, last) = links.costs["all_to_all_single", ranks]
+    least, most = first.busy + first.link, last.busy + last.link
+    return Link((many - few) / max(most - least, 1e-9), least)
+
+
+def _middle(found: Sequence[Device]) -> Device:
+    first = found[0]
+
+    def rates(of: Callable[[Device], Rates]) -> Rates:
+        names = set.intersection(*({*of(each)} for each in found))
+        return {
+            name: median(of(each)[name] for each in found) for name in of(first) if name in names
+        }
+
+    return replace(
+        first,
+        memory=min(each.memory for each in found),
+        flops=rates(lambda each: each.flops),
+        bandwidth=median(each.bandwidth for each in found),
+        per_call=median(each.per_call for each in found),
+        kernels={name: rates(lambda each, name=name: each.kernels[name]) for name in first.kernels},
+        bandwidths=[
+            (same[0][0], median(rate for _, rate in same))
+            for same in zip(*(each.bandwidths for each in found), strict=True)
+        ],
+    )
+
+
+def _as_lists(links: MeasuredLinks) -> list[Measured]:
+    return [
+        (name, ranks, [(sent, cost.busy, cost.link) for sent, cost in points])
+        for (name, ranks), points in links.costs.items()
+    ]
+
+
+def measured_of(cluster: Cluster) -> tuple[MeasuredLinks, MeasuredLinks]:
+    """What was measured of collectives of ranks in a node, and of ranks in several."""
+    costs = {
+        (name, ranks): [(sent, Cost(busy, link)) for sent, busy, link in points]
+        for name, ranks, points in cluster.collectives
+    }
+    inside = {key: points for key, points in costs.items() if key[1] <= cluster.per_node}
+    return MeasuredLinks(inside), MeasuredLinks({k: v for k, v in costs.items() if k not in inside})

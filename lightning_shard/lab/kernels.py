@@ -1,0 +1,173 @@
+"""Measures how fast a device runs the kernels that models use."""
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_shard.lab.machine import Device, Rates
+from lightning_shard.processes.typed import fft
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REAL_OF_FFT = (torch.float32, torch.float64)
+LARGEST = 2**13  # of the extents that are tried
+BYTES = tuple(2**n for n in range(14, 28, 2))  # of tensors, from those that lie in caches on
+FEW, MANY = 3, 32  # channels
+Made = tuple[Callable[[], Any], float]  # a call, and the floating-point operations of it
+_backward: Any = torch.ops.aten.convolution_backward
+
+
+def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
+    """Measure the device of this rank; the other ranks of the machine do so at the same time.
+
+    Args:
+        device: Of this rank.
+        ranks: That share the memory of this machine, where they compute on its CPU.
+        seconds: Of each kernel that decides a rate; smaller ones are quicker and less exact.
+    """
+    bandwidths = [_bandwidth(device, size, seconds) for size in BYTES]
+    return Device(
+        name=_name(device),
+        memory=_memory(device, ranks),
+        flops=_rates(_matmul, device, seconds),
+        bandwidth=bandwidths[-1][1],
+        per_call=_per_call(device, seconds),
+        source=f"measured with torch {torch.__version__}, threads {torch.get_num_threads()}",
+        kernels={name: _rates(make, device, seconds) for name, make in KERNELS.items()},
+        bandwidths=bandwidths,
+    )
+
+
+def _rates(make: Callable[..., Made], device: torch.device, seconds: float) -> Rates:
+    dtypes = REAL_OF_FFT if make is _fft else DTYPES
+    found = {str(dtype).removeprefix("torch."): _rate(make, device, dtype, seconds)
+             for dtype in dtypes}  # fmt: skip
+    return {name: rate for name, rate in found.items() if rate}
+
+
+def _rate(
+    make: Callable[..., Made], device: torch.device, dtype: torch.dtype, seconds: float
+) -> float:
+    """Operations a second of the first size that takes as long; 0 where there is no such kernel."""
+    extent, rate = 32, 0.0
+    while extent <= LARGEST:
+        try:
+            call, flops = make(device, dtype, extent)
+            spent = seconds_of(call, device, seconds)
+        except (RuntimeError, NotImplementedError):  # no such kernel, or no memory for it
+            break
+        rate = flops / spent
+        if spent >= seconds:
+            break
+        extent *= 2
+    return rate
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device, least: float) -> float:
+    """Take the quickest of several calls: other work on the machine can only lengthen one.
+
+    Args:
+        call: Starts a kernel.
+        device: That runs it.
+        least: Seconds that all of them take.
+    """
+    call()
+    wait_for(device)
+    seen: list[float] = []
+    while len(seen) < 5 or sum(seen) < least:
+        begin = time.perf_counter()
+        call()
+        wait_for(device)
+        seen.append(time.perf_counter() - begin)
+    return min(seen)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the kernels that were started have ended."""
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize()
+
+
+def _per_call(device: torch.device, seconds: float) -> float:
+    """Of kernels that follow each other, since a device starts the next while one runs."""
+    x, times = torch.zeros(1, device=device), 100
+
+    def calls() -> None:
+        for _ in range(times):
+            x.add(1)
+
+    return seconds_of(calls, device, seconds) / times
+
+
+def _bandwidth(device: torch.device, size: int, seconds: float) -> tuple[int, float]:
+    """Bytes that are read and written, and bytes a second, with new memory for what is written."""
+    x = torch.zeros(size // 4, device=device)
+    return 2 * size, 2 * size / seconds_of(lambda: x + 1, device, seconds)
+
+
+def _matmul(device: torch.device, dtype: torch.dtype, extent: int) -> Made:
+    x = torch.ones(extent, extent, device=device, dtype=dtype)
+    return lambda: x @ x, 2.0 * extent**3
+
+
+def _fft(device: torch.device, dtype: torch.dtype, extent: int) -> Made:
+    x = torch.ones(16, extent, extent, device=device, dtype=dtype)
+    return lambda: fft.rfft2(x), 5 * x.numel() * math.log2(extent**2)
+
+
+def _convolved(device: torch.device, dtype: torch.dtype, extent: int, given: int) -> Any:
+    x = torch.ones(1, given, extent, extent, device=device, dtype=dtype)
+    weight = torch.ones(MANY, given, 3, 3, device=device, dtype=dtype)
+    return x, weight, 2.0 * given * MANY * 9 * extent**2
+
+
+def _convolution(device: torch.device, dtype: torch.dtype, extent: int, given: int = MANY) -> Made:
+    x, weight, flops = _convolved(device, dtype, extent, given)
+    return lambda: F.conv2d(x, weight, padding=1), flops
+
+
+def _convolution_backward(
+    device: torch.device, dtype: torch.dtype, extent: int, given: int = MANY
+) -> Made:
+    x, weight, flops = _convolved(device, dtype, extent, given)
+    y = F.conv2d(x, weight, padding=1)
+
+    def call() -> Tensor:
+        return _backward(
+            y, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
+
+    return call, 2 * flops
+
+
+KERNELS: dict[str, Callable[..., Made]] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "thin_convolution": partial(_convolution, given=FEW),
+    "thin_convolution_backward": partial(_convolution_backward, given=FEW),
+    "fft": _fft,
+}
+
+
+def _name(device: torch.device) -> str:
+    if device.type != "cpu":
+        return str(torch.get_device_module(device.type).get_device_name(device))
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.machine() or "CPU")
+
+
+def _memory(device: torch.device, ranks: int) -> int:
+    if device.type != "cpu":
+        properties = torch.get_device_module(device.type).get_device_properties(device)
+        return int(properties.total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

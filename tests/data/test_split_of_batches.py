@@ -1,0 +1,151 @@
+"""Which entries of a batch a domain splits, that a run says so, and that the numbers are right."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_shard.data.batch import shard_batch
+from lightning_shard.trainer.split_summary import split_summary
+from tests import training
+from tests.parity import mesh_of
+from tests.trainer.featured import QUIET, assert_same_state
+from tests.training import Fields, generator
+
+
+def summary_of(batch, axes=(2,), shard_dims=None):
+    return str(split_summary(shard_batch(batch, mesh_of(*axes), shard_dims)))
+
+
+@pytest.mark.spmd(2)
+def test_maps_follow_the_field_whose_extents_they_have():
+    batch = {
+        "image": torch.zeros(2, 3, 9, 7),
+        "classes": torch.zeros(2, 9, 7, dtype=torch.int64),
+        "mask": torch.zeros(2, 1, 9, 7, dtype=torch.bool),
+        "depth": torch.zeros(2, 9, 7),  # by itself it would be 9 channels of 7 nodes
+        "other": torch.zeros(2, 5, 7, dtype=torch.int64),
+        "label": torch.zeros(2, dtype=torch.int64),
+    }
+    assert summary_of(batch) == (
+        "split over the domain: image (dim 2), classes (dim 1), mask (dim 2), depth (dim 1); "
+        "whole: other (int64), label (int64)"
+    )
+    assert summary_of((batch["image"], {"a": batch["classes"]}), shard_dims=3) == (
+        "split over the domain: 0 (dim 3), 1.a (dim 2)"
+    )
+    chosen = {"image": 2, "classes": None}
+    assert summary_of(batch, shard_dims=chosen).startswith("split over the domain: image (dim 2); ")
+    assert summary_of(batch["label"]) == "split over the domain: nothing; whole: batch (int64)"
+
+
+@pytest.mark.spmd(4)
+def test_maps_are_split_in_as_many_dims():
+    batch = [torch.zeros(2, 3, 9, 7), torch.zeros(2, 9, 7, dtype=torch.int64)]
+    assert summary_of(batch, (2, 2)) == "split over the domain: 0 (dims 2, 3), 1 (dims 1, 2)"
+    part = shard_batch(batch, mesh_of(2, 2))[1].to_local()
+    assert part.shape[1] < 9
+    assert part.shape[2] < 7
+
+
+class Segments(LightningModule):
+    """Classes of pixels, some of which do not count, beside a weight map."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.network = nn.Sequential(
+            nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1)
+        ).double()
+
+    def training_step(self, batch, batch_idx):
+        logits = self.network(batch["image"])
+        by_class = F.cross_entropy(logits, batch["classes"], ignore_index=3)
+        probability = logits.softmax(1).gather(1, batch["classes"][:, None])
+        hit = (logits.argmax(1) == batch["classes"]) & batch["valid"]
+        self.log("hits", hit.sum().double(), on_step=False, on_epoch=True, sync_dist=True)
+        return by_class + torch.where(batch["valid"], 1 - probability[:, 0], 0).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True, batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def segments(index):
+    of = generator(index)
+    return {
+        "image": torch.randn(2, 9, 7, generator=of, dtype=torch.float64),
+        "classes": torch.randint(0, 4, (9, 7), generator=of),
+        "valid": torch.rand(9, 7, generator=of) > 0.3,
+    }
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        pytest.param((2,), marks=pytest.mark.spmd(2), id="2"),
+        pytest.param((4,), marks=pytest.mark.spmd(4), id="4"),
+        pytest.param((2, 2), marks=pytest.mark.spmd(4), id="2x2"),
+    ],
+)
+def test_training_on_class_maps_is_exact(domain):
+    data = [DataLoader(Fields(segments, 12), 4) for _ in range(2)]
+    alone, module, seen = Segments(), Segments(), []
+    Trainer(devices=1, plugins=LightningEnvironment(), **QUIET).fit(alone, *data)
+    step = module.training_step
+    module.training_step = lambda batch, i: seen.append(split_summary(batch)) or step(batch, i)
+    training.trainer(domain, use_distributed_sampler=False).fit(module, *data)
+    assert set(seen[0].split) == {"image", "classes", "valid"}
+    assert_same_state(module, alone)
+
+
+@pytest.mark.spmd(2)
+def test_a_run_says_what_is_split():
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    runner = training.trainer((2,), max_epochs=2)
+    runner.fit(Segments(), *[DataLoader(Fields(segments, 4), 2) for _ in range(2)])
+    logger.removeHandler(handler)
+    lines = [line for line in said if "over the domain" in line]
+    first = runner.global_rank == 0
+    assert lines == first * [
+        "split over the domain: image (dim 2), classes (dim 1), valid (dim 1)"
+    ], said
+
+
+class Tokens(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.network(batch["ids"]).transpose(1, 2), batch["ids"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.spmd(2)
+def test_a_domain_that_splits_nothing_is_warned_of():
+    data = DataLoader([{"ids": torch.arange(8) + i} for i in range(2)], 1)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        runner = training.trainer((2,))
+        runner.fit(Tokens(), data)
+    found = [str(w.message) for w in noted if "nothing of the batch is split" in str(w.message)]
+    assert len(found) == (runner.global_rank == 0)
+    for text in found:
+        assert "2 ranks share each sample" in text
+        assert "shard_dims={'ids': 1}" in text

@@ -1,0 +1,176 @@
+"""The best mesh: what is listed, pruned, ranked and written, with a stand-in for the prediction."""
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy, ShardingOptions
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.lab.best import best
+from lightning_shard.lab.best_report import overlay, picture, save, words
+from lightning_shard.lab.machine import read_cluster
+from lightning_shard.lab.meshes import extents_of, meshes
+
+GB = 10**9
+
+
+@dataclass
+class Step:
+    """What the stand-in predicts."""
+
+    compute: float
+    exchange: float
+    parameters_traffic: float
+    memory: int
+    samples: int
+    bytes_by_cause: dict = field(default_factory=lambda: {"parameters": GB})
+
+    @property
+    def seconds(self):
+        return self.compute + self.exchange + self.parameters_traffic
+
+
+class Machine:
+    """Predicts a step of `size` bytes of activations, and notes what it was asked."""
+
+    def __init__(self, size):
+        self.size, self.asked = size, []
+
+    def __call__(
+        self, module, data, cluster, mesh, shard_dims, *, sharding, activation_checkpointing,
+        activation_offload,
+    ):  # fmt: skip
+        checkpointing, offload = activation_checkpointing, activation_offload
+        self.asked.append((mesh, sharding, checkpointing, offload))
+        ranks = prod(mesh[1:])
+        if mesh == (1, 2, 2):
+            raise UnsupportedOperationError("torch.sort along a split dim")
+        kept = (1 / 4 if checkpointing else 1) / (2 if offload else 1)
+        return Step(
+            compute=(4 / 3 if checkpointing else 2 if offload else 1) / ranks,
+            exchange=0.2 * (ranks > 1),
+            parameters_traffic=0.1 if sharding == "full" else 0.05,
+            memory=int(GB + self.size * kept / ranks),
+            samples=mesh[0],
+        )
+
+
+def data(*shape, count=6):
+    samples: Any = [torch.zeros(1, *shape)] * count
+    return DataLoader(samples, batch_size=None)
+
+
+def found(size, text="1x4xH100", price=None, shape=(1, 8, 8)):
+    predict: Any = Machine(size)
+    cluster = read_cluster(text, price)
+    return best(LightningModule(), data(*shape), cluster, predict=predict), predict.asked
+
+
+def test_meshes():
+    assert meshes(4, (8, 8)) == [(4, 1), (2, 2), (1, 2, 2), (1, 4)]
+    assert meshes(6, (8,)) == [(6, 1), (3, 2), (2, 3), (1, 6)]
+    assert meshes(8, (2, 64)) == [(8, 1), (4, 2), (2, 2, 2), (1, 2, 4)]  # 2 rows: at most 2 ranks
+    assert meshes(4, ()) == [(4, 1)]
+    assert len(meshes(64, (512, 512, 512))) == 23
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims", "extents"),
+    [
+        (torch.zeros(1, 2, 16, 8), None, (16, 8)),
+        ({"x": torch.zeros(1, 2, 16, 8), "n": 3}, {"x": [3]}, (8,)),
+        ((torch.zeros(1, 9, 4), torch.zeros(1)), {0: 1}, (9,)),
+        (torch.zeros(1, 9, 4), 1, (9,)),
+        (torch.zeros(5, dtype=torch.long), None, ()),
+    ],
+)
+def test_extents(batch, dims, extents):
+    assert extents_of(batch, dims) == extents
+
+
+def test_fastest_first_with_its_limit():
+    ranking, _ = found(10 * GB)
+    first = ranking.candidates[0]
+    assert first.setting.mesh == (4, 1)
+    assert first.setting.sharding == "gradients"  # less traffic, and it fits
+    assert first.limit == "compute 95%"
+    rates = [each.rate for each in ranking.candidates]
+    assert rates == sorted(rates, reverse=True)
+    assert ranking.slower == [(1, 2, 2)]
+    assert "Cannot be faster, even without any exchange: 1x2x2." in words(ranking)
+
+
+def test_what_does_not_fit_is_checkpointed_and_not_tried_in_vain():
+    ranking, asked = found(600 * GB)
+    assert {each.setting.mesh for each in ranking.candidates} == {(2, 2), (1, 4)}
+    assert ranking.candidates[0].setting.kept == "computed again"
+    assert ((2, 2), "full", False, False) not in asked  # half of 600 GB cannot fit
+    assert ((1, 4), "full", True, False) in asked
+    assert all(each.limit == "memory" for each in ranking.too_large)
+    assert ranking.refused == {(1, 2, 2): "torch.sort along a split dim"}
+
+
+def test_nothing_fits(tmp_path):
+    ranking, _ = found(10_000 * GB)
+    assert "Nothing fits" in words(ranking)
+    assert save(ranking, tmp_path) == tmp_path
+    with pytest.raises(ValueError, match="no setting fits"):
+        overlay(ranking)
+
+
+def test_hybrid_needs_nodes():
+    _, asked = found(GB, "2x2xH100")
+    assert "hybrid" in {mode for _, mode, _, _ in asked}
+    _, asked = found(GB)
+    assert "hybrid" not in {mode for _, mode, _, _ in asked}
+
+
+def test_no_time():
+    machine: Any = Machine(GB)
+    ranking = best(LightningModule(), data(1, 8, 8), read_cluster("1x4xH100"), seconds=-1,
+                   predict=machine)  # fmt: skip
+    assert ranking.not_tried == [(4, 1), (1, 4), (2, 2), (1, 2, 2)]
+    assert "No time was left for 4x1" in words(ranking)
+    assert "there was no time for the rest" in words(ranking)
+
+
+def test_all_splits_along_one_dim_come_before_what_saves_memory():
+    """So that a search that ends early has seen one that fits."""
+    _, asked = found(150 * GB)
+    saving = [checkpointing or offload for _, _, checkpointing, offload in asked]
+    assert saving.index(True) > [mesh for mesh, *_ in asked].index((1, 4))
+
+
+def test_cost_and_largest_field():
+    ranking, _ = found(10 * GB, price=2.0)
+    first = ranking.candidates[0]
+    assert ranking.samples == 6
+    assert ranking.cost_of_epoch(first) == pytest.approx(2 * 4 * 6 / first.rate / 3600)
+    assert ranking.largest
+    candidate, extents = ranking.largest
+    assert candidate.setting.mesh == (1, 4)
+    assert extents == (44, 44)  # 79 GB for what took 2.5 GB: 5.6 times longer edges
+
+
+def test_what_is_written(tmp_path):
+    ranking, _ = found(600 * GB, price=2.0)
+    file = save(ranking, tmp_path)
+    assert file.name == "plan.yaml"
+    trainer = yaml.safe_load(file.read_text())["trainer"]
+    options = trainer["strategy"]["init_args"]
+    options["sharding"] = ShardingOptions(**options["sharding"])
+    strategy = HybridShardStrategy(**options)
+    assert strategy.sharding_options.activation_checkpointing is True
+    assert options["domain_parallel_size"] == ranking.candidates[0].setting.mesh[1]
+    assert (trainer["devices"], trainer["num_nodes"]) == (4, 1)
+    ElementTree.fromstring(picture(ranking))
+    text = (tmp_path / "plan.txt").read_text()
+    assert "Does not fit into 74.5 GiB: 4x1." in text
+    assert "computed again" in text

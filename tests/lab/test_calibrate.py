@@ -1,0 +1,165 @@
+"""Machines that are measured: rates, files, and what predictions make of them."""
+
+import json
+from dataclasses import asdict, replace
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_shard.cli.main import main
+from lightning_shard.lab import calibrate as measuring
+from lightning_shard.lab import kernels
+from lightning_shard.lab.calibrate import calibrate
+from lightning_shard.lab.calibrate_report import words
+from lightning_shard.lab.ledger import Ledger
+from lightning_shard.lab.machine import MOST_DEVICES, Cluster, Device, Link, read_cluster
+from lightning_shard.lab.predict import cost_on
+from lightning_shard.lab.timeline import Collective, Cost
+
+DEVICE = Device(
+    "snail", 10**9, {"float32": 1e6}, 1e9, 1e-9, "measured",
+    {"fft": {"float32": 2e6}, "thin_convolution": {"float32": 3e6}}, [(100, 1e9), (10_000, 3e9)],
+)  # fmt: skip
+COLLECTIVES = [
+    ("all_reduce", 2, [(0, 1.0, 1.0), (100, 3.0, 1.0)]),
+    ("all_reduce", 4, [(0, 5.0, 0.0), (100, 5.0, 0.0)]),
+]
+MACHINE = Cluster(DEVICE, 2, 2, Link(1e6, 1.0), Link(1e5, 2.0), collectives=COLLECTIVES)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Measures little, in the ranks that are forked from here."""
+    monkeypatch.setattr(kernels, "BYTES", (2**10, 2**12))
+    monkeypatch.setattr(kernels, "DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(measuring, "SIZES", (64, 4096))
+
+
+@pytest.mark.usefixtures("small")
+def test_two_ranks_are_measured(tmp_path):
+    found = calibrate(2, "cpu", seconds=1e-6)
+    assert (found.nodes, found.per_node) == (1, 2)
+    assert [*found.device.kernels] == [*kernels.KERNELS]
+    assert found.device.flops.keys() == {"float32", "bfloat16"}
+    assert found.device.kernels["fft"].keys() == {"float32", "float64"}
+    assert {(name, ranks) for name, ranks, _ in found.collectives} == {
+        (name, 2) for name in measuring._CALLS
+    }
+    found.save(tmp_path / "machine.json")
+    assert read_cluster(str(tmp_path / "machine.json")) == found
+    assert "all_to_all of 2" in words(found)
+
+
+@pytest.mark.usefixtures("small")
+def test_one_rank_has_no_links():
+    found = calibrate(1, "cpu", seconds=1e-6)
+    assert (found.devices, found.collectives) == (1, [])
+    assert "all_to_all" not in words(found)
+
+
+def test_ranks_of_a_launcher_are_those_that_are_measured():
+    with (
+        mock.patch.object(measuring, "belongs_to_a_group", return_value=True),
+        pytest.raises(ValueError, match=r"^a launcher has started 1 ranks"),
+    ):
+        calibrate(2)
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "groups"),
+    [(2, 2, {2}), (6, 6, {2, 6}), (4, 1, {2, 4}), (16, 8, {2, 4, 8, 16}), (24, 8, {2, 4, 8, 24})],
+)
+def test_groups_lie_in_a_node_or_fill_nodes(world, per_node, groups):
+    assert {*measuring._groups(world, per_node)} == groups
+
+
+@pytest.mark.parametrize(
+    ("moved", "rate"), [(1, 1e9), (100, 1e9), (1000, 2e9), (10_000, 3e9), (10**9, 3e9)]
+)
+def test_the_bandwidth_lies_between_those_that_were_measured(moved, rate):
+    assert DEVICE.bandwidth_of(moved) == pytest.approx(rate)
+    assert replace(DEVICE, bandwidths=[]).bandwidth_of(moved) == DEVICE.bandwidth
+
+
+@pytest.mark.parametrize(
+    ("channels", "rate"), [(2, 3e6), (8, 1e6)]  # that of a product, where nothing is known
+)  # fmt: skip
+def test_operations_take_the_rate_of_their_kind(channels, rate):
+    x, weight = torch.ones(1, channels, 16, 16), torch.ones(8, channels, 1, 1)
+    args = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    convolution = torch.ops.aten.convolution.default
+    ledger = Ledger(DEVICE)
+    ledger.note(convolution, args, {}, [x, weight], convolution(*args))
+    assert ledger.seconds == pytest.approx(2 * channels * 8 * 16 * 16 / rate)
+
+
+def test_collectives_take_what_they_took():
+    """In a node, and over nodes; others go by the link."""
+    cost = cost_on(MACHINE)
+    assert cost(Collective("all_reduce", (0, 1), 50)) == Cost(2.0, 1.0)
+    assert cost(Collective("all_reduce", (0, 2), 50)) == Cost(5.0, 0.0)
+    assert cost(Collective("all_to_all", (0, 1), 50)) == Cost(0.0, 1.0 + 50 / 1e6)
+
+
+def _changed(place, value):
+    given = json.loads(json.dumps(asdict(MACHINE)))
+    *way, last = place
+    at = given
+    for name in way:
+        at = at[name]
+    at[last] = value
+    return given
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence"),
+    [
+        (("inside", "bandwidth"), 0, "inside.bandwidth is 0, and must be a number above 0"),
+        (("inside", "latency"), float("nan"), "inside.latency is nan, and must be a number from"),
+        (("device", "bandwidth"), float("inf"), "device.bandwidth is inf, and must be a number"),
+        (("device", "flops"), {"float32": "fast"}, "device.flops.float32 is 'fast', and must"),
+        (("device", "flops"), {"float64": 1.0}, "device.flops.float32 is missing"),
+        (("device", "flops"), [1.0], r"device.flops is \[1.0\], and must be an object"),
+        (("device", "memory"), -1, "device.memory is -1, and must be a whole number from 0 on"),
+        (("device", "name"), "\x1b[31m", "device.name is .*, and must be a short text"),
+        (("device", "kernels", "fft"), {"float3": 1.0}, "'device.kernels.fft.float3' is nothing"),
+        (("device", "bandwidths"), [[2, 1.0], [1, 1.0]], "device.bandwidths must have 0 sizes"),
+        (("nodes",), 10**30, "nodes is 10*, and must be a whole number from 1 to 16384"),
+        (("nodes",), True, "nodes is True, and must be a whole number"),
+        (("price",), -1, "price is -1, and must be a number above 0, or null"),
+        (("collectives", 0, 2), [[0, 1, 1]], r"collectives\[0\]\[2\] must have 2 sizes or more"),
+        (("collectives", 0), ["all_reduce", 2], r"collectives\[0\] is .*, and must be a list of 3"),
+        (("outside",), {}, "'outside' is nothing that it holds"),
+    ],
+)
+def test_files_of_machines_that_cannot_be(tmp_path, place, value, sentence):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(_changed(place, value)))
+    with pytest.raises(ValueError, match=rf"is no file that `calibrate` wrote \({sentence}"):
+        read_cluster(str(file))
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "null", '"8x8xH100"', "1" * 5000])
+def test_files_of_something_else(tmp_path, text):
+    (tmp_path / "machine.json").write_text(text)
+    with pytest.raises(ValueError, match="is no file that `calibrate` wrote"):
+        read_cluster(str(tmp_path / "machine.json"))
+
+
+def test_clusters_have_so_many_devices_at_most(tmp_path):
+    replace(MACHINE, nodes=MOST_DEVICES).save(tmp_path / "machine.json")
+    for text in (str(tmp_path / "machine.json"), "1000000x8xH100"):
+        with pytest.raises(ValueError, match=rf"^'{text}' has \d* devices"):
+            read_cluster(text)
+
+
+def test_the_command(capsys, tmp_path):
+    file = tmp_path / "own.json"
+    with mock.patch.object(measuring, "calibrate", return_value=MACHINE) as measure:
+        main(["calibrate", "--output", str(file), "--processes", "2", "--device", "cpu"])
+    measure.assert_called_once_with(2, "cpu")
+    out, err = capsys.readouterr()
+    assert "4 ranks of snail, measured" in out
+    assert f"written to {file}" in err
+    assert read_cluster(str(file)) == MACHINE

@@ -1,0 +1,253 @@
+"""What a step takes on a cluster is predicted by one rank on fake tensors."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.lab.batches import first_batches
+from lightning_shard.lab.fake_step import traced
+from lightning_shard.lab.lone_steps import Training
+from lightning_shard.lab.machine import Cluster, Device, Link
+from lightning_shard.lab.predict import cost_on, predict, rank_inside
+from lightning_shard.lab.step import rehearse
+from lightning_shard.lab.timeline import Collective, Cost
+
+SLOW = pytest.mark.slow
+SNAIL = Device("slow", 10**9, {"float32": 1e6, "float64": 1e5}, 1e9, 1e-9, "made up")
+LINK = Link(1e6, 1e-3)
+
+
+def cluster(devices, per_node=8):
+    nodes = max(1, devices // per_node)
+    return Cluster(SNAIL, devices // nodes, nodes, LINK, Link(1e5, 2e-3))
+
+
+class Net(LightningModule):
+    def __init__(self, channels=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, channels, 5, padding=2), nn.GroupNorm(2, channels), nn.GELU(),
+            nn.Conv2d(channels, 1, 3, padding=1),
+        )  # fmt: skip
+
+    def training_step(self, batch):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Wide(Net):
+    """A product of matrices of 64 x 64."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(64, 64, bias=False)
+
+
+class Refused(Net):
+    def training_step(self, batch):
+        return torch.linalg.eigvals(batch[0, 0]).real.mean() + super().training_step(batch)
+
+
+def data(*shape):
+    return DataLoader([torch.zeros(()).expand(shape)], batch_size=None)
+
+
+@pytest.mark.parametrize(
+    "mesh", [(1, 2, 2), pytest.param((1, 2), marks=SLOW), pytest.param((2, 3), marks=SLOW)]
+)
+def test_bytes_are_those_of_real_ranks(mesh):
+    """Of the rank in the middle: what it sends, and what it keeps from forward for backward."""
+    fields = data(2, 2, 12, 24)
+    found = predict(Net(16), fields, cluster(math.prod(mesh)), mesh)
+    real = rehearse(Net(16), fields, mesh[1:])[rank_inside(mesh)]
+    assert found.bytes_by_cause["activations"] == pytest.approx(real.activations, rel=0.05)
+    assert found.bytes_by_cause["optimizer"] > 0
+    assert sum(found.bytes_by_cause.values()) == found.memory
+
+
+class Copying(Net):
+    """A metric copies what it begins with, deeply."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        assert copy.deepcopy(loss.detach()).fake_mode is loss.fake_mode
+        self.log("loss", loss)
+        return loss
+
+
+def test_steps_that_log_free_memory_once(monkeypatch):
+    """Weak references to memory free it; torch copies them with what fake tensors know."""
+    copied = []
+    monkeypatch.setattr(StorageWeakRef, "__deepcopy__", copied.append, raising=False)
+    predict(Copying(), data(1, 2, 12, 24), cluster(2), (1, 2))
+    assert copied == []
+
+
+def test_operations_take_their_flops_or_their_bytes():
+    module, x = Wide(), torch.zeros(1, 3, 64, 64)
+    training = Training(module, None, x, (1, 1))
+    flops = 2 * 3 * 64**3  # forward; the gradient of the weight takes as many
+    slow = traced(training, 1, 0, SNAIL).timeline.computed
+    assert slow == pytest.approx(2 * flops / 1e6, rel=0.1)
+    quick = Device("quick", 10**9, {"float32": 1e15}, 1e6, 1e-12, "made up")
+    of_bytes = traced(training, 1, 0, quick).timeline.computed
+    assert of_bytes > 2 * (2 * x.nbytes + 64 * 64 * 4) / 1e6
+
+
+def test_more_ranks_compute_and_hold_less():
+    few, many = (predict(Net(), data(1, 2, 64, 64), cluster(n), (1, n)) for n in (2, 8))
+    assert many.compute < 0.5 * few.compute
+    assert many.memory < 0.5 * few.memory
+    assert many.exchange + many.overlapped > 0
+    assert few.samples == many.samples == 1
+    assert "backward" in few.peak_at or "forward of" in few.peak_at
+    assert few.fits(cluster(2))
+
+
+def test_recomputed_and_offloaded_activations_free_memory():
+    class Deep(Net):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(128, 128, 3, padding=1) for _ in range(4))
+
+        def training_step(self, batch):
+            for layer in self.layers:
+                batch = layer(batch).tanh()
+            return batch.mean()
+
+    fields = data(1, 128, 96, 96)
+    whole = predict(Deep(), fields, cluster(2), (1, 2))
+    moved = predict(Deep(), fields, cluster(2), (1, 2), activation_offload=True)
+    again = predict(Deep(), fields, cluster(2), (1, 2), activation_checkpointing=True)
+    assert moved.memory < whole.memory
+    assert moved.seconds > whole.seconds
+    assert again.memory <= whole.memory
+    assert again.compute > 1.2 * whole.compute
+
+
+def test_the_module_stays_as_it_is():
+    module = Net()
+    before = copy.deepcopy(module.state_dict())
+    predict(module, data(1, 2, 16, 16), cluster(2), (1, 2), precision="bf16-mixed")
+    assert type(next(module.parameters()).data) is torch.Tensor
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def test_each_mode_of_sharding():
+    modes = ("full", "gradients", "none", "hybrid")
+    fields, nodes = data(1, 2, 16, 16), cluster(4, per_node=2)
+    found = {m: predict(Net(64), fields, nodes, (2, 2), sharding=m) for m in modes}
+    states = {m: f.bytes_by_cause["parameters"] for m, f in found.items()}
+    assert states["full"] < states["hybrid"] < states["none"]
+    assert found["none"].parameters_traffic == 0
+    assert found["full"].parameters_traffic > 0
+
+
+def test_what_cannot_be_split_is_refused_by_name():
+    with pytest.raises(UnsupportedOperationError, match="eigvals"):
+        predict(Refused(), data(1, 2, 8, 8), cluster(2), (1, 2))
+
+
+def test_a_mesh_of_another_size():
+    message = "the mesh 2x2 has 4 ranks, but the cluster has 8 devices; give a mesh of as many"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        predict(Net(), data(1, 2, 8, 8), cluster(8), (2, 2))
+
+
+def test_links_of_near_and_far_ranks():
+    cost = cost_on(cluster(16))
+    assert cost(Collective("all_to_all_single", (0, 1), 1000)) == Cost(0, 2e-3)
+    assert cost(Collective("all_reduce", (0, 1, 2, 3), 0)) == Cost(0, 2e-3)
+    assert cost(Collective("all_gather_single", (0, 8), 1000)) == Cost(0, 2e-3 + 1e-2)
+    assert cost(Collective("all_reduce", (3,), 1000)) == Cost(0, 0)
+
+
+def test_a_rank_with_neighbours_on_both_sides():
+    assert rank_inside((2, 4)) == 1
+    assert rank_inside((2, 4, 3)) == 4
+    assert rank_inside((4, 1)) == 0
+
+
+def test_it_prints_a_table_and_leaves_a_batch_of_shapes():
+    fields = data(1, 2, 16, 16)
+    shown = str(predict(Net(), fields, cluster(2), (1, 2)))
+    assert "peak memory" in shown
+    assert shown.startswith("1x2 ranks of 1x2xslow (made up), as predicted:")
+    assert first_batches(Net(), fields, "fit")[0].untyped_storage().nbytes() == 4
+
+
+class Attends(Net):
+    """Attention over all rows of a field, whose heads are laid out anew behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(8, 24)
+
+    def training_step(self, batch):
+        rows = self.layers(batch.flatten(2).transpose(1, 2)).unflatten(2, (3, 2, 4))
+        q, k, v = rows.transpose(1, 3).unbind(2)
+        found = nn.functional.scaled_dot_product_attention(q, k, v)
+        return found.transpose(1, 2).flatten(2).square().mean()
+
+
+def test_attention_is_traced():
+    fields = data(1, 8, 8, 8)
+    module = Attends()
+    for mesh in ((1, 1), (1, 2)):
+        found = predict(module, fields, cluster(math.prod(mesh)), mesh)
+        assert found.bytes_by_cause["parameters"] <= 24 * 9 * 4
+
+
+def test_parameters_are_held_once():
+    class Large(Net):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Linear(512, 512, bias=False)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    found = predict(Large(), data(1, 1, 1, 512), cluster(1), (1, 1))
+    # they, their gradients, and one that is copied as fake tensors are when it is kept
+    assert found.memory < 3.1 * 512 * 512 * 4
+
+
+class Files(LightningDataModule):
+    """Reads what it has from a file, and gives the module a number of it."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def setup(self, stage):
+        self.fields = torch.load(self.path)
+        self.scale = self.fields.std().item()
+
+    def train_dataloader(self):
+        return DataLoader(self.fields, batch_size=2)
+
+
+class Logs(Net):
+    def training_step(self, batch):
+        loss = super().training_step(batch) * self.trainer.datamodule.scale
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_data_modules_that_read_files_and_modules_that_log(tmp_path):
+    torch.save(torch.randn(4, 2, 12, 9), tmp_path / "fields.pt")
+    found = predict(Logs(), Files(tmp_path / "fields.pt"), cluster(2), (1, 2))
+    assert found.samples == 2
+    assert found.seconds > 0
