@@ -93,6 +93,7 @@ def parallelize(
                 f"{mesh}; load its weights into a new module."
             )
         return {}
+    options = options.on(mesh.device_type)
     ignored = _ignored(module, options.ignored_parameters)
     chosen = blocks(module, options.wrap, options.min_num_params)
     check_can_be_reset(module, loaded)
