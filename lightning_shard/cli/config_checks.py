@@ -214,7 +214,7 @@ def _check_contradictions(trainer: Any, given: Sources) -> None:
     options = strategy_options(trainer)
     nested = options.get("sharding", "full")
     nested = {"mode": nested} if isinstance(nested, str) else nested
-    if nested.get("mode") == "none" and (nested.get("cpu_offload") or options.get("cpu_offload")):
+    if nested.get("mode") == "none" and nested.get("cpu_offload"):
         key = "trainer.strategy.sharding"
         raise UsageError(
             f"{key} is none{_at(given, key)}, but cpu_offload needs shards to move; use sharding "

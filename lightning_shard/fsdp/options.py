@@ -1,9 +1,8 @@
 """Lists what can be chosen about parameters: how they are sharded, gathered, cast and made."""
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -128,62 +127,6 @@ class ShardingOptions:
         del values["mp_policy"]
         values["sharding"] = values.pop("mode")
         return {name: getattr(v, "__qualname__", str(v)) for name, v in values.items()}
-
-
-class FlatOptions(TypedDict, total=False):
-    """The strategy's arguments of before `sharding` was nested, which the next release drops.
-
-    Attributes:
-        shard_size: Deprecated, write sharding.shard_size.
-        wrap: Deprecated, write sharding.wrap.
-        min_num_params: Deprecated, write sharding.min_num_params.
-        ignored_parameters: Deprecated, write sharding.ignored_parameters.
-        mp_policy: Deprecated, write sharding.mp_policy.
-        cpu_offload: Deprecated, write sharding.cpu_offload.
-        prefetch: Deprecated, write sharding.prefetch.
-        activation_checkpointing: Deprecated, write sharding.activation_checkpointing.
-        compile_blocks: Deprecated, write sharding.compile_blocks.
-        async_checkpoint: Deprecated, write checkpoint_format "async".
-    """
-
-    shard_size: int | None
-    wrap: Wrap | None
-    min_num_params: int | None
-    ignored_parameters: Sequence[str]
-    mp_policy: MixedPrecisionPolicy | dict[str, str | bool] | None
-    cpu_offload: bool
-    prefetch: int
-    activation_checkpointing: bool | Sequence[str]
-    compile_blocks: bool
-    async_checkpoint: bool
-
-
-def sharding_options(
-    sharding: Sharding | ShardingOptions, flat: Mapping[str, Any]
-) -> ShardingOptions:
-    """The options that the strategy's arguments describe.
-
-    Args:
-        sharding: A mode, or all options.
-        flat: Options by their own names, as they were given before they were nested.
-
-    Raises:
-        TypeError: A name in `flat` is no option.
-        ValueError: A value is not one of those that an option can have.
-    """
-    known = {f.name for f in fields(ShardingOptions)} - {"mode"}
-    if unknown := sorted(flat.keys() - known):
-        raise TypeError(f"HybridShardStrategy has no argument {unknown[0]!r}.")
-    for name in flat:
-        warnings.warn(
-            f"the argument {name} of HybridShardStrategy is deprecated: write "
-            f"sharding=ShardingOptions({name}=...), in YAML `sharding: {{{name}: ...}}`.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    if isinstance(sharding, ShardingOptions):
-        return replace(sharding, **flat)
-    return ShardingOptions(sharding, **flat)
 
 
 def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy:

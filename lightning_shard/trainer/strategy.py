@@ -22,18 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_shard.data.batch import ShardDims, check_same_batch, shard_batch, split_dims
 from lightning_shard.fsdp.materialize import is_deferred
-from lightning_shard.fsdp.options import FlatOptions, ShardingOptions, sharding_options
+from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import processes
 from lightning_shard.trainer import sharding as parameters
-from lightning_shard.trainer.checkpoint_io import complete_io, written_as
+from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.count_once import count_domains_once
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
@@ -82,7 +82,7 @@ class HybridShardStrategy(NotCompiled):
         shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
         exact_random: bool | None = None,
         sharding: Sharding | ShardingOptions = "full",
-        checkpoint_format: Literal["auto", "single", "sharded", "async"] = "auto",
+        checkpoint_format: Format = "auto",
         init_weights_from: str | dict[str, str] | None = None,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
@@ -91,7 +91,6 @@ class HybridShardStrategy(NotCompiled):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **flat: Unpack[FlatOptions],
     ) -> None:
         """Describe the mesh.
 
@@ -126,13 +125,12 @@ class HybridShardStrategy(NotCompiled):
             cluster_environment: Set by the Trainer.
             checkpoint_io: How files are written; by default Lightning's.
             precision_plugin: Set by the Trainer.
-            flat: Options of `ShardingOptions` by their own names, which is deprecated.
 
         Raises:
             ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
-        later = flat.pop("async_checkpoint", None)
-        options = self.sharding_options = sharding_options(sharding, flat)
+        options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
+        self.sharding_options = options
         self.processes = Processes(
             data_parallel_size,
             domain_parallel_size,
@@ -141,8 +139,7 @@ class HybridShardStrategy(NotCompiled):
             backend=process_group_backend,
         )
         self.peers = Peers(self._is_interrupted)
-        file_format, in_background = written_as(checkpoint_format, later)
-        self.saver = Saver(file_format, in_background=in_background, timeout_s=timeout_s)
+        self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
         self.steps = Steps(whole_until_backward=options.mode == "gradients")
         super().__init__(

@@ -263,6 +263,3 @@ def test_weights_of_a_directory():
 def test_options_are_checked():
     with pytest.raises(ValueError, match=r"'sharded' or 'async'; got 'many'"):
         HybridShardStrategy(checkpoint_format="many")
-    deprecated = pytest.warns(DeprecationWarning, match="write checkpoint_format='async'")
-    with deprecated, pytest.raises(ValueError, match="async_checkpoint writes sharded"):
-        HybridShardStrategy(checkpoint_format="single", async_checkpoint=True)
