@@ -1,7 +1,7 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`.
 
 Every method that Lightning calls is on this page. The work is done by five parts, which know
-nothing of each other: `Processes`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
+nothing of each other: `ProcessMesh`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -31,7 +31,7 @@ from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.replica_world import replica_world
-from lightning_shard.trainer import processes
+from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.count_once import count_domains_once
@@ -52,7 +52,7 @@ from lightning_shard.trainer.precision import (
     refuse_to_drop_imaginary_parts,
     use_device,
 )
-from lightning_shard.trainer.processes import Processes
+from lightning_shard.trainer.process_mesh import ProcessMesh
 from lightning_shard.trainer.random_state import share_random_state
 from lightning_shard.trainer.requeue import save_before_requeue
 from lightning_shard.trainer.sample_order import SampleOrder
@@ -131,7 +131,7 @@ class HybridShardStrategy(NotCompiled):
         """
         options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
         self.sharding_options = options
-        self.processes = Processes(
+        self.processes = ProcessMesh(
             data_parallel_size,
             domain_parallel_size,
             shard_size=(options.shard_size or "node") if options.mode == "hybrid" else None,
@@ -258,19 +258,19 @@ class HybridShardStrategy(NotCompiled):
     def set_world_ranks(self) -> None:
         """Let the environment and the printing functions know the rank of this process."""
         if self.cluster_environment is not None:
-            processes.tell_ranks(
+            process_mesh.tell_ranks(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
             )
-        processes.print_on_first_only(self.global_rank)
+        process_mesh.print_on_first_only(self.global_rank)
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.processes.fits_itself:  # an elastic launcher may have started fewer nodes
-            self.num_nodes = processes.started_nodes(
+            self.num_nodes = process_mesh.started_nodes(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
             )
-        self._launcher = processes.launcher_of(
+        self._launcher = process_mesh.launcher_of(
             self, self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
         )
 
@@ -319,7 +319,7 @@ class HybridShardStrategy(NotCompiled):
         return {
             **self.config,
             **{name: str(value) for name, value in own.items()},
-            **processes.trainer_options(self._module.trainer),
+            **process_mesh.trainer_options(self._module.trainer),
             **self.saver.options(),
             **self.sharding_options.described(),
         }
