@@ -301,7 +301,7 @@ class HybridShardStrategy(NotCompiled):
         )
         if self.world_size > 1:
             say_what_was_not_saved(
-                self._module.trainer, self.peers.cut_off, lambda: self.saver.last_written
+                self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )
             save_before_requeue(self._module.trainer, self.cluster_environment)
             leave_together_on_sigterm(
@@ -506,17 +506,17 @@ class HybridShardStrategy(NotCompiled):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain(exception)
-        self.peers.cut_off()
+        self.peers.is_disconnected()
 
     # Checkpoints, and the end of a stage.
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {} if self.peers.cut_off() else self.saver.gather_module(self._module)
+        return {} if self.peers.is_disconnected() else self.saver.gather_module(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.peers.cut_off():
+        if self.peers.is_disconnected():
             return {}
         return self.saver.gather_optimizer(optimizer, self._module)
 
@@ -524,7 +524,7 @@ class HybridShardStrategy(NotCompiled):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.peers.cut_off():
+        if self.peers.is_disconnected():
             return
         assert self.device_mesh is not None
         self.saver.write(
@@ -544,7 +544,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if not self.peers.cut_off():
+        if not self.peers.is_disconnected():
             self.saver.remove(filepath, self.checkpoint_io)
 
     @override
@@ -571,8 +571,8 @@ class HybridShardStrategy(NotCompiled):
     def teardown(self) -> None:
         self._while_set_up.close()
         self.samples.end_stage()
-        self.saver.finish(together_with_all=not self.peers.cut_off())
-        self.peers.rest()
+        self.saver.finish(together_with_all=not self.peers.is_disconnected())
+        self.peers.pause_watch()
         module = self.lightning_module
         if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
             super().teardown()
