@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.simulated.turns import is_alone
-from lightning_shard.processes.torch_internals import keystr, tree_flatten_with_path, tree_leaves
-from lightning_shard.processes.typed import is_list, is_mapping
+from lightning_shard.processes.torch_private.internals import keystr, tree_flatten_with_path, tree_leaves
+from lightning_shard.processes.torch_private.typed import is_list, is_mapping
 from lightning_shard.data.graphs import (
     each_graph,
     entries_of,
