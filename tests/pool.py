@@ -1,7 +1,9 @@
 """Ranks that live for the session: a test marked `spmd(n)` runs its body on each of n of them.
 
-`spmd(n, "xpu")` has ranks whose torch.xpu is a fake (tests/fake_xpu). torch's MultiProcContinuousTest
-has the same idea, with the ranks of one class; it is private, and brings no fixtures of pytest.
+`spmd(n, "xpu")` has ranks whose torch.xpu is a fake (tests/fake_xpu).
+
+torch's MultiProcContinuousTest has the same idea, with ranks that live for a class. It is private,
+and knows no fixtures of pytest.
 """
 
 import contextlib
