@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from lightning_shard.points.neighbours import knn as knn
     from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
-    from lightning_shard.processes.group import start_process_group as start_process_group
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
     from lightning_shard.processes.simulate import simulate as simulate
     from lightning_shard.processes.simulated.turns import StuckError as StuckError
+    from lightning_shard.processes.start import start_process_group as start_process_group
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
     from lightning_shard.tensor import functional as functional
     from lightning_shard.tensor.autograd_function import allow_function as allow_function
@@ -121,7 +121,7 @@ _MODULES = {
     "launch": "processes.launch",
     "simulate": "processes.simulate",
     "StuckError": "processes.simulated.turns",
-    "start_process_group": "processes.group",
+    "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import device_mesh, distributed_c10d
 
-from lightning_shard.processes.torch_internals import open_groups
+from lightning_shard.processes.torch_private.internals import open_groups
 from tests import quick_dtensor
 
 PR_SET_PDEATHSIG = 1  # of Linux
