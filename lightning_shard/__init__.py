@@ -69,6 +69,65 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.strategy import HybridShardStrategy as HybridShardStrategy
     from lightning_shard.trainer.xpu.accelerator import XPUAccelerator as XPUAccelerator
 
+__version__ = "0.1.0"
+
+# for tools that read names without importing them; a test compares the three lists of this page
+__all__ = [
+    "Certificate",
+    "DeviceTimer",
+    "DisagreementError",
+    "DomainTensor",
+    "EpochReport",
+    "HybridShardStrategy",
+    "Layout",
+    "PredictionWriter",
+    "ProcessInfo",
+    "RunReport",
+    "SamplesPerSecond",
+    "ShardingOptions",
+    "Slab",
+    "StepProfile",
+    "StopOnNonFinite",
+    "StuckError",
+    "Subdomain",
+    "UnsafeFileError",
+    "UnsupportedOperationError",
+    "XPUAccelerator",
+    "allow_function",
+    "allow_gather",
+    "certify",
+    "check",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "crossing_edges",
+    "curve_order",
+    "from_local",
+    "functional",
+    "gather",
+    "init_mesh",
+    "knn",
+    "launch",
+    "load_weights",
+    "local_map",
+    "no_sync",
+    "ordered_graph",
+    "parallelize",
+    "plan",
+    "predictions_in_order",
+    "process_info",
+    "radius",
+    "register_rule",
+    "save_weights",
+    "shard",
+    "simulate",
+    "slab_of",
+    "spectral_method",
+    "split_inputs",
+    "start_process_group",
+    "use_exact_random",
+    "whole_parameters",
+]
+
 # the module of each public name, by theme
 _MODULES = {
     # Lightning's Trainer
@@ -139,8 +198,6 @@ _FOR_OPT_EINSUM = {"einsum", "tensordot", "transpose"}
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name == "__all__":
-        return sorted(_MODULES)
     if name in _FOR_OPT_EINSUM and "opt_einsum" in sys.modules:
         return getattr(importlib.import_module("opt_einsum.backends.torch"), name)
     if name not in _MODULES:
