@@ -18,7 +18,7 @@ from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.fsdp.mixins import is_a, mix_in
 from lightning_shard.fsdp.neuralop.factorized import contraction_of, kind_of, multiply
 from lightning_shard.ops.spectral.canvas import Canvas
-from lightning_shard.processes.torch_internals import in_transform
+from lightning_shard.processes.torch_private.internals import in_transform
 from lightning_shard.tensor.placement import from_local
 from lightning_shard.tensor.tensor import DomainTensor
 
