@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_shard.checkpoint.state import save_weights as save_weights
+    from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
-    from lightning_shard.checkpoint.whole_files import UnsafeFileError as UnsafeFileError
+    from lightning_shard.checkpoint.weights import save_weights as save_weights
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
     from lightning_shard.domain.layout import Layout as Layout
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_shard.points.neighbours import knn as knn
     from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
+    from lightning_shard.processes.errors import LightningShardError as LightningShardError
     from lightning_shard.processes.group import start_process_group as start_process_group
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
@@ -115,8 +116,8 @@ _MODULES = {
     "clip_grad_norm_": "fsdp.clip",
     "clip_grad_value_": "fsdp.clip",
     "load_weights": "checkpoint.weights",
-    "save_weights": "checkpoint.state",
-    "UnsafeFileError": "checkpoint.whole_files",
+    "save_weights": "checkpoint.weights",
+    "UnsafeFileError": "checkpoint.errors",
     # processes and meshes
     "launch": "processes.launch",
     "simulate": "processes.simulate",
@@ -126,6 +127,7 @@ _MODULES = {
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
+    "LightningShardError": "processes.errors",
     # a step, rehearsed on this machine
     "check": "lab.check",
     "certify": "lab.certify",

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from lightning_shard.processes.errors import LightningShardError
+
 SHORT_LIST = 12
 
 
-class UsageError(Exception):
+class UsageError(LightningShardError):
     """A mistake in what the user typed: one sentence, and perhaps a hint for a second line."""
 
     def __init__(self, sentence: str, hint: str = "") -> None:
