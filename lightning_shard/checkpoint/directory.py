@@ -66,8 +66,8 @@ def write(path: Path, tensors: Tree, rest: Tree, about: Tree) -> None:
     Args:
         path: The final name; what has it is replaced when all ranks have written.
         tensors: Each rank's shards.
-        rest: What else is written; only rank 0's is.
-        about: What the manifest says of the run.
+        rest: The remaining content; only that of rank 0 is written.
+        about: Entries of the manifest about the run.
     """
     partial = _begin(path)
     with _cleaned_up(partial):
@@ -83,8 +83,9 @@ def write_later(
     Args:
         path: The final name; what has it is replaced when all ranks have written.
         tensors: Each rank's shards, which may change when this has returned.
-        rest: What else rank 0 writes. It must not change before the result is there.
-        about: What the manifest says of the run. It must not change either.
+        rest: The remaining content, which rank 0 writes. It must not change before the result is
+            there.
+        about: Entries of the manifest about the run. It must not change either.
         group: A group of all ranks that carries CPU tensors and that nothing else uses.
 
     Returns:
@@ -198,9 +199,9 @@ def read_directory(
 
     Args:
         folder: The directory.
-        weights_only: Whether objects in it, which could run code, are refused.
-        checked: Whether `check` found nothing. Otherwise each file is compared with the manifest
-            when it is first read.
+        weights_only: True refuses objects in it that could run code.
+        checked: True if `check` has compared the files. Otherwise each file is compared with the
+            manifest when it is first read.
 
     Raises:
         DamagedError: It is not whole.

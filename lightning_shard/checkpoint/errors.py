@@ -61,7 +61,8 @@ def damage_named(what: str, kind: Kind) -> Generator[None]:
         kind: The kind that it should be of.
 
     Raises:
-        DamagedError: In place of any other error than a missing file.
+        DamagedError: The bytes are not those of the kind; any error but that of a missing file
+            becomes it.
     """
     try:
         yield

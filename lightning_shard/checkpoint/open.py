@@ -17,10 +17,10 @@ class Opened:
     """Holds what is in a checkpoint, and whether it is whole.
 
     Attributes:
-        kind: In words.
+        kind: The kind of the checkpoint, in words.
         content: A Lightning checkpoint; `StoredTensor`s or mapped tensors.
         problem: None, or why it is not whole.
-        manifest: Of a sharded directory.
+        manifest: The manifest of a sharded directory, empty for others.
     """
 
     kind: str
@@ -34,7 +34,7 @@ def open_checkpoint(path: Path, *, trusted: bool = False) -> Opened:
 
     Args:
         path: A file of `torch.save`, safetensors, or a directory of torch.distributed.checkpoint.
-        trusted: Whether objects in it may be built, which can run code.
+        trusted: True lets objects in it be built, which can run code.
 
     Raises:
         FileNotFoundError: There is none.

@@ -54,8 +54,8 @@ def write_safetensors(
 
     Args:
         file: Opened for writing at its beginning.
-        shapes: Of all tensors, by name.
-        dtypes: Of all tensors, by name.
+        shapes: The shape of each tensor, by name.
+        dtypes: The dtype of each tensor, by name.
         tensors: On the CPU, as `in_order` sorts their names.
 
     Raises:

@@ -74,7 +74,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
 
     Args:
         optimizer: An optimizer of parameters of `module`.
-        state: What `full_optimizer_state` returned, the `state_dict()` of an unsharded run, or a
+        state: The result of `full_optimizer_state`, the `state_dict()` of an unsharded run, or a
             state by names (FSDP, torch.distributed.checkpoint.state_dict). Tensors may be
             `StoredTensor`s. Each rank reads its part.
         module: The module that holds the parameters.
@@ -125,7 +125,7 @@ def full(value: Any, keep: bool = True) -> Any:
         value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
             are gathered one after the other, and no more than one of them exists whole at a time on
             ranks that do not keep them.
-        keep: Whether this rank needs the result; otherwise tensors in it are None.
+        keep: False on a rank that needs no result; tensors in it are then None.
     """
     if isinstance(value, DTensor):
         whole = _gathered(value)

@@ -48,7 +48,7 @@ def read_torch_file(
     Args:
         path: A local file.
         weights_only: False lets the file run code; only for files that you trust.
-        checked: Whether `check_records` found nothing.
+        checked: True if `check_records` has compared the file already.
         only: The end of the names of the records to compare, if tensors will not be read.
 
     Raises:
@@ -123,7 +123,7 @@ def _sum(pairs: Sequence[tuple[zipfile.ZipInfo, slice]], data: memoryview, origi
 
 
 def _body(data: memoryview, record: zipfile.ZipInfo, origin: str) -> slice:
-    """Where the bytes of a record are, by the header in front of them as torch finds them."""
+    """Find the bytes of a record by the header in front of them, as torch does."""
     start = record.header_offset + _NAME
     name, extra = struct.unpack_from("<HH", data, start - 4)
     stored = record.compress_type == zipfile.ZIP_STORED
@@ -159,7 +159,7 @@ def refuse_repetition(value: Any, origin: str) -> None:
     """Look through nested containers, each of them once.
 
     Args:
-        value: What was read.
+        value: The content that was read.
         origin: The file, for the message.
 
     Raises:

@@ -122,7 +122,7 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
         path: A safetensors file, the index of several (`*.safetensors.index.json`), or a file of
             `torch.save`: a state dict, or a Lightning checkpoint; or a directory of
             torch.distributed.checkpoint, ours or Lightning's.
-        strict: Whether the names in the file must be those of the module.
+        strict: True requires that the names in the file are those of the module.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -142,8 +142,8 @@ def copy_weights(
     Args:
         module: An ordinary module, or one that is sharded.
         stored: Weights by name; tensors, or `StoredTensor`s, of which only parts are read.
-        origin: Where they come from, for messages.
-        strict: Whether the names must be those of the module.
+        origin: The place that they come from, for messages.
+        strict: True requires that the names are those of the module.
 
     Raises:
         ValueError: A tensor has another shape, or is complex and the module's is not.
