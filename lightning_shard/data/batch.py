@@ -11,9 +11,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.processes.simulated.turns import is_alone
-from lightning_shard.processes.torch_internals import keystr, tree_flatten_with_path, tree_leaves
-from lightning_shard.processes.typed import is_list, is_mapping
 from lightning_shard.data.graphs import (
     each_graph,
     entries_of,
@@ -22,7 +19,6 @@ from lightning_shard.data.graphs import (
     with_entries,
 )
 from lightning_shard.data.local_part import LocalPart
-from lightning_shard.tensor.placement import shard
 from lightning_shard.data.records import (
     as_dicts,
     fields_of,
@@ -30,6 +26,10 @@ from lightning_shard.data.records import (
     map_leaves,
     with_fields,
 )
+from lightning_shard.processes.simulated.turns import is_alone
+from lightning_shard.processes.torch_internals import keystr, tree_flatten_with_path, tree_leaves
+from lightning_shard.processes.typed import is_list, is_mapping
+from lightning_shard.tensor.placement import shard
 from lightning_shard.tensor.tensor import DomainTensor
 
 Dims = int | Sequence[int]

@@ -18,9 +18,9 @@ class ShardingOptions:
 
     Attributes:
         mode: The tensors of which each rank holds a part. "full": parameters, gradients and
-            optimizer state (ZeRO-3). "gradients": the same, but parameters stay whole from forward to backward
-            (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid": as "full" within a
-            group of processes, and a copy in each group (HSDP).
+            optimizer state (ZeRO-3). "gradients": the same, but parameters stay whole from
+            forward to backward (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid":
+            as "full" within a group of processes, and a copy in each group (HSDP).
         shard_size: With mode "hybrid", the processes that share one set of parameters, domain ranks
             included; by default those of a node. The strategy makes its mesh with it;
             `parallelize` finds it in the mesh.

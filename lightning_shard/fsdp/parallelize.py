@@ -350,7 +350,7 @@ def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
 
 
 def _returning_no_view(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of an output that is a view, as a squeezed loss is; FSDP2 warns of hooks on it."""
+    """Copy outputs that are views, as a squeezed loss is: FSDP2 warns of hooks on views."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.fsdp.complex_pairs import pair_names
-from lightning_shard.trainer.report.curves import Points, chart
+from lightning_shard.trainer.report.chart import Points, chart, missing
 from lightning_shard.trainer.report.page import paragraph, side_by_side, table
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
@@ -64,6 +64,8 @@ def metric_charts(
         groups.setdefault(quantity, {})[name] = points
     moving = {name: points for name, points in rates.items() if len({y for _, y in points}) > 1}
     groups["learning rate"] = moving
+    if (sentence := missing()) and any(map(len, groups.values())):
+        return [paragraph(sentence)]
     return [side_by_side(chart(lines, "optimizer steps", name) for name, lines in groups.items())]
 
 

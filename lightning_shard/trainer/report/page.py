@@ -24,13 +24,10 @@ pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: 12px; wh
   overflow-wrap: anywhere; }
 figure { margin: 1rem 0; break-inside: avoid; }
 img, svg { max-width: 100%; height: auto; }
-svg { font-size: 13px; display: block; width: 100%; break-inside: avoid; }
+svg { display: block; width: 100%; break-inside: avoid; }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr));
   gap: 1rem; }
 figcaption { font-size: .85rem; color: #555; }
-.grid { stroke: #e4e4e4; fill: none; } .axis { stroke: #444; fill: none; }
-.line { fill: none; stroke-width: 1.8; }
-.name { paint-order: stroke; stroke: #fff; stroke-width: 4px; }
 @media print { main { max-width: none; padding: 0; } pre { background: none; } }
 """
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

@@ -1,0 +1,1 @@
+"""Batches: finding their fields, and splitting each over the ranks of the domain."""
