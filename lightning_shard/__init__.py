@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
     from lightning_shard.processes.errors import LightningShardError as LightningShardError
-    from lightning_shard.processes.group import start_process_group as start_process_group
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
     from lightning_shard.processes.simulate import simulate as simulate
     from lightning_shard.processes.simulated.turns import StuckError as StuckError
+    from lightning_shard.processes.start import start_process_group as start_process_group
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
     from lightning_shard.tensor import functional as functional
     from lightning_shard.tensor.autograd_function import allow_function as allow_function
@@ -69,6 +69,66 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.slab import slab_of as slab_of
     from lightning_shard.trainer.strategy import HybridShardStrategy as HybridShardStrategy
     from lightning_shard.trainer.xpu.accelerator import XPUAccelerator as XPUAccelerator
+
+__version__ = "0.1.0"
+
+# for tools that read names without importing them; a test compares the three lists of this page
+__all__ = [
+    "Certificate",
+    "DeviceTimer",
+    "DisagreementError",
+    "DomainTensor",
+    "EpochReport",
+    "HybridShardStrategy",
+    "Layout",
+    "LightningShardError",
+    "PredictionWriter",
+    "ProcessInfo",
+    "RunReport",
+    "SamplesPerSecond",
+    "ShardingOptions",
+    "Slab",
+    "StepProfile",
+    "StopOnNonFinite",
+    "StuckError",
+    "Subdomain",
+    "UnsafeFileError",
+    "UnsupportedOperationError",
+    "XPUAccelerator",
+    "allow_function",
+    "allow_gather",
+    "certify",
+    "check",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "crossing_edges",
+    "curve_order",
+    "from_local",
+    "functional",
+    "gather",
+    "init_mesh",
+    "knn",
+    "launch",
+    "load_weights",
+    "local_map",
+    "no_sync",
+    "ordered_graph",
+    "parallelize",
+    "plan",
+    "predictions_in_order",
+    "process_info",
+    "radius",
+    "register_rule",
+    "save_weights",
+    "shard",
+    "simulate",
+    "slab_of",
+    "spectral_method",
+    "split_inputs",
+    "start_process_group",
+    "use_exact_random",
+    "whole_parameters",
+]
 
 # the module of each public name, by theme
 _MODULES = {
@@ -122,7 +182,7 @@ _MODULES = {
     "launch": "processes.launch",
     "simulate": "processes.simulate",
     "StuckError": "processes.simulated.turns",
-    "start_process_group": "processes.group",
+    "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
@@ -141,8 +201,6 @@ _FOR_OPT_EINSUM = {"einsum", "tensordot", "transpose"}
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name == "__all__":
-        return sorted(_MODULES)
     if name in _FOR_OPT_EINSUM and "opt_einsum" in sys.modules:
         return getattr(importlib.import_module("opt_einsum.backends.torch"), name)
     if name not in _MODULES:

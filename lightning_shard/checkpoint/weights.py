@@ -37,7 +37,7 @@ from lightning_shard.checkpoint.stored import (
 )
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.fsdp.complex_pairs import pair_names
-from lightning_shard.processes.exchange import together
+from lightning_shard.processes.errors_together import together
 
 TORCH = (".pt", ".pth", ".bin")
 PART_BYTES = 2**28  # of a state that is read from disk

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.data.records import as_dicts, map_leaves
-from lightning_shard.processes.torch_internals import tree_leaves
+from lightning_shard.processes.torch_private.internals import tree_leaves
 
 _METHODS = ("is_node_attr", "is_edge_attr", "__cat_dim__", "keys")
 

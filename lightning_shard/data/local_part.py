@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
 
-from lightning_shard.processes.torch_internals import collate_functions
+from lightning_shard.processes.torch_private.internals import collate_functions
 from lightning_shard.tensor.placement import from_local
 
 

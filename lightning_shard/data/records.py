@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_shard.data.local_part import LocalPart
-from lightning_shard.processes.torch_internals import tree_map
+from lightning_shard.processes.torch_private.internals import tree_map
 
 _NO_RECORDS = (type, Tensor, nn.Module, Mapping, list, tuple, LocalPart)
 

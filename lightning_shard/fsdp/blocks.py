@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from lightning_shard.processes.torch_internals import own_parameters
+from lightning_shard.processes.torch_private.internals import own_parameters
 
 Wrap = Sequence[str] | Callable[[nn.Module], bool]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.processes.typed import linalg
+from lightning_shard.processes.torch_private.typed import linalg
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.processes.torch_internals import own_parameters
-from lightning_shard.processes.typed import named_modules
+from lightning_shard.processes.torch_private.internals import own_parameters
+from lightning_shard.processes.torch_private.typed import named_modules
 
 
 class _ComplexView:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.processes.torch_internals import (
+from lightning_shard.processes.torch_private.internals import (
     local_shape_and_offset,
     own_parameters,
     storage_key,

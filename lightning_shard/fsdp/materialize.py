@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.fsdp.complex_pairs import pair_names
-from lightning_shard.processes.torch_internals import own_buffers, own_parameters, unsaved_buffers
-from lightning_shard.processes.typed import named_modules
+from lightning_shard.processes.torch_private.internals import (
+    own_buffers,
+    own_parameters,
+    unsaved_buffers,
+)
+from lightning_shard.processes.torch_private.typed import named_modules
 
 
 def is_deferred(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.processes.torch_internals import base_of, version_of
+from lightning_shard.processes.torch_private.internals import base_of, version_of
 
 # At 25 GB/s a smaller tensor travels in 3 us, less than it takes to queue its copy and the waits.
 SMALL_BYTES = 2**16

@@ -39,10 +39,10 @@ from lightning_shard.fsdp.shard_block import (
     shard_block,
     with_complex_parameters,
 )
-from lightning_shard.processes.exchange import copy_from_first
+from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import replica_world
-from lightning_shard.processes.torch_internals import has_hooks
+from lightning_shard.processes.torch_private.internals import has_hooks
 
 Moved = dict[nn.Parameter, nn.Parameter]
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.shard_block import sharded_modules
-from lightning_shard.processes.torch_internals import after_backward, backward_pass
+from lightning_shard.processes.torch_private.internals import after_backward, backward_pass
 
 _KEY = "_plain_gradients"
 

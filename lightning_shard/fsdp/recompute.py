@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.processes.torch_internals import DispatchMode, tree_map_only
+from lightning_shard.processes.torch_private.internals import DispatchMode, tree_map_only
 from lightning_shard.tensor.compiled import CompiledBlock
 from lightning_shard.tensor.kind import COMPILED
 

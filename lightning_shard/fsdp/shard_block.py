@@ -23,7 +23,7 @@ from lightning_shard.data.records import map_leaves
 from lightning_shard.fsdp.blocks import can_be_gathered
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.device import device_of
-from lightning_shard.processes.torch_internals import is_view, own_parameters
+from lightning_shard.processes.torch_private.internals import is_view, own_parameters
 from lightning_shard.tensor.placement import pack, unpack
 from lightning_shard.tensor.tensor import DomainTensor
 

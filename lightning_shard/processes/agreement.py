@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.meeting import is_of_one_start, no_answer
 from lightning_shard.processes.simulated.turns import is_alone, pause
-from lightning_shard.processes.torch_internals import default_store
+from lightning_shard.processes.torch_private.internals import default_store
 
 STAY_S = 2.0  # of rank 0, after a difference was found
 SHOWN = 200  # characters of a value

@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.atomic import remove, written_file
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
-from lightning_shard.processes.exchange import together
+from lightning_shard.processes.errors_together import together
 from lightning_shard.trainer.host import WrappingCheckpointIO
 
 SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0

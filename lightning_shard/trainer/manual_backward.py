@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.keep_step_writes import Gathered
-from lightning_shard.processes.torch_internals import version_of
+from lightning_shard.processes.torch_private.internals import version_of
 
 
 class ManualBackward:

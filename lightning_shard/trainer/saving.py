@@ -26,9 +26,9 @@ from lightning_shard.checkpoint.state import (
     share_buffers,
 )
 from lightning_shard.checkpoint.weights import load_module_state
-from lightning_shard.processes.exchange import gather_to_first, together
-from lightning_shard.processes.groups import writing_group
+from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.processes.mesh import sizes_of
+from lightning_shard.processes.subgroups import writing_group
 from lightning_shard.trainer.checkpoint_io import (
     Format,
     is_directory,

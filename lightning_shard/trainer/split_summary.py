@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_shard.data.batch import opened
-from lightning_shard.processes.torch_internals import tree_flatten_with_path
+from lightning_shard.processes.torch_private.internals import tree_flatten_with_path
 from lightning_shard.tensor.tensor import DomainTensor
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import DisagreementError, HybridShardStrategy
-from lightning_shard.processes.torch_internals import open_groups
+from lightning_shard.processes.torch_private.internals import open_groups
 from lightning_shard.trainer.processes import (
     Processes,
     launcher_of,

@@ -19,7 +19,7 @@ from lightning_shard.fsdp.blocks import is_a
 from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.fsdp.neuralop.factorized import contraction_of, kind_of, multiply
 from lightning_shard.ops.spectral.canvas import Canvas
-from lightning_shard.processes.torch_internals import in_transform
+from lightning_shard.processes.torch_private.internals import in_transform
 from lightning_shard.tensor.placement import from_local
 from lightning_shard.tensor.tensor import DomainTensor
 

@@ -34,7 +34,7 @@ from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
 from lightning_shard.fsdp.blocks import is_a
 from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.fsdp.neuralop.factorized import fills, kind_of, terms, travels_less
-from lightning_shard.processes.torch_internals import own_parameters
+from lightning_shard.processes.torch_private.internals import own_parameters
 from lightning_shard.tensor.tensor import DomainTensor
 
 

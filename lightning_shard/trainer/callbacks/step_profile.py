@@ -17,7 +17,7 @@ from torch.profiler import profile, schedule, supported_activities
 from typing_extensions import override
 
 from lightning_shard.processes.byte_counter import Traffic
-from lightning_shard.processes.exchange import gather_to_first, together
+from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.trainer.profile.clock import compare_clocks
 from lightning_shard.trainer.profile.labels import labels
 from lightning_shard.trainer.profile.merge import events_of_rank, mean_usage, merged, table
