@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
     from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.data.slab import Slab as Slab
+    from lightning_shard.data.slab import slab_of as slab_of
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
     from lightning_shard.domain.layout import Layout as Layout
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
@@ -65,8 +67,6 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.callbacks.stop_on_nonfinite import (
         StopOnNonFinite as StopOnNonFinite,
     )
-    from lightning_shard.trainer.slab import Slab as Slab
-    from lightning_shard.trainer.slab import slab_of as slab_of
     from lightning_shard.trainer.strategy import HybridShardStrategy as HybridShardStrategy
     from lightning_shard.trainer.xpu.accelerator import XPUAccelerator as XPUAccelerator
 
@@ -144,8 +144,8 @@ _MODULES = {
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",
     "DeviceTimer": "trainer.callbacks.device_timer",
     "StepProfile": "trainer.callbacks.step_profile",
-    "Slab": "trainer.slab",
-    "slab_of": "trainer.slab",
+    "Slab": "data.slab",
+    "slab_of": "data.slab",
     # split tensors
     "DomainTensor": "tensor.tensor",
     "shard": "tensor.placement",

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_shard.data.records import map_leaves
+from lightning_shard.data.tree import map_leaves
 from lightning_shard.fsdp.blocks import can_be_gathered
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.device import device_of

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.data.batch import ShardDims, first_difference, identity_of, shard_batch
+from lightning_shard.data.same_batch import first_difference, identity_of
+from lightning_shard.data.split import ShardDims, shard_batch
+from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.tensor.placement import gather as gathered
@@ -124,7 +125,7 @@ def _splitting(
             result = method(*given.args, **given.kwargs)
         finally:
             running.clear()
-        return apply_to_collection(result, DomainTensor, gathered) if gather else result
+        return map_leaves(_gathered, result) if gather else result
 
     return call
 
@@ -195,6 +196,8 @@ def _identities(value: Any) -> tuple[Any, ...]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    apply_to_collection(value, (Tensor, *_VALUES), found.append)
-    return found
+    return [x for x in leaves_of(value) if isinstance(x, (Tensor, *_VALUES))]
+
+
+def _gathered(leaf: Any) -> Any:
+    return gathered(leaf) if isinstance(leaf, DomainTensor) else leaf

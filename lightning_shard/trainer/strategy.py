@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack, override
 
-from lightning_shard.data.batch import ShardDims, check_same_batch, shard_batch, split_dims
+from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.split import ShardDims, shard_batch, split_dims
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import FlatOptions, ShardingOptions, sharding_options
 from lightning_shard.fsdp.plain_gradients import no_sync
