@@ -13,14 +13,14 @@ from lightning_shard.processes.mesh import Sharding
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How FSDP2 treats the parameters of a network; the defaults are right for most.
+    """Options of FSDP2 for the parameters of a network; the defaults are right for most.
 
     Attributes:
-        mode: What each rank holds a part of. "full": parameters, gradients and optimizer state
-            (ZeRO-3). "gradients": the same, but parameters stay whole from forward to backward
-            (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid": as "full" within a
-            group of processes, and a copy in each group (HSDP).
-        shard_size: For "hybrid", the processes that share one set of parameters, domain ranks
+        mode: The tensors of which each rank holds a part. "full": parameters, gradients and
+            optimizer state (ZeRO-3). "gradients": the same, but parameters stay whole from
+            forward to backward (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid":
+            as "full" within a group of processes, and a copy in each group (HSDP).
+        shard_size: With mode "hybrid", the processes that share one set of parameters, domain ranks
             included; by default those of a node. The strategy makes its mesh with it;
             `parallelize` finds it in the mesh.
         wrap: Classes of blocks, such as `["T5Block"]`, or a function that says whether a module is
@@ -33,15 +33,15 @@ class ShardingOptions:
         mp_policy: Dtypes of gathered parameters (param_dtype), of the gradients' reduction
             (reduce_dtype) and of outputs (output_dtype), beside the Trainer's precision. A mapping
             becomes torch's MixedPrecisionPolicy.
-        cpu_offload: Whether shards, gradients and optimizer states stay in CPU memory.
-        prefetch: How many blocks are gathered ahead of the one that computes.
+        cpu_offload: True keeps shards, gradients and optimizer states in CPU memory.
+        prefetch: The number of blocks that are gathered ahead of the one that computes.
         activation_checkpointing: Classes whose activations are computed again in backward instead
             of kept; True: those of the blocks.
         checkpoint_keeps: Operators of torch.ops.aten, such as `["convolution", "mm", "addmm"]`,
             whose results activation_checkpointing keeps; what lies between them is computed again.
         activation_offload: Classes whose activations lie in the host's memory until backward; True:
             those of the blocks.
-        compile_blocks: Whether torch.compile compiles each block, as one graph with its
+        compile_blocks: True lets torch.compile compile each block, as one graph with its
             collectives. What does not compile runs as it is, after a warning.
 
     Raises:
@@ -117,7 +117,7 @@ class ShardingOptions:
 
     @property
     def changes_one_process(self) -> bool:
-        """Whether FSDP2 is needed on a single process, too."""
+        """True if FSDP2 is needed on a single process, too."""
         return self.cpu_offload or self.policy != MixedPrecisionPolicy()
 
     def described(self) -> dict[str, str]:

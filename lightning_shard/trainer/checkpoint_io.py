@@ -15,10 +15,10 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_shard.checkpoint.atomic import remove, written_file
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
-from lightning_shard.checkpoint.whole_files import remove, written_file
 from lightning_shard.processes.errors_together import together
 from lightning_shard.trainer.host import WrappingCheckpointIO
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.checkpoint import directory as sharded_directory
+from lightning_shard.checkpoint.errors import UnsafeFileError
 from lightning_shard.checkpoint.foreign import OWN, as_lightning
 from lightning_shard.checkpoint.state import (
     full,
@@ -25,7 +26,6 @@ from lightning_shard.checkpoint.state import (
     share_buffers,
 )
 from lightning_shard.checkpoint.weights import load_module_state
-from lightning_shard.checkpoint.whole_files import UnsafeFileError
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.processes.mesh import sizes_of
 from lightning_shard.processes.subgroups import writing_group
