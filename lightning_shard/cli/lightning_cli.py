@@ -18,8 +18,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli.checked import recall
-from lightning_shard.cli.config_checks import check, strategy_options
+from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import SWITCHES, diagnose
 from lightning_shard.cli.help import PROGRAM
@@ -178,14 +177,9 @@ class ShardCLI(LightningCLI):
                 f"test_after_fit is true but {name} has no test_step; add one, or set it to false"
             )
         if self.config["fit"]["report"]:
-            self._add_report()
+            add_once(self.trainer, RunReport(self.text))
         if self.config["fit"]["profile"]:
             add_once(self.trainer, StepProfile())
-
-    def _add_report(self) -> None:
-        shard_dims = strategy_options(self.config["fit"]["trainer"]).get("shard_dims")
-        checked = recall(self.trainer.default_root_dir, self.resolved, shard_dims)
-        add_once(self.trainer, RunReport(self.text, checked))
 
     @property
     def text(self) -> str:
@@ -208,7 +202,7 @@ class ShardCLI(LightningCLI):
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
         # all ranks ask, since the folder of the logs is a collective
-        lines = list(self.state.last_words(self.trainer))
+        lines = self.state.last_words(self.trainer)
         if self.trainer.is_global_zero:
             print("\n".join(lines), file=sys.stderr)
 
