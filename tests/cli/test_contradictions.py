@@ -172,7 +172,6 @@ def test_a_checkpoint_of_another_model(capsys):
     torch.save(saved, "other.ckpt")
     sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", "--ckpt_path", "other.ckpt")
     assert sentence == (
-        f"the hyperparameters in 'other.ckpt' are those of the model '{HERE}.Logged', but the "
-        "configuration names tests.cli.test_errors.Net; give the configuration of the run that "
-        "saved it"
+        f"'other.ckpt' was saved by the model '{HERE}.Logged', but the configuration names "
+        "tests.cli.test_errors.Net; give the configuration of that run"
     )
