@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from typing_extensions import override
 
-from lightning_shard.processes.torch_internals import tree_leaves
+from lightning_shard.processes.torch_private.internals import tree_leaves
 from lightning_shard.trainer.host import add_once, inject_samplers, with_sampler
 from lightning_shard.trainer.ordered_batches import (
     Numbers,

@@ -16,7 +16,7 @@ from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.parallelize import Moved, parallelize
 from lightning_shard.fsdp.plain_gradients import step_one_by_one_if_mixed
-from lightning_shard.processes.torch_internals import apply
+from lightning_shard.processes.torch_private.internals import apply
 from lightning_shard.trainer.host import callbacks_of
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
