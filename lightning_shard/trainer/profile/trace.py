@@ -31,7 +31,7 @@ class Usage:
     """Counts what a module took in the recorded steps on one rank, without the modules in it.
 
     Attributes:
-        compute_us: Time outside of collectives, of this process or of the device where there is one.
+        compute_us: Time outside of collectives, of the device where there is one.
         waiting_us: Time in collectives.
         bytes: Bytes sent.
         calls: Number of collectives.
