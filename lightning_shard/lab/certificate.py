@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_shard.lab.course import Mesh
 from lightning_shard.lab.culprit import Culprit
-from lightning_shard.trainer.report.curves import chart
+from lightning_shard.trainer.report.chart import chart, missing
 
 NAME = "certificate"
 # what differs on several data replicas in DDP, too, by a word of the culprit
@@ -17,8 +17,6 @@ OF_REPLICAS = {
     "dropout": "Data replicas draw random numbers of their own, as in DDP",
     "BatchNorm": "Each data replica has statistics of its own samples, as in DDP",
 }
-STYLE = """<style>svg { background: white; font: 12px sans-serif }
-svg .grid { stroke: #ddd } svg .axis { stroke: #333 }</style>"""
 
 
 @dataclass
@@ -129,16 +127,21 @@ class Certificate:
             for name, values in lines.items()
         }
         drawn = chart(points, "step", "relative difference of the weights")
-        head = '<svg xmlns="http://www.w3.org/2000/svg"'
-        body = drawn.replace("<svg", head, 1).replace(">", f">{STYLE}", 1)
-        return body if drawn else f'{head} viewBox="0 0 1 1"/>'
+        return drawn or '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
 
     def save(self, folder: str | Path) -> Path:
-        """Write `certificate.md`, `.json` and `.svg` to a folder, such as that of a checkpoint."""
+        """Write `certificate.md`, `.json` and `.svg` to a folder, such as that of a checkpoint.
+
+        Without matplotlib there is no `.svg`, and the page says so.
+        """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / f"{NAME}.svg").write_text(self.picture(), encoding="utf-8")
-        (path / f"{NAME}.md").write_text(self.markdown(f"{NAME}.svg"), encoding="utf-8")
+        sentence = missing()
+        if not sentence:
+            (path / f"{NAME}.svg").write_text(self.picture(), encoding="utf-8")
+        page = self.markdown("" if sentence else f"{NAME}.svg")
+        page += f"\n{sentence}\n" if sentence else ""
+        (path / f"{NAME}.md").write_text(page, encoding="utf-8")
         text = json.dumps({"is_equal": self.is_equal, **_plain(asdict(self))}, indent=1)
         (path / f"{NAME}.json").write_text(text + "\n", encoding="utf-8")
         return path / f"{NAME}.md"

@@ -16,7 +16,7 @@ from lightning_shard.processes.simulated.alone import AloneGroup, Listener
 from lightning_shard.processes.simulated.group import OpenCollectives, SimulatedGroup
 from lightning_shard.processes.simulated.state import State
 from lightning_shard.processes.simulated.turns import Turns
-from lightning_shard.processes.torch_internals import backend_plugins, groups_of_threads
+from lightning_shard.processes.torch_private.internals import backend_plugins, groups_of_threads
 
 _BACKEND = "threaded"  # the name by which torch tells apart meshes of ranks that are threads
 _running = False

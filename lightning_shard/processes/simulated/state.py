@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_shard.processes.torch_internals import new_world, own_world, use_world
+from lightning_shard.processes.torch_private.internals import new_world, own_world, use_world
 
 _VARIABLES = ("RANK", "LOCAL_RANK")
 _MISSING = object()

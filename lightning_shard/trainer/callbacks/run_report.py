@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -18,9 +19,10 @@ from lightning_shard.trainer.callbacks.epoch_report import (
     peak_memory_mib,
 )
 from lightning_shard.trainer.report import facts
-from lightning_shard.trainer.report.curves import MeanCurve
 from lightning_shard.trainer.report.page import literal, page, paragraph, pictures
 from lightning_shard.trainer.split_summary import split_summary
+
+MAX_POINTS = 1000
 
 
 class RunReport(Callback):
@@ -35,16 +37,14 @@ class RunReport(Callback):
     warning says why, and the run goes on. A log directory on a remote file system gets none.
     """
 
-    def __init__(self, config: str = "", check: object = None) -> None:
+    def __init__(self, config: str = "") -> None:
         """Choose what the page cannot find out by itself.
 
         Args:
             config: The configuration to show; by default the hyperparameters that module and data
                 module have saved.
-            check: What `lightning_shard.check` found, to be shown.
         """
         self.config = config
-        self.check = check
         self.path: Path | None = None  # of the page, once it is written
         self._folder = ""
         self._begin()
@@ -187,12 +187,48 @@ class RunReport(Callback):
                 ("Pictures", pictures(Path(self._folder) / "gallery", self._began)),
                 ("What ran", facts.mesh_table(trainer, module, self._split)),
                 ("Memory", facts.memory_table(self._peaks_mib, trainer.strategy.root_device)),
-                ("Exactness check", [literal(str(self.check))] if self.check else []),
                 ("Checkpoints", [paragraph(line) for line in checkpoint_lines(trainer)]),
                 ("Versions", facts.version_table()),
                 ("Configuration", [literal(self.config or _hyperparameters(trainer, module))]),
             ],
         )
+
+
+class MeanCurve:
+    """Collects the means of a value over windows of steps, without waiting for the device.
+
+    Once there are too many points, two become one.
+    """
+
+    def __init__(self) -> None:
+        """Begin without points."""
+        self.points: list[tuple[float, float]] = []
+        self._waiting: list[tuple[float, Tensor]] = []
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, value: Tensor) -> None:
+        """Take the value of one step, which stays on its device."""
+        value = value.detach().float().reshape(())
+        self._sum = value if self._sum is None else self._sum + value
+        self._count += 1
+
+    def close(self, step: int) -> None:
+        """End a window of steps: its mean becomes a point at `step`."""
+        if self._sum is not None:
+            self._waiting.append((step, self._sum / self._count))
+        self._sum, self._count = None, 0
+
+    def read(self) -> None:
+        """Copy the means that are still on the device into `points`."""
+        if not self._waiting:
+            return
+        values = torch.stack([value for _, value in self._waiting]).tolist()
+        self.points += zip((step for step, _ in self._waiting), values, strict=True)
+        self._waiting.clear()
+        while len(self.points) > MAX_POINTS:
+            pairs = zip(self.points[::2], self.points[1::2], strict=False)
+            self.points = [(after[0], (before[1] + after[1]) / 2) for before, after in pairs]
 
 
 def _window(trainer: Trainer) -> int:

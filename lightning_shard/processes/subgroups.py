@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch.distributed as dist
 
 from lightning_shard.processes.simulated.state import cached_per_rank
-from lightning_shard.processes.torch_internals import splits
+from lightning_shard.processes.torch_private.internals import splits
 
 
 @contextmanager
