@@ -9,9 +9,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_shard.checkpoint.state import save_weights as save_weights
+    from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
-    from lightning_shard.checkpoint.whole_files import UnsafeFileError as UnsafeFileError
+    from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.data.slab import Slab as Slab
+    from lightning_shard.data.slab import slab_of as slab_of
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
     from lightning_shard.domain.layout import Layout as Layout
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_shard.points.neighbours import knn as knn
     from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
+    from lightning_shard.processes.errors import LightningShardError as LightningShardError
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
@@ -64,8 +67,6 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.callbacks.stop_on_nonfinite import (
         StopOnNonFinite as StopOnNonFinite,
     )
-    from lightning_shard.trainer.slab import Slab as Slab
-    from lightning_shard.trainer.slab import slab_of as slab_of
     from lightning_shard.trainer.strategy import HybridShardStrategy as HybridShardStrategy
     from lightning_shard.trainer.xpu.accelerator import XPUAccelerator as XPUAccelerator
 
@@ -80,6 +81,7 @@ __all__ = [
     "EpochReport",
     "HybridShardStrategy",
     "Layout",
+    "LightningShardError",
     "PredictionWriter",
     "ProcessInfo",
     "RunReport",
@@ -142,8 +144,8 @@ _MODULES = {
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",
     "DeviceTimer": "trainer.callbacks.device_timer",
     "StepProfile": "trainer.callbacks.step_profile",
-    "Slab": "trainer.slab",
-    "slab_of": "trainer.slab",
+    "Slab": "data.slab",
+    "slab_of": "data.slab",
     # split tensors
     "DomainTensor": "tensor.tensor",
     "shard": "tensor.placement",
@@ -174,8 +176,8 @@ _MODULES = {
     "clip_grad_norm_": "fsdp.clip",
     "clip_grad_value_": "fsdp.clip",
     "load_weights": "checkpoint.weights",
-    "save_weights": "checkpoint.state",
-    "UnsafeFileError": "checkpoint.whole_files",
+    "save_weights": "checkpoint.weights",
+    "UnsafeFileError": "checkpoint.errors",
     # processes and meshes
     "launch": "processes.launch",
     "simulate": "processes.simulate",
@@ -185,6 +187,7 @@ _MODULES = {
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
+    "LightningShardError": "processes.errors",
     # a step, rehearsed on this machine
     "check": "lab.check",
     "certify": "lab.certify",
