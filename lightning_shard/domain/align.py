@@ -73,7 +73,7 @@ def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) 
         x: Its dim `dim` is split.
         dim: Becomes whole.
         other: Becomes split over the same ranks.
-        factors: How `other` is split; canonically if None.
+        factors: The split of `other`; canonical if None.
     """
     axes, grid, device = x.layout.axes(dim), x.layout.grid, x.local.device
     factors = factors or (Factor(x.shape[other], axes),)
@@ -89,7 +89,9 @@ def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) 
 
 
 def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
-    """How many rows of a split dim each rank holds, and all rows in the order of the ranks.
+    """Count each rank's rows of a split dim, and list all rows rank by rank.
+
+    The list is None where that is their global order.
 
     The order is None where it is that of the rows.
     """
@@ -151,7 +153,7 @@ def _common_layout(kinds: tuple[Layout | tuple[int, ...], ...], grid: Grid) -> L
 
 
 def _fits_into(x: Subdomain | Tensor, first: Subdomain) -> bool:
-    """Whether `x` lies as `first` does, or is one number."""
+    """Return True if `x` is laid out as `first` is, or is one number."""
     if isinstance(x, Tensor):
         return x.ndim == 0
     return x is first or (x.domain is first.domain and x.layout == first.layout)

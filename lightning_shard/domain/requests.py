@@ -33,10 +33,10 @@ class Requests:
 
     Attributes:
         order: This rank's requests, those to the first rank first.
-        asked: How many of them go to each rank.
+        asked: Number of requests to each rank.
         rows: The local row numbers of this rank's table that are named, the first rank's first.
-        owed: How many of them each rank names.
-        table: How many rows this rank has of the table.
+        owed: Number of rows that each rank names.
+        table: Number of rows of the table on this rank.
         group: The ranks that hold the table.
     """
 
@@ -66,10 +66,10 @@ class Named:
     """The rows that this rank names, and what all ranks know of what each names.
 
     Attributes:
-        owner: Of each row the rank that holds it.
+        owner: Rank that holds each row.
         row: Its local row number there.
-        counts: For each rank of the domain how many rows it names of each rank of the group.
-        table: How the table is split.
+        counts: Number of rows that each rank of the domain names of each rank of the group.
+        table: The split of the table.
     """
 
     owner: Tensor
@@ -79,7 +79,8 @@ class Named:
     domain: Domain
 
     def is_most(self, row: int) -> bool:
-        """Whether to send the whole table to every rank is less than what is named of others.
+        """Return True if it sends less to give every rank the whole table than to send the named
+        rows.
 
         All ranks decide alike. A request is a row number and a row, which has `row` bytes.
         """
@@ -107,13 +108,13 @@ def named_rows(
 
     Args:
         numbers: Numbers of rows of the table's first dim, of one dim.
-        table: How the table is split.
+        table: The split of the table.
         domain: Its ranks, all of which call.
-        wrong: What `rows_of` says is out of range.
+        wrong: The number out of range that `rows_of` found.
         complaint: Makes torch's error for that.
 
     Raises:
-        Exception: What `complaint` makes of a number out of range, on every rank.
+        Exception: The error that `complaint` makes of a number out of range, on every rank.
     """
     grid, axes = domain.grid, table.axes(0)
     owner, row = _owners(numbers, table.dims[0], grid)
@@ -176,8 +177,8 @@ def rows_of(
 
     Args:
         parts: The indices, alike in shape.
-        extents: Those of the dims.
-        negative: Whether a number may be counted from the end.
+        extents: Extents of the dims.
+        negative: True if numbers may be counted from the end.
 
     Returns:
         The numbers; and a number that is out of range with the place of its index, or nothing.

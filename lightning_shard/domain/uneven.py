@@ -30,8 +30,8 @@ def exchange_rows(
     Args:
         x: The rows that this rank owns, along `dim`.
         dim: The dim of the rows.
-        owned: For each rank of the group the global rows that it owns; they do not overlap.
-        wanted: For each rank the global rows that it gets, all owned by some rank.
+        owned: Global rows that each rank of the group owns; they do not overlap.
+        wanted: Global rows that each rank gets, all owned by some rank.
         group: The ranks.
     """
     segments = [Segment(low, high, rank, 0) for rank, (low, high) in enumerate(owned) if low < high]

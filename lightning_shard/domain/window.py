@@ -52,7 +52,9 @@ def window_rows(
 def _window_plan(
     extent: int, layout: Layout, dim: int, window: tuple[int, int, int, int]
 ) -> tuple[Needs, int, int]:
-    """What each rank needs of `extent` rows; how many before the edge, and in all, this rank has.
+    """List the spans of input rows that each rank needs, and this rank's padding.
+
+    Returns the needs, the rows beyond the first edge, and all rows with those beyond both edges.
 
     Args:
         extent: The input rows.

@@ -132,7 +132,9 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lies_dense(x: Subdomain) -> bool:
-    """Whether the strides are those of new memory, in each dim that has several rows anywhere."""
+    """Return True if the strides are those of new memory, in each dim that has several rows
+    anywhere.
+    """
     if format_of(x.local) != torch.contiguous_format:
         return True
     step = 1

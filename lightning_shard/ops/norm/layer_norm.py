@@ -29,6 +29,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Subdomain:
+    """Normalize each sample over its last dims; its moments travel if one of them is split."""
     x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, bias, eps))
@@ -48,6 +49,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Subdomain:
+    """Divide by the root mean square of the last dims; sums of squares travel if one is split."""
     x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, eps))
@@ -93,6 +95,7 @@ def local_response_norm(
     beta: float = 0.75,
     k: float = 1.0,
 ) -> Subdomain:
+    """Normalize over neighbouring channels; some channels of other ranks travel."""
     x = input
     if 0 in x.local.shape and 0 not in x.shape:  # torch would return it as it is
         (x,) = cast_for(of_one(func, 1), x)
@@ -115,6 +118,7 @@ def normalize(
     dim: Any = 1,
     eps: float = 1e-12,
 ) -> Subdomain:
+    """Divide by the norm along `dim`; sums of powers travel if it is split."""
     norm = rule_for(typed_torch.norm)
     assert norm is not None
     size = norm.run(typed_torch.norm, input, p, dim, keepdim=True)

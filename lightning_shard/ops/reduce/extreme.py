@@ -105,6 +105,7 @@ def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 def argmax(
     func: Callable[..., Tensor], x: Subdomain, dim: int | None = None, keepdim: bool = False
 ) -> Subdomain | Tensor:
+    """Place of the extreme; each rank's candidate and its global place travel."""
     pick = _PLACES[func].along
     x = x.like(x.local.detach())
     if dim is None:
@@ -119,6 +120,7 @@ def argmax(
 def aminmax(
     func: Callable[..., Any], x: Subdomain, *, dim: int | None = None, keepdim: bool = False
 ) -> Any:
+    """Smallest and largest values; one candidate of each rank travels for each."""
     dims = () if dim is None else dim
     both: Any = (extreme(torch.amin, x, dims, keepdim), extreme(torch.amax, x, dims, keepdim))
     return torch.return_types.aminmax(both)
@@ -170,7 +172,7 @@ def _global_index(x: Subdomain, index: Tensor) -> Tensor:
 
 
 def _worst(x: Tensor, top: bool) -> float | int | bool:
-    """What no element of the dtype of `x` loses to."""
+    """The identity of max (`top`) or min: the smallest or largest value of the dtype."""
     if x.dtype == torch.bool:
         return not top
     if x.is_floating_point():

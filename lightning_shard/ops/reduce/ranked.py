@@ -87,7 +87,7 @@ def quantile_of_row(
 
 
 def _nans(row: Subdomain) -> Tensor:
-    """How many elements are NaN, on every rank."""
+    """Count the elements of all ranks that are NaN."""
     return sum_over(row, row.local.isnan().sum(), [0])
 
 
@@ -98,7 +98,7 @@ def _picked(row: Subdomain, ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _order(row: Subdomain) -> Subdomain:
-    """For each place in the order where the element is."""
+    """Global places of the elements in ascending order, of which each rank has its part."""
     if row.layout.axes(0):
         return sorted_rows(row.like(row.local.detach()), descending=False)[1]
     return row.like(row.local.detach().argsort(stable=True))

@@ -29,6 +29,7 @@ _SCANS: dict[Callable[..., Any], _Scan] = {
 def scan(
     func: Callable[..., Tensor], x: Subdomain, dim: int, *, dtype: torch.dtype | None = None
 ) -> Subdomain:
+    """Cumulative function; the totals of earlier ranks travel if `dim` is split."""
     if dtype is None:
         (x,) = cast_for(of_one(func, -1), x)
     return _scan(func, x, x.layout.dim(dim), dtype)

@@ -79,7 +79,10 @@ def as_table(x: Operand, owner: Subdomain) -> Subdomain:
 
 
 def places_of(layout: Layout, local: Tensor, dim: int | None = None) -> list[Tensor]:
-    """For each dim where this rank's elements lie; along `dim` where `local`, an index, says."""
+    """Give this rank's global rows in each dim, as index tensors.
+
+    Along `dim` they are the index `local`.
+    """
     found: list[Tensor] = []
     for e, factors in enumerate(layout.dims):
         rows = global_rows(factors, layout.grid, local.device)

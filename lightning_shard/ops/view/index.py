@@ -135,24 +135,34 @@ def _picked(x: Subdomain, picks: Sequence[tuple[int, Operand]]) -> Subdomain:
 
 
 def places_in(mask: Operand) -> Sequence[Operand]:
-    """For each dim of a mask where it is true."""
+    """Return the places where a mask is true, one index tensor for each dim."""
     if isinstance(mask, Subdomain):
         return nonzero(torch.nonzero, mask, as_tuple=True)
     return mask.nonzero(as_tuple=True)
 
 
 def is_short(index: Operand) -> TypeGuard[Tensor]:
-    """Whether every rank can read the index and know from it which rows travel."""
+    """Return True if every rank can read the index and see from it which rows travel."""
     return isinstance(index, Tensor) and index.ndim == 1 and index.numel() <= SHORT
 
 
 def range_of(extent: int, entry: slice) -> range:
+    """Return the rows of a slice.
+
+    Raises:
+        ValueError: The step is not positive, as in torch.
+    """
     if entry.step is not None and entry.step < 1:
         raise ValueError("step must be greater than zero")
     return range(extent)[entry]
 
 
 def row_of(x: Subdomain, dim: int, row: int) -> int:
+    """Return a row counted from the front.
+
+    Raises:
+        IndexError: There is no such row, in torch's words.
+    """
     if not -x.shape[dim] <= row < x.shape[dim]:
         raise IndexError(
             f"index {row} is out of bounds for dimension {dim} with size {x.shape[dim]}"
@@ -162,12 +172,14 @@ def row_of(x: Subdomain, dim: int, row: int) -> int:
 
 @implements(torch.select, Tensor.select)
 def select(func: Callable[..., Any], x: Subdomain, dim: int, index: int) -> Any:
+    """Take one row; it travels to all ranks if `dim` is split."""
     d = x.layout.dim(dim)
     return getitem(func, x, (slice(None),) * d + (int(index),))
 
 
 @implements(torch.narrow, Tensor.narrow, torch.narrow_copy, Tensor.narrow_copy)
 def narrow(func: Callable[..., Any], x: Subdomain, dim: int, start: int, length: int) -> Any:
+    """Take neighbouring rows; they travel to their places in the shorter dim if it is split."""
     d = x.layout.dim(dim)
     start = row_of(x, d, int(start)) if length else 0
     if start + length > x.shape[d]:

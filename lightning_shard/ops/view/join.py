@@ -20,6 +20,7 @@ Operand = Subdomain | Tensor
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kwargs: Any) -> Any:
+    """Join tensors; rows travel to the owners in the longer dim if it is split."""
     dim = kwargs.get("axis", dim)
     joined = [t for t in tensors if tuple(t.shape) != (0,)]  # torch leaves these out, of any rank
     tensors = joined or tensors
@@ -82,6 +83,7 @@ def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
 
 @implements(torch.stack)
 def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) -> Any:
+    """Join tensors along a new dim, which is whole; nothing travels."""
     d = dim % (tensors[0].ndim + 1)
     raised = [
         unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors
@@ -91,7 +93,7 @@ def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) ->
 
 @dataclass(frozen=True)
 class _Stacking:
-    """How a function of numpy's joins: along `dim`, after tensors of fewer dims have `least`."""
+    """The way in which a function of numpy joins: along `dim`, with at least so many dims."""
 
     least: int
     dim: int

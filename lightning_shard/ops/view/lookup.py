@@ -33,7 +33,7 @@ def looked_up(
         x: The table, split or whole.
         first: The first of the dims that are indexed.
         indices: Split or plain, broadcast together; numbers may be counted from the end.
-        error: What is raised for a number that is out of range, where that is not torch's error of
+        error: The error of a number that is out of range, where that is not torch's error of
             `x[index]`.
 
     Raises:
@@ -85,9 +85,9 @@ def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Comp
     """The rows of the table's first dim that this rank names.
 
     Args:
-        table: What they are looked up in.
-        numbers: Which rows.
-        wrong: What `rows_of` says is out of range.
+        table: The tensor in which rows are looked up.
+        numbers: Numbers of the rows.
+        wrong: The number out of range that `rows_of` found.
         complaint: Makes torch's error for that.
     """
     if not table.layout.axes(0):
@@ -104,7 +104,7 @@ def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Comp
 def index_layout(
     x: Subdomain, dims: Sequence[int], indices: Sequence[Operand], taken: tuple[int, ...]
 ) -> Layout:
-    """How the broadcast indices are split.
+    """Choose the split of the broadcast indices.
 
     They stay split as they are, but for mesh axes that are `taken` by dims that are carried along.
     Whole indices of split dims are split along their largest dim, as the result is.

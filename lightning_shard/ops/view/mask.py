@@ -92,7 +92,7 @@ def nonzero(func: Callable[..., Any], x: Subdomain, *, as_tuple: bool = False) -
 
 
 def _places(x: Subdomain) -> tuple[Chosen, Tensor]:
-    """What is not zero, and the flat global place of each on the rank that holds it."""
+    """Choose what is not zero, with each element's flat global place, on its new owner."""
     chosen = chosen_by(x.like(x.local.detach() != 0))
     flat = flat_places(x.layout, x.shape, x.local.device).reshape(-1)
     return chosen, chosen.moved(flat, x.domain)

@@ -140,6 +140,7 @@ def _cut(source: Operand, shape: Sequence[int]) -> Operand:
 
 
 def local_of(x: Operand) -> Tensor:
+    """Return the local part of a split tensor; a plain one as it is."""
     return x.local if isinstance(x, Subdomain) else x
 
 
@@ -270,7 +271,9 @@ def _out_of_range(name: str, value: int, dim: int, extent: int) -> Exception:
 
 
 def _rows_layout(x: Operand, d: int, index: Operand, values: Operand | None) -> Layout:
-    """How rows that are written to `x` lie: other dims as those of `x`, `d` as they or the index.
+    """Choose the split of rows that are written to `x`.
+
+    Other dims are split as those of `x`, and `d` as the rows or the index.
 
     A mesh axis that splits the rows of `x` cannot split another dim of what is written: that dim
     becomes whole, and the rows are split instead.

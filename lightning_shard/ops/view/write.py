@@ -22,11 +22,11 @@ Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What this rank has to write.
+    """The rows that this rank writes into a split tensor.
 
     Attributes:
-        numbers: For each row the number of the target's row that it goes to.
-        wrong: What `rows_of` says is out of range.
+        numbers: Number of the target's row to which each row goes.
+        wrong: The number out of range that `rows_of` found.
         values: The rows; None where one number is written.
         axes: The mesh axes that split them; ranks along the others have the same.
         order: Where the result depends on it, their places in the order of one process.
@@ -52,7 +52,7 @@ class Writing:
     Attributes:
         run: Takes a target, the numbers of its rows, and the rows; gives a new target.
         complaint: Makes torch's error for a number that is out of range.
-        adds: Whether rows are added to what is there.
+        adds: True to add rows to what is there.
     """
 
     run: Function

@@ -42,6 +42,7 @@ def adaptive_max_pool(
     output_size: Any,
     return_indices: bool = False,
 ) -> Any:
+    """Maxima of adaptive windows; rows under a rank's own windows travel."""
     return adaptive_max_pool_with_indices(func, input, output_size)[0]
 
 
@@ -52,6 +53,7 @@ def adaptive_max_pool_with_indices(
     output_size: Any,
     return_indices: bool = True,
 ) -> tuple[Any, Any]:
+    """Maxima of adaptive windows and their places; rows under own windows travel."""
     n = SPATIAL_DIMS[func]
     (x,) = cast_for(of_one(func, 1), input)
     numbers: dict[int, Tensor] = {}  # of the rows that are side by side: their global rows

@@ -31,7 +31,7 @@ from lightning_shard.ops.view.aligned import Operand, as_split, refuse_other_dom
 
 @dataclass(frozen=True)
 class _Reach:
-    """How one spatial dim is read: like a convolution, and by offsets from `low` to `high`."""
+    """The window along one spatial dim: a convolution's, and offsets from `low` to `high`."""
 
     kernel: int
     stride: int
@@ -48,11 +48,11 @@ class _Reach:
         return begin, max(min(last + self.high + 2, extent), begin + 1)
 
     def reads(self, rows: int) -> int:
-        """How many input rows a kernel without padding reads for so many output rows."""
+        """Count the input rows that a kernel without padding reads for so many output rows."""
         return (rows - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
 
     def writes(self, rows: int) -> int:
-        """How many output rows it gives for so many input rows."""
+        """Count the output rows that so many input rows give."""
         return (rows - self.reads(1)) // self.stride + 1
 
 

@@ -33,7 +33,7 @@ HALF_WIDTH = {"nearest": 0.5, "nearest-exact": 0.5, "linear": 1, "bilinear": 1, 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How one dim is interpolated, in torch's words."""
+    """The mode of interpolation along one dim, in torch's words."""
 
     mode: str
     align_corners: bool | None
@@ -61,7 +61,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Resize:
-    """What the weights of one interpolated dim depend on."""
+    """The numbers on which the weights of one interpolated dim depend."""
 
     extent: int
     output: int
@@ -181,7 +181,7 @@ def interpolate(
 
 
 def _repeats_own_rows(x: Subdomain, dim: int, output: int, scale: float | None) -> bool:
-    """Whether each rank's output rows are its own input rows, each a power of two times.
+    """Return True if each rank's output rows repeat its own input rows 2^k times.
 
     Then torch's function of this rank's rows finds the same rows as that of all rows: products with
     a power of two are exact.
@@ -226,7 +226,7 @@ def _output_shape(
     factors: tuple[float, ...] | None,
     recompute: bool,
 ) -> tuple[int, ...]:
-    """As torch computes it, which is the same in every mode; the nearest is the quickest."""
+    """Compute the output shape as torch does; it is the same in every mode."""
     meta = torch.empty((1, 1, *shape[2:]), device="meta")  # torch 2.15 fails for no samples on it
     found = F.interpolate(meta, size, factors, "nearest", recompute_scale_factor=recompute or None)
     return (*shape[:2], *found.shape[2:])

@@ -64,6 +64,7 @@ def pixel_unshuffle(
     input: Subdomain,  # noqa: A002 - torch's name of the argument
     downscale_factor: int,
 ) -> Subdomain:
+    """Move blocks of pixels into channels; rows of blocks that two ranks share travel."""
     x, r = input, downscale_factor
     layout = _with_channels(x, (r * r, 1))
     for dim in (x.ndim - 2, x.ndim - 1):
@@ -116,6 +117,7 @@ def unfold(
     padding: int | Sequence[int] = 0,
     stride: int | Sequence[int] = 1,
 ) -> Subdomain:
+    """List sliding blocks as columns; rows under a rank's own blocks travel."""
     x, first = input, input.ndim - 2
     kernels, dilations = per_dim(kernel_size, 2), per_dim(dilation, 2)
     strides, inner = per_dim(stride, 2), per_dim(padding, 2)
