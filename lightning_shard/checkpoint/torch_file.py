@@ -24,7 +24,7 @@ import torch
 from zlib_ng import zlib_ng
 
 from lightning_shard.checkpoint.whole_files import DamagedError, UnsafeFileError, damage_named
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 
 KIND, REMEDY = "no file of torch.save", "copy it again, or take an earlier checkpoint"
 THREADS = 8  # zlib-ng leaves the interpreter free while it sums, at about 9 GB/s each

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 
 PARTIAL = ".partial"
 ABANDONED_S = 24 * 3600  # a partial one of another machine that nobody wrote to for so long

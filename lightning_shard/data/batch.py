@@ -26,13 +26,13 @@ from lightning_shard.data.records import (
     map_leaves,
     with_fields,
 )
+from lightning_shard.processes.narrow import is_list, is_mapping
 from lightning_shard.processes.simulated.turns import is_alone
 from lightning_shard.processes.torch_private.internals import (
     keystr,
     tree_flatten_with_path,
     tree_leaves,
 )
-from lightning_shard.processes.torch_private.typed import is_list, is_mapping
 from lightning_shard.tensor.placement import shard
 from lightning_shard.tensor.tensor import DomainTensor
 

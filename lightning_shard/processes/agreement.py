@@ -6,17 +6,13 @@ raises.
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from lightning_shard.processes.meeting import is_of_one_start, no_answer
 from lightning_shard.processes.simulated.turns import is_alone, pause
-from lightning_shard.processes.torch_private.internals import default_store
+from lightning_shard.processes.store import no_answer
 
 STAY_S = 2.0  # of rank 0, after a difference was found
 SHOWN = 200  # characters of a value
@@ -32,19 +28,6 @@ class DisagreementError(ValueError):
 
 def only_wait(ranks: Sequence[int]) -> None:
     """Look for no failure of the ranks that are waited for: nobody watches yet."""
-
-
-def store_of_attempt() -> Any:
-    """Give the store of the process group, with names of this attempt of an elastic launcher.
-
-    torchrun's agent keeps its store when it starts the processes again. A group that was not made
-    by this package may have in it what the processes before have left there.
-    """
-    store = default_store()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = "lightning_shard" if is_of_one_start(store) else f"lightning_shard/attempt_{attempt}"
-    # torch documents dist.PrefixStore
-    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def agree(

@@ -27,7 +27,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_shard.processes.agreement import store_of_attempt
 from lightning_shard.processes.failures.failure import (
     SIGTERM_CODE,
     STORE_GONE,
@@ -41,6 +40,7 @@ from lightning_shard.processes.failures.failure import (
 from lightning_shard.processes.failures.heartbeats import Heartbeats
 from lightning_shard.processes.failures.stopped_workers import STOPPED_S, StoppedWorkers
 from lightning_shard.processes.failures.store_thread import ANSWER_S, StoreThread
+from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import default_store
 from lightning_shard.processes.variables import launcher_holds_store
 
