@@ -42,8 +42,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.data.batch import leaves_of
-from lightning_shard.data.records import map_leaves
+from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.lab.batches import STEPS, Stage
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.simulate import simulate
@@ -277,7 +276,7 @@ def trainer_options(function: Callable[..., Any], given: Mapping[str, Any]) -> d
     chosen = {*_QUIET, "strategy", "callbacks", "devices", "num_nodes", "max_steps"}
     known = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
     for name in given:
-        if name == "domain_parallel_size":
+        if name in ("domain_parallel_size", "data_parallel_size", "processes"):
             raise TypeError(
                 f"{function.__name__}() has no argument {name!r}; give the ranks as mesh, data "
                 "replicas and then the ranks along each split dim: mesh=(1, 2)."

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.simulated.turns import is_alone, pause
 from lightning_shard.processes.store import no_answer
 
@@ -22,7 +23,7 @@ CHECK_S = 1.0  # between two looks for its failure
 Check = Callable[[Sequence[int]], None]
 
 
-class DisagreementError(ValueError):
+class DisagreementError(LightningShardError, ValueError):
     """Says that ranks differ in what they must have alike; every rank raises it."""
 
 
