@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import agree
-from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
+from lightning_shard.processes.cpu_settings import tune_process
 from lightning_shard.processes.device import (
     available_backends,
     default_backend,
@@ -110,9 +110,7 @@ def join(
             device=_identity(device) if carries_devices else None,
         )
     if device.type == "cpu":
-        keep_freed_memory()
-        if world_size > 1:
-            let_threads_run_on()
+        tune_process(world_size)
     place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(

@@ -21,7 +21,7 @@ _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMIX_NAMESPACE"
 
 
 def launcher_holds_store() -> bool:
-    """Whether torchrun's agent, or `launch`, holds the store in which the ranks meet."""
+    """Return whether torchrun's agent, or `launch`, holds the store in which the ranks meet."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
