@@ -73,6 +73,12 @@ class Device:
         """The module of torch that speaks to its driver."""
         return getattr(torch, self.type)
 
+    @property
+    def computes_bfloat16(self) -> bool:
+        """Whether its cores compute in bfloat16, as torch finds; the CPU's cores do so slowly."""
+        supported = getattr(torch.get_device_module(self.type), "is_bf16_supported", None)
+        return supported is not None and supported(including_emulation=False)
+
     def count(self) -> int:
         """Count the devices that this process sees."""
         return self.module.device_count() if self.module.is_available() else 0

@@ -56,10 +56,10 @@ class ProcessMesh:
     Attributes:
         data_parallel_size: Number of data replicas; "auto": what the domain leaves.
         domain_sizes: Number of ranks along each split dim; empty for "auto" until they have joined.
-        fits_itself: Whether the domain is "auto": the processes that the data replicas leave.
+        fits_itself: True if the domain is "auto": the processes that the data replicas leave.
         shard_size: Number of ranks that share one set of parameters, or "node"; None: all.
         timeout_s: Seconds after which a collective that does not end fails.
-        backend: Of the process group; None: the device's.
+        backend: The backend of the process group; None: the device's own.
         mesh: All processes; None until they have joined.
     """
 
@@ -151,9 +151,9 @@ class ProcessMesh:
         """Start the process group, unless an earlier stage has.
 
         Args:
-            environment: What the launcher says of this process.
-            device: Of this process.
-            offloads: Whether shards are in CPU memory, which the group must then carry, too.
+            environment: The ranks and the address that the launcher has chosen.
+            device: The device of this process.
+            offloads: True if shards are in CPU memory, which the group must then carry, too.
 
         Raises:
             ValueError: The sizes do not fit the number of processes.
@@ -168,10 +168,10 @@ class ProcessMesh:
             _check_that_cpu_is_carried()
 
     def arrange(self, device: torch.device, *, per_node: int) -> DeviceMesh:
-        """The mesh of the processes that have joined, made by the first stage.
+        """Return the mesh of the processes that have joined; the first stage makes it.
 
         Args:
-            device: Of this process.
+            device: The device of this process.
             per_node: Number of processes on each node.
         """
         if self.mesh is None:
@@ -195,8 +195,8 @@ class ProcessMesh:
         """Raise on all ranks if they differ in `same`, through the store, which cannot hang.
 
         Args:
-            what: Is compared.
-            same: What has to be alike, by name.
+            what: A name for the comparison.
+            same: Values that must be equal on all ranks, by name.
             check: Raises if one of the ranks that are waited for does not come any more.
 
         Raises:
@@ -318,21 +318,21 @@ def launcher_of(
 
 
 def started_nodes(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> int:
-    """How many nodes there are, where a launcher has started the processes; else `nodes`."""
+    """Count the nodes on which a launcher has started processes; without a launcher: `nodes`."""
     world = environment.world_size()
     external = environment.creates_processes_externally
     return nodes if not external or world % per_node else world // per_node
 
 
 def tell_ranks(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> None:
-    """Let Lightning's environment know its ranks, where the Trainer starts the processes itself."""
+    """Set the ranks of Lightning's environment, where the Trainer starts the processes itself."""
     node, local = environment.node_rank(), environment.local_rank()
     environment.set_global_rank(node * per_node + local)
     environment.set_world_size(nodes * per_node)
 
 
 def print_on_first_only(rank: int) -> None:
-    """Tell the decorators `rank_zero_only` the rank of this process."""
+    """Give the decorators `rank_zero_only` the rank of this process."""
     for decorator in _RANK_ZERO:
         decorator.rank = rank
 
