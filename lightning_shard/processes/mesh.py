@@ -74,8 +74,8 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
     Args:
         sizes: The size of each axis, by name; one of them may be -1: what is left. Ranks along the
             last axis are nearest to each other: on one node, where they can be. Axes along which
-            samples are split are named "domain", or "domain_0", "domain_1", ...; of other names `parallelize`
-            must be told (its argument `domain`).
+            samples are split are named "domain", or "domain_0", "domain_1", ...; other names are
+            given to `parallelize` (its argument `domain`).
         device_type: "cpu", "cuda" or "xpu"; by default that of the process group.
 
     Raises:

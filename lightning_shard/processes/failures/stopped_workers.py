@@ -30,5 +30,5 @@ class StoppedWorkers:
         long = [pid for pid, looks in self._seen.items() if looks >= self._looks]
         if not long:
             return None
-        workers = {child.pid for child in multiprocessing.activechildren() if child.daemon}
+        workers = {child.pid for child in multiprocessing.active_children() if child.daemon}
         return next((pid for pid in long if pid in workers), None)
