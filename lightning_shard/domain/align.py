@@ -51,7 +51,7 @@ def gathered(x: Subdomain) -> Tensor:
     return parts.local.reshape(x.shape)
 
 
-def simple(x: Subdomain, dim: int) -> Subdomain:
+def one_factor(x: Subdomain, dim: int) -> Subdomain:
     """The same tensor with `dim` of one factor.
 
     Rows of a flattened product of dims are moved to the canonical partition of the product.
@@ -196,7 +196,7 @@ def _moved_to(x: Subdomain, layout: Layout) -> Subdomain:
         elif not is_split:
             x = _split_elsewhere(x, d, layout)
         elif not alike and x.layout.axes(d) == layout.axes(added + d):
-            x = simple(x, d)
+            x = one_factor(x, d)
     spread = [d for d, n in enumerate(x.shape) if n != layout.shape[added + d]]
     target = Layout(layout.dims[added:], layout.grid)
     return relaid(x, target.with_dims({d: (Factor(1),) for d in spread}))
@@ -252,7 +252,7 @@ def sum_over(x: Subdomain, local: Tensor, dims: Sequence[int]) -> Tensor:
     return all_reduce(wide, x.domain.group(axes)).to(local.dtype)
 
 
-def one_of_all(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
+def all_gather_small(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
     """The `part`s of all ranks along `axes` (alike in shape), stacked in order, on every rank."""
     if not axes:
         return part.unsqueeze(0)

@@ -25,15 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.memory import empty, format_of, joined
+from lightning_shard.domain.memory_format import empty, format_of, joined
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_private.internals import in_memory, is_view
 
 
 @dataclass(frozen=True)
 class Route:
-    """The pieces that travel in an `exchange`, seen from one rank; rows are the sender's local
-    rows.
+    """The pieces that travel in an `exchange`, seen from one rank, by the sender's local rows.
 
     Attributes:
         sends: The `(start, length)` pieces of this rank's rows that each peer wants.

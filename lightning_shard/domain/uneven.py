@@ -40,7 +40,7 @@ def exchange_rows(
     return exchange(x, dim, route(source, dist.get_rank(group), needs), group)
 
 
-def told_to_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gathered_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """The `value` of each rank of the group, on every rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -63,7 +63,7 @@ def to_canonical(
     """
     grid = domain.grid
     own = tuple(local.shape), str(local.dtype)
-    told = told_to_all(own, domain.group(tuple(range(len(grid.sizes)))))
+    told = gathered_objects(own, domain.group(tuple(range(len(grid.sizes)))))
     shapes = [shape for shape, _ in told]
     check_parts(shapes, [*splits])
     if len({dtype for _, dtype in told}) > 1:

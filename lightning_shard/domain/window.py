@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch.nn.functional as F
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -37,7 +37,7 @@ def window_rows(
         The local rows, with the layout of the output in `dim`: a window function without padding
         gives exactly this rank's output rows. No rows where the rank has no output.
     """
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, output)
     window = (kernel, stride, padding, dilation)
     needs, before, rows_and_edges = _window_plan(x.shape[dim], layout, dim, window)
@@ -111,7 +111,7 @@ def spread_rows(
         The local rows with the layout of the output in `dim`, and the place of this rank's first
         output row among all rows that they spread over. No rows where the rank has no output.
     """
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     extent, grid = x.shape[dim], x.layout.grid
     layout = x.layout.with_dim(dim, output)
     (factor,) = layout.dims[dim]

@@ -34,7 +34,7 @@ class Rule:
     Attributes:
         run: Takes the torch function and the arguments of the call.
         composes: True if `run` takes the user's tensors, and not `Subdomain`s.
-        checked: True if torch first checks the call on tensors without memory (tensor/wrong_calls.py).
+        checked: True if torch checks the call first, without memory (tensor/wrong_calls.py).
         limits: The uses that the rule refuses, in a few words.
     """
 
@@ -102,7 +102,7 @@ def register_rule(*functions: Function, limits: str = "") -> Callable[[R], R]:
     split tensors only, `Tensor` takes plain tensors only, and no annotation takes both.
 
     Args:
-        functions: The functions that users call, such as `torch.erfcx`; for a function of your own, one that
+        functions: The functions that users call, such as `torch.erfcx`; a function of your own
             calls `torch.overrides.handle_torch_function`.
         limits: The uses that the rule refuses, in a few words, for `python -m lightning_shard ops`.
 

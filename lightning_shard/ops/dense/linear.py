@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import (
     common_dim,
-    simple,
+    one_factor,
     split_differently,
     subdomains,
     take_local,
@@ -63,7 +63,7 @@ def contract(
                 if one_row or not any(f.axes for f in dims[labels[d]]):
                     operand = whole(operand, d)
                 elif merge(operand.layout.dims[d]) != merge(dims[labels[d]]):
-                    operand = simple(operand, d)
+                    operand = one_factor(operand, d)
         local = operand.local if isinstance(operand, Subdomain) else operand
         for d, label in enumerate(labels):
             split = isinstance(operand, Subdomain) and operand.layout.axes(d)
@@ -118,7 +118,7 @@ def _each_axis_once(dims: dict[str, Dim], output: str) -> dict[str, Dim]:
 def linear(
     func: Callable[..., Tensor], x: Operand, weight: Operand, bias: Tensor | None = None
 ) -> Operand:
-    """Linear layer: nothing travels if features are whole; sums over split features are added up."""
+    """Linear layer; sums over split features are added up, and otherwise nothing travels."""
     free = ascii_letters[: x.ndim - 1]
     if (
         isinstance(x, Subdomain)

@@ -71,7 +71,7 @@ def _one_sided(rows: Sequence[Tensor]) -> Tensor:
 
 @composes(F.glu)
 def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
-    """Multiply the first half of `dim` by the sigmoid of the second; rows travel if `dim` is split."""
+    """Multiply the first half of `dim` by the sigmoid of the second; rows of a split dim travel."""
     if x.shape[dim] % 2:
         raise RuntimeError(
             f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.domain.align import one_of_all, sum_over, volume
+from lightning_shard.domain.align import all_gather_small, sum_over, volume
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -70,7 +70,7 @@ class Groups:
             return own
         shares = _shares(self.place.layout, self.dims)
         weights = None if len({*shares}) == 1 else _weights(shares, own.dtype, own.device)
-        return mixed(one_of_all(self.place, axes, own), weights)
+        return mixed(all_gather_small(self.place, axes, own), weights)
 
     def mean_of_all(self, sums: Tensor) -> Tensor:
         """Add each group's sum over the ranks, and divide by the number of its values."""

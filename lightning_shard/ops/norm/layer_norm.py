@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, sum_over, take_local, volume
+from lightning_shard.domain.align import one_factor, sum_over, take_local, volume
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
@@ -101,7 +101,7 @@ def local_response_norm(
         (x,) = cast_for(of_one(func, 1), x)
     if x.ndim < 3 or not x.layout.axes(1):
         return x.like(func(x.local, size, alpha, beta, k))
-    x = simple(x, 1)
+    x = one_factor(x, 1)
     rows = window_rows(x, 1, x.shape[1], kernel=size, stride=1, padding=size // 2).local
     own = x.local.shape[1]
     if own == 0:

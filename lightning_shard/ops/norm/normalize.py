@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.memory import format_of
+from lightning_shard.domain.memory_format import format_of
 from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
 from lightning_shard.processes.torch_private.internals import in_transform
 

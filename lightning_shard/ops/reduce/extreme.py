@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, one_of_all, simple, sum_over
+from lightning_shard.domain.align import (
+    all_gather_small,
+    common_layout,
+    local_part,
+    one_factor,
+    sum_over,
+)
 from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.subdomain import Subdomain
@@ -130,7 +136,7 @@ def _best_along(pick: Callable[..., Any], x: Subdomain, dim: int) -> tuple[Tenso
     """The extreme rows of `dim`, kept with extent 1, and their global indices."""
     if not x.layout.axes(dim):
         return pick(x.local, dim, True)
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     rows = x.local
     if rows.shape[dim] == 0:
         shape = [*rows.shape[:dim], 1, *rows.shape[dim + 1 :]]
@@ -150,11 +156,11 @@ def _best_of_all(pick: Callable[..., Any], x: Subdomain) -> Tensor:
     )
     if flat.numel():
         value, index = pick(flat, 0)
-    values = one_of_all(x, x.layout.axes(), value)
-    indices = one_of_all(x, x.layout.axes(), _global_index(x, index))
+    values = all_gather_small(x, x.layout.axes(), value)
+    indices = all_gather_small(x, x.layout.axes(), _global_index(x, index))
     best = pick(values, 0).values
     chosen = (values == best) | (values.isnan() & best.isnan())
-    owned = one_of_all(x, x.layout.axes(), torch.tensor(flat.numel() > 0, device=flat.device))
+    owned = all_gather_small(x, x.layout.axes(), torch.tensor(flat.numel() > 0, device=flat.device))
     last = math.prod(x.shape)
     return torch.where(chosen & owned, indices, last).min()
 

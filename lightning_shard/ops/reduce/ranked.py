@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import gathered, simple, sum_over
+from lightning_shard.domain.align import gathered, one_factor, sum_over
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, uncast
@@ -26,7 +26,7 @@ _PAIRS: dict[str, Any] = {
 def row_of_all(x: Subdomain) -> Subdomain:
     """All elements in their order, as one dim of one factor."""
     factors = tuple(f for dim in x.layout.dims for f in dim)
-    return simple(x.like(x.local.reshape(-1), Layout((factors,), x.layout.grid)), 0)
+    return one_factor(x.like(x.local.reshape(-1), Layout((factors,), x.layout.grid)), 0)
 
 
 @uncast

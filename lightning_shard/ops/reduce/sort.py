@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import gathered, simple, split_moved
+from lightning_shard.domain.align import gathered, one_factor, split_moved
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch_all
@@ -76,7 +76,7 @@ def _is_descending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _sorted_row(func: Callable[..., Any], x: Subdomain, dim: int, *, descending: bool) -> Any:
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     row = Layout((x.layout.dims[dim],), x.layout.grid)
     found = sorted_rows(x.like(x.local.reshape(-1), row), descending=descending)
     values, places = (x.like(f.local.reshape(x.local.shape)) for f in found)
@@ -182,7 +182,7 @@ def topk(
     topk_type: Any = torch.return_types.topk
     if not x.layout.axes(d):
         return topk_type([x.like(f, layout) for f in func(x.local, k, d, largest, sorted)])
-    x = simple(x, d)
+    x = one_factor(x, d)
     low, high = x.layout.dims[d][0].bounds(x.layout.grid)
     own = func(x.local, min(k, high - low), d, largest, sorted)
     offsets = partition(x.shape[d], x.layout.grid.parts(x.layout.axes(d)))

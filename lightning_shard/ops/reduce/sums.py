@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, one_of_all, sum_over, volume
+from lightning_shard.domain.align import (
+    all_gather_small,
+    common_layout,
+    local_part,
+    sum_over,
+    volume,
+)
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import uncast
@@ -181,11 +187,11 @@ def prod(
 ) -> Subdomain | Tensor:
     """The product of all ranks' products, so that a zero on one of them has its gradient."""
     if dim is None:
-        return torch.prod(one_of_all(x, x.layout.axes(), x.local.prod(dtype=dtype)), 0)
+        return torch.prod(all_gather_small(x, x.layout.axes(), x.local.prod(dtype=dtype)), 0)
     d = x.layout.dim(dim)
     local = x.local.prod(d, keepdim, dtype=dtype)
     if x.layout.axes(d):
-        local = torch.prod(one_of_all(x, x.layout.axes(d), local), 0)
+        local = torch.prod(all_gather_small(x, x.layout.axes(d), local), 0)
     return result(x, local, (d,), keepdim)
 
 

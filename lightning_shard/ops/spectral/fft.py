@@ -16,7 +16,7 @@ from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
 from lightning_shard.ops.view.entries import expanded_index
 from lightning_shard.ops.view.index import getitem, take_rows
-from lightning_shard.ops.window.shift import roll
+from lightning_shard.ops.view.shift import roll
 from lightning_shard.processes.torch_private.typed import fft
 
 Lazy = Spectrum | Canvas

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, whole
+from lightning_shard.domain.align import one_factor, whole
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.comm import transpose
 from lightning_shard.domain.fetch import scatter_sum
@@ -91,7 +91,7 @@ class Spectrum:
         """The modes, split along the dims along which the source is split."""
         x = self.source
         for dim in self.dims:
-            x = simple(x, dim)
+            x = one_factor(x, dim)
         if not x.dtype.is_complex:
             x = x.like(x.local.to(_computed_in(self.dtype).to_real()))
         layout = x.layout
@@ -242,7 +242,7 @@ def _fitting(
     x = x.like(x.local.to(_computed_in(x.dtype)))
     kept: list[Positions] = []
     for dim, extent in zip(dims, extents, strict=True):
-        x = simple(x, dim)
+        x = one_factor(x, dim)
         positions = write.positions[dim]
         limit = extent // 2 + 1 if one_sided and dim == dims[-1] else extent
         fits = [i for i, p in enumerate(positions) if p < limit]

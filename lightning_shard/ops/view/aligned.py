@@ -12,9 +12,9 @@ from lightning_shard.domain.align import (
     take_local,
     whole,
 )
-from lightning_shard.domain.chosen import global_rows
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Subdomain
 
 Operand = Subdomain | Tensor

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import (
-    simple,
+    one_factor,
     split_differently,
     subdomains,
     take_local,
@@ -224,7 +224,7 @@ def _owned(x: Subdomain, dim: int, rows: range, value: Any) -> tuple[Any, slice]
         return value, where
     d = value.ndim + own
     if isinstance(value, Subdomain) and value.layout.axes(d):
-        value = simple(value, d)
+        value = one_factor(value, d)
         local = fetch(value, d, needs_of(factor.extent, parts, positions))
         return value.like(local, value.layout.with_dim(d, len(rows), axes=())), where
     if isinstance(value, Subdomain):

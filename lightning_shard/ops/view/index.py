@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, subdomains
+from lightning_shard.domain.align import one_factor, subdomains
 from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -30,7 +30,7 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
         return x.view(local, x.layout.with_dim(dim, len(rows)))
     if rows == range(x.shape[dim]):
         return x
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, len(rows))
     (factor,) = layout.dims[dim]
     grid = layout.grid
@@ -51,7 +51,7 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
     """Take row `row` of `dim` to every rank; the dim itself goes."""
     local, place, moved = x.local, row, False
     if x.layout.axes(dim):
-        x = simple(x, dim)
+        x = one_factor(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
         local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
@@ -61,7 +61,7 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:
     """Output row `o` of `extent` is input row `row_of(o)`; runs of rows travel together."""
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, extent)
 
     def spans(low: int, high: int) -> list[Span]:

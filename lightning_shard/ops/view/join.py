@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import broadcasting, common_layout, local_part, simple
+from lightning_shard.domain.align import broadcasting, common_layout, local_part, one_factor
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Layout
@@ -73,7 +73,7 @@ def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
 
     low, high = factor.bounds(grid)
     if isinstance(t, Subdomain) and t.layout.axes(dim):
-        t = simple(t, dim)
+        t = one_factor(t, dim)
         rows = fetch(t, dim, needs_of(factor.extent, grid.parts(factor.axes), inside))
         t = t.like(rows, t.layout.with_dim(dim, t.shape[dim], ()))
         return local_part(t, own)

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains, whole
+from lightning_shard.domain.fetch_by_index import (
+    Complaint,
+    named_rows,
+    refuse_out_of_range,
+    rows_of,
+)
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.requests import Complaint, named_rows, refuse_out_of_range, rows_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import transferred
@@ -95,7 +100,7 @@ def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Comp
         return table.local.index_select(0, numbers)
     named = named_rows(numbers, table.layout, table.domain, wrong, complaint)
     row = math.prod(table.shape[1:]) * table.dtype.itemsize
-    if named.is_most(row):
+    if named.sends_less_whole(row):
         return whole(table, 0).local.index_select(0, numbers)
     requests = named.requests()
     return transferred(table.local, requests.lookup, requests.group)

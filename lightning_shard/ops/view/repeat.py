@@ -11,7 +11,7 @@ from lightning_shard.domain.align import (
     common_layout,
     gathered,
     local_part,
-    simple,
+    one_factor,
     subdomains,
     take_local,
 )
@@ -96,7 +96,7 @@ def by_counts(x: Subdomain, d: int, counts: Operand, output_size: int | None) ->
     if is_traced():
         raise UnsupportedOperationError("how many rows there are is known only when it runs")
     if x.layout.axes(d):
-        x = simple(x, d)
+        x = one_factor(x, d)
         factors = x.layout.dims[d]
         rows = x.local
     else:

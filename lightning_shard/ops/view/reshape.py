@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, simple, whole
+from lightning_shard.domain.align import common_layout, local_part, one_factor, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
@@ -141,7 +141,7 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
         dims = [*flat.layout.dims]
         dims[dim : dim + 2] = [merge([*dims[dim], *dims[dim + 1]])]
         layout = Layout(tuple(dims), flat.layout.grid)
-        flat = simple(_laid_out(flat, layout), dim)
+        flat = one_factor(_laid_out(flat, layout), dim)
     ((factor,), grid) = flat.layout.dims[dim], flat.layout.grid
     inner = factor.extent // outer
     local, moved = flat.local, False

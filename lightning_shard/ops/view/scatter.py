@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains, take_part
-from lightning_shard.domain.chosen import global_rows
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
-from lightning_shard.domain.requests import rows_of
+from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split, large_target
 from lightning_shard.ops.registry import implements, is_in_place, name_of

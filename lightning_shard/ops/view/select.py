@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, subdomains, whole
+from lightning_shard.domain.align import one_factor, subdomains, whole
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import scatter_sum
+from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
-from lightning_shard.domain.requests import rows_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.reduce.extreme import extreme
@@ -167,7 +167,7 @@ def _gather_from_ranks(x: Subdomain, dim: int, index: Tensor, layout: Layout) ->
 
     Everything that travels has a shape that a graph can hold.
     """
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     (factor,) = x.layout.dims[dim]
     low, high = factor.bounds(x.layout.grid)
     zero = x.local.new_zeros([1 if d == dim else n for d, n in enumerate(x.local.shape)])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_shard.domain.align import sum_over, take_local, whole
 from lightning_shard.domain.fetch import scatter_sum
+from lightning_shard.domain.fetch_by_index import Complaint, named_rows, refuse_out_of_range
 from lightning_shard.domain.layout import Factor, partition
-from lightning_shard.domain.requests import Complaint, named_rows, refuse_out_of_range
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.transfer import transferred
 
@@ -106,7 +106,7 @@ def _delivered(x: Subdomain, rows: Rows, writing: Writing) -> Tensor:
         own = rows.chosen(mine)
         return writing.run(x.local, named.row[mine], own.values)
     size = math.prod(x.shape[1:]) * x.dtype.itemsize
-    if writing.adds and len(x.layout.dims[0]) == 1 and named.is_most(size):
+    if writing.adds and len(x.layout.dims[0]) == 1 and named.sends_less_whole(size):
         zeros = x.local.new_zeros(x.shape[0], *x.local.shape[1:])
         partial = writing.run(zeros, rows.numbers, rows.values)
         layout = x.layout.with_dim(0, x.shape[0], ())

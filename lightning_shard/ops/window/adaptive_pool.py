@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, sum_over
+from lightning_shard.domain.align import one_factor, sum_over
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor
-from lightning_shard.domain.memory import format_of, selected
+from lightning_shard.domain.memory_format import format_of, selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, without_autocast
 from lightning_shard.ops.registry import implements
@@ -73,7 +73,7 @@ def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
     split = set(x.layout.split_dims)
     # whole dims first: what travels along a split one is then smaller
     for dim, size in sorted(pairs, key=lambda pair: pair[0] in split):
-        x = _average_dim(simple(x, dim), dim, size)
+        x = _average_dim(one_factor(x, dim), dim, size)
     local = x.local.contiguous(memory_format=stored)
     return x.like(local) if x.layout.split_dims else local
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import (
+    all_gather_small,
     local_part,
-    one_of_all,
-    simple,
+    one_factor,
     subdomains,
     take_local,
     whole,
@@ -129,7 +129,7 @@ def _layout_of(x: Operand, weight: Tensor, offset: Operand, split: list[Subdomai
 def _moved_as(x: Subdomain, layout: Layout) -> Subdomain:
     """The images, with no dim split but over the ranks that split it in the result."""
     for d in x.layout.split_dims:
-        x = whole(x, d) if x.layout.axes(d) != layout.axes(d) else simple(x, d)
+        x = whole(x, d) if x.layout.axes(d) != layout.axes(d) else one_factor(x, d)
     return x
 
 
@@ -139,7 +139,7 @@ def _ends(owner: Subdomain, moved: Tensor, i: int) -> tuple[int, int]:
     ends = torch.zeros(2, dtype=torch.float64, device=moved.device)
     if own.numel():
         ends = torch.stack([own.amin().floor(), own.amax().ceil()])
-    everywhere = one_of_all(owner, tuple(range(len(owner.layout.grid.sizes))), ends)
+    everywhere = all_gather_small(owner, tuple(range(len(owner.layout.grid.sizes))), ends)
     return int(everywhere[:, 0].min()), int(everywhere[:, 1].max())
 
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
-from lightning_shard.domain.memory import selected
+from lightning_shard.domain.memory_format import selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
@@ -119,7 +119,7 @@ def _local_rows(resize: Resize, span: Span, low: int, high: int) -> Tensor:
 def _interpolate_dim(
     x: Subdomain, dim: int, output: int, scale: float | None, kernel: Kernel
 ) -> Subdomain:
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     grid, layout = x.layout.grid, x.layout.with_dim(dim, output)
     (factor,) = layout.dims[dim]
     half = x.dtype in (torch.float16, torch.bfloat16)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.elementwise.pointwise import pointwise
@@ -43,7 +43,7 @@ def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -
         n, axes = x.shape[dim], x.layout.axes(dim)
         local = x.local
         if axes:
-            x = simple(x, dim)
+            x = one_factor(x, dim)
             needs = needs_of(
                 n, x.layout.grid.parts(axes), lambda low, high, n=n: [(n - high, n - low)]
             )

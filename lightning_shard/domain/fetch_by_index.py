@@ -62,7 +62,7 @@ class Requests:
 
 
 @dataclass(frozen=True, eq=False)
-class Named:
+class IndexedRows:
     """The rows that this rank names, and what all ranks know of what each names.
 
     Attributes:
@@ -78,9 +78,8 @@ class Named:
     table: Layout
     domain: Domain
 
-    def is_most(self, row: int) -> bool:
-        """Return True if it sends less to give every rank the whole table than to send the named
-        rows.
+    def sends_less_whole(self, row: int) -> bool:
+        """Return True if the whole table for every rank is less than the rows that are named.
 
         All ranks decide alike. A request is a row number and a row, which has `row` bytes.
         """
@@ -103,7 +102,7 @@ class Named:
 
 def named_rows(
     numbers: Tensor, table: Layout, domain: Domain, wrong: Tensor, complaint: Complaint
-) -> Named:
+) -> IndexedRows:
     """Find out who owns the rows of a split table that this rank names.
 
     Args:
@@ -125,7 +124,7 @@ def named_rows(
     others = tuple(a for a in range(len(grid.sizes)) if a not in axes)
     counts = told[:, 3:].reshape(*grid.sizes, -1).permute(*others, *axes, len(grid.sizes))
     counts = counts.reshape(grid.parts(others), grid.parts(axes), -1)
-    return Named(owner, row, counts, table, domain)
+    return IndexedRows(owner, row, counts, table, domain)
 
 
 def refuse_out_of_range(domain: Domain, wrong: Tensor, complaint: Complaint) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Span, fetch, needs_of
@@ -36,7 +36,7 @@ def pixel_shuffle(
     for dim in (x.ndim - 2, x.ndim - 1):
         layout = layout.with_dim(dim, x.shape[dim] * r)
         if x.layout.axes(dim):
-            x, starts[dim] = _under(simple(x, dim), dim, r)
+            x, starts[dim] = _under(one_factor(x, dim), dim, r)
             layout = layout.with_dims({dim: x.layout.dims[dim]})
     if 0 in layout.local_shape:  # torch 2.15 has no backward of these functions for no elements
         return x.like(empty_attached(layout.local_shape, x.local), layout)
