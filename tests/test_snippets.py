@@ -24,8 +24,7 @@ from unittest import mock
 import pytest
 
 from lightning_shard.cli import main as cli
-from lightning_shard.cli.certify_words import read_certify
-from lightning_shard.cli.plan_words import read_plan
+from lightning_shard.cli.words import read_words
 from lightning_shard.ops import registry
 from tests.checkpoint.tiny import leave_group
 from tests.pool import pool_of
@@ -147,9 +146,9 @@ def test_options(folder, capsys, mark, code):
     assert found or "torchrun" in code
     for command, *options in found:
         if command == "certify":
-            _, options = read_certify(options)
+            _, options = read_words("certify", options)
         if command == "plan":
-            _, options = read_plan(options)
+            _, options = read_words("plan", options)
         with pytest.raises(SystemExit) as ended:
             cli.main(["fit", *options, "--print_config"])
         assert ended.value.code == 0, capsys.readouterr().err

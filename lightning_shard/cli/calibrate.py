@@ -3,9 +3,8 @@
 import argparse
 import sys
 
-from lightning_shard.cli.exits import is_first_rank
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.usage import told_by_user
+from lightning_shard.cli.usage import as_usage_error, is_first_rank
 from lightning_shard.lab import calibrate as measuring
 from lightning_shard.lab.calibrate_report import words
 
@@ -16,7 +15,7 @@ def calibrate(options: argparse.Namespace) -> None:
     Raises:
         UsageError: There are fewer devices than ranks, or a launcher has started others.
     """
-    with told_by_user(ValueError, RuntimeError):
+    with as_usage_error(ValueError, RuntimeError):
         found = measuring.calibrate(options.processes, options.device)
     if is_first_rank():
         found.save(options.output)

@@ -13,7 +13,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.usage import UsageError, nearest, nearest_file, told_by_user
+from lightning_shard.cli.usage import UsageError, as_usage_error, nearest, nearest_file
 from lightning_shard.processes.device import accelerators, device_of
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
@@ -260,7 +260,7 @@ def _count(devices: Any) -> int | None:
 
 def _started() -> ProcessInfo | None:
     """This process among those that a launcher has started; None where the Trainer starts them."""
-    with told_by_user(ValueError):
+    with as_usage_error(ValueError):
         return process_info() if launcher().starts_all else None
 
 

@@ -5,8 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_shard.cli.sources import ENV_PREFIX
-from lightning_shard.cli.usage import UsageError, nearest
+from lightning_shard.cli.usage import ENV_PREFIX, UsageError, nearest
 
 
 def named_configs() -> dict[str, Path]:

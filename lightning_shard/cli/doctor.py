@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_shard.cli.sources import ENV_PREFIX
-from lightning_shard.cli.usage import labelled
+from lightning_shard.cli.usage import ENV_PREFIX, labelled
 from lightning_shard.processes.device import accelerators, available_backends
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.process_info import LAUNCHERS

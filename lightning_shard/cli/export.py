@@ -16,7 +16,7 @@ from lightning_shard.checkpoint.safetensors_file import in_order, write_safetens
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
 from lightning_shard.checkpoint.weights import Opened, open_checkpoint, weights, with_integer_keys
 from lightning_shard.checkpoint.whole_files import written_file
-from lightning_shard.cli.usage import UsageError, is_mapping, nearest, told_by_user
+from lightning_shard.cli.usage import UsageError, as_usage_error, nearest
 
 
 def export(options: argparse.Namespace) -> None:
@@ -25,14 +25,14 @@ def export(options: argparse.Namespace) -> None:
     Raises:
         UsageError: The checkpoint is of no known kind or not whole, or nothing can be written.
     """
-    with told_by_user(ValueError, FileNotFoundError):
+    with as_usage_error(ValueError, FileNotFoundError):
         opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
     if opened.problem:
         raise UsageError(f"'{options.checkpoint}' is incomplete: {opened.problem}")
     if options.strip:
         opened.content["state_dict"] = _without_prefix(weights(opened), options.strip)
     try:
-        with told_by_user(ValueError), written_file(options.out) as file:
+        with as_usage_error(ValueError), written_file(options.out) as file:
             _write(opened, options.out, file)
     except OSError as err:
         raise UsageError(err.strerror or str(err)) from err
@@ -81,6 +81,6 @@ def _read(value: Any, bar: "tqdm[Any]") -> Any:
         return whole
     if isinstance(value, StoredState):
         value = value.stored
-    if is_mapping(value):
+    if isinstance(value, dict):
         return {key: _read(v, bar) for key, v in value.items()}
     return type(value)(_read(v, bar) for v in value) if type(value) in (list, tuple) else value

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.directory import REST
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.names import find_class, flatten, parameters
-from lightning_shard.cli.usage import UsageError, told_by_user
+from lightning_shard.cli.usage import UsageError, as_usage_error
 
 CLASS, CLASS_PATH = "_class_path", "class_path"
 SPEC = frozenset((CLASS, CLASS_PATH, "init_args", "dict_kwargs"))
@@ -48,7 +48,7 @@ def hyperparameters(path: str | None, *, trusted: bool) -> Any:
     if not zipfile.is_zipfile(file):
         return None  # of "last" and "best", or of another format, which holds weights alone
     loaded: Any = None
-    with suppress(ValueError) if trusted else told_by_user(ValueError):
+    with suppress(ValueError) if trusted else as_usage_error(ValueError):
         loaded = read_torch_file(file, only="data.pkl")
     return loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
 

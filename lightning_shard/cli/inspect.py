@@ -11,7 +11,7 @@ from lightning_shard.checkpoint.foreign import OWN
 from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
 from lightning_shard.checkpoint.weights import Opened, open_checkpoint, weights
 from lightning_shard.checkpoint.whole_files import DamagedError
-from lightning_shard.cli.usage import labelled, printable, told_by_user
+from lightning_shard.cli.usage import as_usage_error, labelled, printable
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -20,7 +20,7 @@ def inspect(options: argparse.Namespace) -> None:
     Raises:
         UsageError: The checkpoint cannot be read.
     """
-    with told_by_user(ValueError, FileNotFoundError):
+    with as_usage_error(ValueError, FileNotFoundError):
         try:
             opened = open_checkpoint(options.checkpoint, trusted=options.trusted)
         except DamagedError as err:

@@ -22,13 +22,19 @@ from lightning_shard.cli.checked import recall
 from lightning_shard.cli.config_checks import check, strategy_options
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import SWITCHES, diagnose
-from lightning_shard.cli.exits import exit_with, is_first_rank, note, origin
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
 from lightning_shard.cli.names import import_short_names
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.sources import ENV_PREFIX, Sources, check_variables
-from lightning_shard.cli.usage import UsageError
+from lightning_shard.cli.sources import Sources, check_variables
+from lightning_shard.cli.usage import (
+    ENV_PREFIX,
+    UsageError,
+    exit_with,
+    is_first_rank,
+    note,
+    origin,
+)
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile

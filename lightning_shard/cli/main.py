@@ -8,29 +8,20 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.cli.certify_words import read_certify
 from lightning_shard.cli.config_files import find_configs
-from lightning_shard.cli.exits import exit_with
-from lightning_shard.cli.help import PAGES, page
-from lightning_shard.cli.plan_words import read_plan
-from lightning_shard.cli.sources import ENV_PREFIX, Sources, begins_with_one_of, read_sources
-from lightning_shard.cli.tool_words import WORDS as TOOLS
-from lightning_shard.cli.tool_words import read_words
-from lightning_shard.cli.usage import UsageError
+from lightning_shard.cli.help import PAGES, PROGRAM, page
+from lightning_shard.cli.sources import Sources, read_sources
+from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, nearest
+from lightning_shard.cli.words import BESIDE_FIT, WORDS, read_words
 
 if TYPE_CHECKING:
     from lightning_shard.cli.lightning_cli import ShardCLI as ShardCLI
 
 LIGHTNING = ("fit", "validate", "test", "predict")
-REHEARSALS = ("check", "plan", "certify")
-
-READ_FIRST: dict[str, Callable[[Sequence[str]], tuple[Any, list[str]]]] = {
-    "certify": read_certify,
-    "plan": read_plan,
-}
+COMMANDS = (*LIGHTNING, *BESIDE_FIT, *WORDS)
 
 
 def __getattr__(name: str) -> Any:
@@ -60,25 +51,47 @@ def main(args: Sequence[str] | None = None) -> None:
         words.remove("--traceback")
         os.environ[f"{ENV_PREFIX}_TRACEBACK"] = "1"
     try:
-        if command in TOOLS:
-            options = read_words(command, words[1:])
-            tool = importlib.import_module(f"lightning_shard.cli.{command}")
-            getattr(tool, command)(options)
-            return
-        own = None
-        if command in READ_FIRST:
-            own, words[1:] = READ_FIRST[command](words[1:])
-        words = find_configs(words)
-        names = LIGHTNING if command[:1] in ("", "-") else (*LIGHTNING, *REHEARSALS, *TOOLS)
-        given = Sources()
-        if begins_with_one_of(words, names):
-            given = read_sources(words[1:], command if command in LIGHTNING else "fit")
+        own, given = None, Sources()
+        if command in (*WORDS, *BESIDE_FIT):
+            own, words[1:] = read_words(command, words[1:])
+        if command not in WORDS:
+            words = find_configs(words)
+            if _is_command(words):
+                given = read_sources(words[1:], command if command in LIGHTNING else "fit")
     except UsageError as err:
         exit_with(err)
-    if command in REHEARSALS:
-        importlib.import_module("lightning_shard.cli.rehearsal_commands").run(words, given, own)
+    if command in WORDS:
+        tool = importlib.import_module(f"lightning_shard.cli.{command}")
+        try:
+            getattr(tool, command)(own)
+        except UsageError as err:
+            exit_with(err)
+    elif command in BESIDE_FIT:
+        importlib.import_module("lightning_shard.cli.lab_commands").run(words, given, own)
     else:
         importlib.import_module("lightning_shard.cli.lightning_cli").run(words, given)
+
+
+def _is_command(words: Sequence[str]) -> bool:
+    """Whether a command comes first; False where the parser answers (completion, variables).
+
+    Raises:
+        UsageError: It is missing, unknown, or comes later.
+    """
+    first = words[0] if words else ""
+    by_parser = f"{ENV_PREFIX}_SUBCOMMAND" in os.environ and not words
+    if by_parser or first in ("--print_shtab", "--print_completion", *COMMANDS):
+        return first in COMMANDS
+    usage = f"{PROGRAM} {'|'.join(COMMANDS)} --config file.yaml"
+    if first and first[0] != "-":
+        close = nearest(first, COMMANDS, "give one of")
+        raise UsageError(f"unknown subcommand '{first}'{close}", usage)
+    for later in {*words} & {*COMMANDS}:
+        swapped = " ".join([later, *(word for word in words if word != later)])
+        said = f"the subcommand '{later}' comes first, options after it"
+        raise UsageError(said, f"{PROGRAM} {swapped}")
+    before = f" before '{first}'" if first else ""
+    raise UsageError(f"a subcommand is missing{before}: give one of {', '.join(COMMANDS)}", usage)
 
 
 def _version() -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_shard.cli.usage import UsageError, did_you_mean
+from lightning_shard.cli.usage import UsageError, nearest
 from lightning_shard.ops import functions_with_rules, limits_of, name_of
 from lightning_shard.points import neighbours as neighbours  # its rules are listed, too
 
@@ -99,7 +99,7 @@ def ops(options: argparse.Namespace) -> None:
         raise UsageError(
             f"no function with '{options.name}' in its name runs on split tensors"
             + (
-                did_you_mean(options.name, names)
+                nearest(options.name, names, "")
                 or "; register a rule with lightning_shard.register_rule, or gather the tensor"
             )
         )

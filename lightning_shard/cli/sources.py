@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from lightning_shard.cli.usage import UsageError, is_list, is_mapping, nearest
+from lightning_shard.cli.usage import ENV_PREFIX, UsageError, is_list, is_mapping, nearest
 from lightning_shard.cli.yaml_places import Places, read_yaml, scalar_or_tree
 
-ENV_PREFIX = "LIGHTNING_SHARD"
 OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER")
 SPEC = ("class_path", "init_args", "dict_kwargs")
 COMMAND_LINE = "on the command line"
@@ -120,36 +119,6 @@ def check_variables(subcommands: Sequence[str], keys: Iterable[str]) -> None:
         if rest not in choices:
             close = nearest(rest, choices, "its options are", quote=lambda n, s=start: s + n)
             raise UsageError(f"the variable {name} names no option{close}")
-
-
-def begins_with_one_of(args: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether a subcommand comes first; False where the parser answers (completion).
-
-    Raises:
-        UsageError: It is missing, unknown, or comes later.
-    """
-    if {"--print_shtab", "--print_completion"} & {*args[:1]}:
-        return False
-    usage = f"python -m lightning_shard {'|'.join(names)} --config file.yaml"
-    if not args:
-        if f"{ENV_PREFIX}_SUBCOMMAND" in os.environ:
-            return False
-        raise UsageError(f"a subcommand is missing: give one of {', '.join(names)}", usage)
-    if args[0] in names:
-        return True
-    if not args[0].startswith("-"):
-        close = nearest(args[0], names, "give one of")
-        raise UsageError(f"unknown subcommand '{args[0]}'{close}", usage)
-    for index, arg in enumerate(args):
-        if arg in names:
-            swapped = " ".join([arg, *args[:index], *args[index + 1 :]])
-            raise UsageError(
-                f"the subcommand '{arg}' comes first, options after it",
-                f"python -m lightning_shard {swapped}",
-            )
-    raise UsageError(
-        f"a subcommand is missing before '{args[0]}': give one of {', '.join(names)}", usage
-    )
 
 
 def _variables(subcommand: str) -> Iterator[Source]:

@@ -1,12 +1,31 @@
-"""A mistake in what was typed, in one sentence that names the nearest valid word."""
+"""A mistake in one sentence that names the nearest valid word, said by one rank.
+
+Rank 0 speaks at once. The other ranks of a mistyped command, and of ranks that differ from each
+other, say nothing, since rank 0 says the same; for a refusal while building they wait first,
+because it may have happened on them alone.
+"""
 
 import difflib
-from collections.abc import Callable, Generator, Iterable
+import os
+import pickle
+import sys
+import sysconfig
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
+from lightning_shard.processes.attempts import end_attempts
+from lightning_shard.processes.process_info import rank_variables
+
+ENV_PREFIX = "LIGHTNING_SHARD"
 SHORT_LIST = 12
+SAYS_ALL = (ValueError, OSError, NotImplementedError)  # whose sentences need no kind
+LONGEST = 200  # characters of a cause
+PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
 
 
 class UsageError(Exception):
@@ -18,12 +37,8 @@ class UsageError(Exception):
 
 
 @contextmanager
-def told_by_user(*kinds: type[Exception]) -> Generator[None]:
-    """Take errors of these kinds for mistakes in what was typed; their sentence says enough.
-
-    Raises:
-        UsageError: In the place of such an error.
-    """
+def as_usage_error(*kinds: type[Exception]) -> Generator[None]:
+    """Take errors of these kinds for mistakes in what was typed; their sentence says enough."""
     try:
         yield
     except kinds as err:
@@ -70,6 +85,108 @@ def labelled(name: str, value: object) -> str:
 def printable(text: str) -> str:
     """Write out characters that command a terminal; a file of a stranger may hold them."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
+
+
+def is_first_rank() -> bool:
+    """Whether no launcher says that this process is another one than the first."""
+    return not _rank()
+
+
+def note(sentence: str) -> None:
+    """Print a note from one rank."""
+    if is_first_rank():
+        print(f"note: {sentence}", file=sys.stderr)
+
+
+def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
+    """Print `error: <sentence>` from one rank and exit on all, with 2 for a UsageError, else 1.
+
+    Args:
+        err: What went wrong.
+        given: The options that it names, with their places.
+    """
+    is_usage = isinstance(err, UsageError)
+    on_all_ranks = is_usage or type(err).__name__ == "DisagreementError"
+    if is_usage:  # which another attempt would not change
+        end_attempts()
+    if not is_first_rank():
+        if on_all_ranks:
+            sys.exit(2 if is_usage else 1)
+        time.sleep(PATIENCE_S)
+    lines = [f"error: {_sentence(err)}", *([err.hint] if is_usage and err.hint else [])]
+    if not on_all_ranks:
+        lines += [*getattr(err, "__notes__", []), *_causes(err)]
+        lines += [f"{_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback", *given]
+        lines += [f"called at {place}"] if (place := _in_code_of_the_user(err)) else []
+    prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
+    shown = "\n       ".join(lines).splitlines()
+    print("\n".join(prefix + printable(line) for line in shown), file=sys.stderr)
+    sys.exit(2 if is_usage else 1)
+
+
+def origin(err: Exception, seen: Exception | None) -> Exception:
+    """The error that a constructor raised: the parser replaces it by a list of the types it tried.
+
+    Args:
+        err: What arrived.
+        seen: The last error seen while building, if the chain lacks it (jsonargparse 4.53).
+
+    Returns:
+        The first error in the chain that is not the parser's own, else the one seen, else `err`.
+    """
+    inner: BaseException | None = err
+    while isinstance(inner, Exception) and _by_parser(inner):
+        inner = inner.__cause__ or inner.__context__
+    return inner if isinstance(inner, Exception) else seen or err
+
+
+def _sentence(err: Exception) -> str:
+    """What was said, and of an error of Python or torch, such as KeyError, its kind."""
+    name, said = type(err).__name__, str(err).strip()
+    if isinstance(err, SAYS_ALL) or type(err).__module__ != "builtins":
+        return said or name
+    return f"{name}: {said}" if said else name
+
+
+def _in_code_of_the_user(err: Exception) -> str:
+    """The last line of the user's own files on the way to an error that they did not raise."""
+    frames = list(traceback.walk_tb(err.__traceback__))
+    for depth, (frame, line) in enumerate(reversed(frames)):
+        path = Path(frame.f_code.co_filename)
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        installed = "site-packages" in path.parts or not path.is_file()
+        installed = installed or path.is_relative_to(sysconfig.get_path("stdlib"))
+        if not installed and module not in ("lightning_shard", "__main__", "runpy"):
+            return f"{path}:{line}" if depth else ""
+    return ""
+
+
+def _by_parser(err: Exception) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("jsonargparse.")
+
+
+def _rank() -> str:
+    """What launchers say of this process, if it is not the first."""
+    found = (os.environ.get(name, "0") for name in rank_variables())
+    return next((rank for rank in found if rank not in ("0", "")), "")
+
+
+def _causes(err: BaseException) -> list[str]:
+    """What led to it; torch's advice on files that cannot be read is left out: it is not safe."""
+    lines: list[str] = []
+    seen = err.__cause__
+    while seen is not None and not isinstance(seen, pickle.UnpicklingError):
+        if str(seen) not in str(err):  # which repeats it
+            first = textwrap.shorten((str(seen).strip().splitlines() or [""])[0], LONGEST)
+            lines.append(f"caused by {type(seen).__name__}: {first}")
+        seen = seen.__cause__
+    return lines
+
+
+def _raised_in(err: Exception) -> str:
+    code, line = [(f.f_code, n) for f, n in traceback.walk_tb(err.__traceback__)][-1]
+    return f"raised in {Path(code.co_filename).name}:{line} ({code.co_qualname})"
 
 
 def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:

@@ -11,8 +11,8 @@ import yaml
 
 from lightning_modules.t5 import docstrings
 from lightning_shard import HybridShardStrategy
-from lightning_shard.cli import exits as report
 from lightning_shard.cli import main as cli
+from lightning_shard.cli import usage as report
 from tests import training
 from tests.checkpoint.tiny import leave_group
 from tests.workloads.t5.texts import write_articles

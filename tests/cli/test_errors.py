@@ -9,8 +9,8 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 
-from lightning_shard.cli import exits as report
 from lightning_shard.cli import main as cli
+from lightning_shard.cli import usage as report
 
 HERE = __name__
 BASE = f"""\

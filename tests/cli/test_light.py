@@ -118,7 +118,7 @@ def _fail() -> float:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("doctor --verbose", "unexpected '--verbose': doctor takes no options"),
+        ("doctor --verbose", "unexpected '--verbose'"),
         ("ops --conv", "unexpected '--conv'; options are --markdown"),
         ("ops relu gelu", "unexpected 'gelu'"),
         ("ops grid_sampl3", "no function with 'grid_sampl3' in its name runs on split tensors; "
@@ -127,9 +127,9 @@ def _fail() -> float:
         ("inspect README.md --trust", "unexpected '--trust'; did you mean '--trusted'?"),
         ("inspect pyproject.tom", "there is no file 'pyproject.tom'"),
         ("export README.md", "the following arguments are required: out"),
-        ("calibrate --processes 0", "--processes must be from 1 to"),
+        ("calibrate --processes 0", "argument --processes: '0' is no whole number from 1 on"),
         ("calibrate --processes 100000", "--processes must be from 1 to"),
-        ("calibrate --processes two", "argument --processes: invalid int value: 'two'"),
+        ("calibrate --processes two", "argument --processes: 'two' is no whole number from 1 on"),
         ("calibrate --device gpu", "there is no device 'gpu'; use one of cuda, xpu, cpu"),
         ("calibrate --device xpu --processes 1", "this machine has no device of type 'xpu'"),
         ("calibrate --output machine.yaml", "--output must end with .json"),

@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from lightning_shard.cli import exits as report
 from lightning_shard.cli import main as cli
+from lightning_shard.cli import usage as report
 from tests.cli.test_errors import HybridShardStrategy as HybridShardStrategy
 
 HERE = __name__

@@ -1,4 +1,4 @@
-"""`python -m lightning_shard check|plan|certify --config a.yaml`: training, rehearsed here.
+"""`python -m lightning_shard check|plan|certify --config a.yaml`: training tried on this machine.
 
 `check` trains one step in one process and on two ranks that share each sample, compares them, and
 names the functions that have no rule; it exits with 1 if the module cannot train so. `plan`
@@ -8,6 +8,7 @@ steps on several meshes, and writes a certificate; it exits with 1 if one differ
 CPU, take the options of `fit`, and use its model and the first batches of its data.
 """
 
+import argparse
 import functools
 import hashlib
 import math
@@ -16,13 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_shard.cli import lightning_cli
-from lightning_shard.cli.certify_words import CertifyWords
 from lightning_shard.cli.checked import remember
 from lightning_shard.cli.config_checks import strategy_options
-from lightning_shard.cli.plan_words import PlanWords
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.usage import UsageError, is_list, told_by_user
+from lightning_shard.cli.usage import UsageError, as_usage_error, is_list
 from lightning_shard.lab import best_report
 from lightning_shard.lab.best import best
 from lightning_shard.lab.certify import certify
@@ -32,31 +31,32 @@ from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import predict
 
 
-def run(args: Sequence[str], given: Sources, own: CertifyWords | PlanWords | None) -> None:
-    """Rehearse `fit`.
+def run(args: Sequence[str], given: Sources, own: argparse.Namespace) -> None:
+    """Try on this machine what `fit` would train.
 
     Args:
         args: The command, and its options of `fit`.
         given: What these and the environment give.
-        own: What was typed for `certify` or `plan` beside them.
+        own: The options of the command that `fit` does not have.
     """
-    make = functools.partial(RehearsalCLI, own=own)
+    make = functools.partial(LabCLI, own=own, command=args[0])
     lightning_cli.run(["fit", *args[1:]], given, make)
 
 
-class RehearsalCLI(lightning_cli.ShardCLI):
-    """Builds the model and the data of `fit` on this machine, and rehearses their training.
+class LabCLI(lightning_cli.ShardCLI):
+    """Builds the model and the data of `fit`, and tries their training on the CPU of this machine.
 
     Args:
         args: The words of the command line.
         state: Knows what was given.
-        own: What was typed for `certify` or `plan`; None for `check`.
+        own: The options of the command that `fit` does not have.
+        command: `check`, `plan` or `certify`.
     """
 
     def __init__(
-        self, args: Sequence[str], state: RunState, own: CertifyWords | PlanWords | None
+        self, args: Sequence[str], state: RunState, own: argparse.Namespace, command: str
     ) -> None:
-        self.own = own
+        self.own, self.command = own, command
         self.processes, self.domain = _sizes(state.given)
         super().__init__(args, state)
 
@@ -69,12 +69,10 @@ class RehearsalCLI(lightning_cli.ShardCLI):
         trainer.logger, trainer.strategy = False, "auto"
 
     def _run_subcommand(self, subcommand: str) -> None:
-        source: Any = self.datamodule or self.model.train_dataloader()
-        if isinstance(self.own, CertifyWords):
-            self._certify(source, self.own)
-        elif self.own is None:
-            self._check(source)
-        elif self.own.cluster is None:
+        getattr(self, f"_{self.command}")(self.datamodule or self.model.train_dataloader())
+
+    def _plan(self, source: Any) -> None:
+        if self.own.cluster is None:
             processes = self.processes or math.prod(self.domain)
             print(plan(self.model, source, processes, self.domain, **self.step))
         elif self.own.best:
@@ -104,19 +102,19 @@ class RehearsalCLI(lightning_cli.ShardCLI):
         mesh = (cluster.devices // ranks, *self.domain)
         print(predict(self.model, source, cluster, mesh, **self.step))
 
-    def _certify(self, source: Any, words: CertifyWords) -> None:
+    def _certify(self, source: Any) -> None:
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        with told_by_user(ValueError):
+        with as_usage_error(ValueError):
             found = certify(
                 self.model,
                 source,
-                words.meshes,
-                words.steps,
-                simulated=words.simulated,
+                self.own.meshes,
+                self.own.steps,
+                simulated=self.own.simulated,
                 facts={"model": type(self.model).__name__, "config": f"sha256 {digest[:16]}"},
                 **self.step,
             )
-        page = found.save(words.output or self.folder or ".")
+        page = found.save(self.own.output or self.folder or ".")
         print(found)
         print(f"written to {page}", file=sys.stderr)
         if not found.is_equal:

@@ -52,7 +52,7 @@ class Unsupported(LightningModule):
 
 
 def test_check_of_a_module_that_does_not_run(capfd):
-    model = "--model=tests.cli.test_rehearsal_commands.Unsupported"
+    model = "--model=tests.cli.test_lab_commands.Unsupported"
     data = ["--data=lightning_modules.DarcyDataModule", *SMALL]
     with pytest.raises(SystemExit) as stop:
         main(["check", model, *data])
@@ -77,7 +77,7 @@ def test_mistakes(capsys, words, sentence):
     assert sentence in capsys.readouterr().err
 
 
-PREDICT = "lightning_shard.cli.rehearsal_commands.predict"
+PREDICT = "lightning_shard.cli.lab_commands.predict"
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_plan_of_a_mesh_on_a_cluster(capfd):
         (["--best"], "--best needs --cluster, such as --cluster 8x8xH100"),
         (["--price=2"], "--price needs --cluster"),
         (["--cluster=8x8xH10O"], "'H10O' is no known device; did you mean 'H100'?"),
-        (["--cluster=8xH100", "--price=cheap"], "'cheap' is no price of a device for an hour"),
+        (["--cluster=8xH100", "--price=cheap"], "--price: invalid float value: 'cheap'"),
         (["--best", "--cluster=8xH100", f"--output={__file__}"], "is a file; give a folder"),
         (["--cluster=8xH100", "--price=-1"], "the price of a device and hour must be larger"),
     ],
@@ -138,7 +138,7 @@ def test_certify(capfd, tmp_path):
 
 def test_certify_ends_with_1_where_a_mesh_differs(capfd):
     words = ["--meshes=2x1", "--steps=1", "--simulated", "--output=kept"]
-    model = "--model=tests.cli.test_rehearsal_commands.Normalized"
+    model = "--model=tests.cli.test_lab_commands.Normalized"
     with pytest.raises(SystemExit) as stop:
         main(["certify", model, "--data=lightning_modules.DarcyDataModule", *SMALL, *words])
     assert stop.value.code == 1
@@ -166,7 +166,7 @@ class Normalized(LightningModule):
     [
         (["--meshes=1x2,4"], "'4' is no mesh: data replicas x ranks of a domain, such as 2x2"),
         (["--meshes=0x2"], "'0x2' is no mesh"),
-        (["--steps=many"], "'many' is no number of steps from 1 on"),
+        (["--steps=many"], "'many' is no whole number from 1 on"),
         (["--mesh=1x2"], "'mesh'"),
         (["--meshes=3x1", "--simulated"], "replicas of the mesh 3x1 cannot share a batch of 2"),
     ],
