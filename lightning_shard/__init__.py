@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_shard.lab.certify import certify as certify
     from lightning_shard.lab.check import check as check
     from lightning_shard.lab.forecast import plan as plan
+    from lightning_shard.lab.simulate import simulate as simulate
+    from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
-    from lightning_shard.processes.simulate import simulate as simulate
-    from lightning_shard.processes.simulated.turns import StuckError as StuckError
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
     from lightning_shard.tensor import functional as functional
     from lightning_shard.tensor.autograd_function import allow_function as allow_function
@@ -119,8 +119,8 @@ _MODULES = {
     "UnsafeFileError": "checkpoint.whole_files",
     # processes and meshes
     "launch": "processes.launch",
-    "simulate": "processes.simulate",
-    "StuckError": "processes.simulated.turns",
+    "simulate": "lab.simulate",
+    "StuckError": "lab.simulated.turns",
     "start_process_group": "processes.group",
     "init_mesh": "processes.mesh",
     "process_info": "processes.process_info",

@@ -44,8 +44,8 @@ from lightning_shard.data.batch import leaves_of
 from lightning_shard.data.records import map_leaves
 from lightning_shard.lab.arguments import Mesh
 from lightning_shard.lab.batches import STEPS, Stage
+from lightning_shard.lab.simulate import simulate
 from lightning_shard.processes.launch import launch
-from lightning_shard.processes.simulate import simulate
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 T = TypeVar("T")

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_shard.processes.device import carried
 from lightning_shard.processes.groups import making_groups
 from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_crossing
-from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.torch_internals import flattened
 
 Sharding = Literal["full", "gradients", "none", "hybrid"]
@@ -220,4 +219,10 @@ def _parameter_mesh(
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", "parts"))
 
 
-cached_per_rank(__name__, "_made", "_sub_mesh", "_flat_mesh", "_parameter_mesh")
+# meshes and groups are those of one process
+PROCESS_STATE = {
+    "_made": _made,
+    "_sub_mesh": _sub_mesh,
+    "_flat_mesh": _flat_mesh,
+    "_parameter_mesh": _parameter_mesh,
+}
