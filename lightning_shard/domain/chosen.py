@@ -20,7 +20,7 @@ from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import Transfer, transferred
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.typed import integers
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from torch.autograd import Function
 
 from lightning_shard.domain.memory import empty, format_of, joined
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
-from lightning_shard.processes.torch_internals import in_memory, is_view
+from lightning_shard.processes.torch_private.internals import in_memory, is_view
 
 
 @dataclass(frozen=True)

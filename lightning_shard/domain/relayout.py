@@ -16,7 +16,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch, fetch_all
 from lightning_shard.domain.layout import Dim, Grid, Layout, merge
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.typed import integers
 
 
 def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:

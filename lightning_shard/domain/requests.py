@@ -21,7 +21,7 @@ from lightning_shard.domain.subdomain import Domain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import Transfer
 from lightning_shard.domain.wire import all_to_all
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.typed import integers
 
 NUMBER = 4  # bytes of a row number that travels
 Complaint = Callable[[int, int], Exception]  # torch's error for a number, of this index of several

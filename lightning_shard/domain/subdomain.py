@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.layout import Grid, Layout
-from lightning_shard.processes.groups import making_groups
-from lightning_shard.processes.torch_internals import flattened, storage_key, version_of
+from lightning_shard.processes.subgroups import making_groups
+from lightning_shard.processes.torch_private.internals import flattened, storage_key, version_of
 
 
 class Domain:

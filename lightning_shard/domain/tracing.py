@@ -7,7 +7,7 @@ traced. Constants of earlier runs become constants of the graph.
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from lightning_shard.processes.torch_internals import backward_pass, internal
+from lightning_shard.processes.torch_private.internals import backward_pass, internal
 
 # of the process, not of a thread: backward is traced in threads of the autograd engine
 _traced = 0

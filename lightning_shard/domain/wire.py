@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.tracing import is_traced, next_place
-from lightning_shard.processes.torch_internals import group_named, keep_in_order
+from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

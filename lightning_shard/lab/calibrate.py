@@ -18,9 +18,9 @@ from lightning_shard.lab.machine import Cluster, Device, Link, Measured, Rates
 from lightning_shard.lab.timeline import Collective, Cost
 from lightning_shard.processes.device import DEVICES, device_of, own_device, present
 from lightning_shard.processes.forking import belongs_to_a_group
-from lightning_shard.processes.group import start_process_group
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.process_info import process_info
+from lightning_shard.processes.start import start_process_group
 from lightning_shard.trainer.profile.traffic import sent_bytes
 
 SIZES = (64, 4_096, 65_536, 1_048_576, 8_388_608)  # bytes that a rank sends

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.lab.seen import Value
-from lightning_shard.processes.typed import linalg
+from lightning_shard.processes.torch_private.typed import linalg
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of a loss, a gradient or an output
 NARROW = 5e-2  # for narrower dtypes

@@ -29,7 +29,7 @@ from lightning_shard.lab.lone_steps import Training, train
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Recorder, Timeline
-from lightning_shard.processes.torch_internals import (
+from lightning_shard.processes.torch_private.internals import (
     FakeTensor,
     FakeTensorMode,
     base_of,

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_shard.data.batch import ShardDims
+from lightning_shard.data.split import ShardDims
 from lightning_shard.lab.batches import Data
 from lightning_shard.lab.step import rehearse
 from lightning_shard.trainer.split_summary import SplitSummary

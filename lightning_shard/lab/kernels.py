@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.lab.machine import Device, Rates
-from lightning_shard.processes.typed import fft
+from lightning_shard.processes.torch_private.typed import fft
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REAL_OF_FFT = (torch.float32, torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_shard.lab.machine import Device
-from lightning_shard.processes.torch_internals import storage_key
+from lightning_shard.processes.torch_private.internals import storage_key
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FFT_FLOPS = 5  # times n log2(n), of complex numbers

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.data.batch import ShardDims, leaves_of
+from lightning_shard.data.split import ShardDims
+from lightning_shard.data.tree import leaves_of
 from lightning_shard.lab.course import Mesh
-from lightning_shard.processes.typed import is_mapping
+from lightning_shard.processes.torch_private.typed import is_mapping
 
 
 def extents_of(batch: Any, shard_dims: ShardDims = None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_shard.data.batch import ShardDims
+from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data, first_batches
 from lightning_shard.lab.calibrate import measured_of

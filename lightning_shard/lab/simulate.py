@@ -17,7 +17,7 @@ from lightning_shard.lab.simulated.state import State
 from lightning_shard.lab.simulated.store import LoneStore, SimulatedStore
 from lightning_shard.lab.simulated.turns import Turns
 from lightning_shard.processes.forking import become_rank
-from lightning_shard.processes.torch_internals import backend_plugins, groups_of_threads
+from lightning_shard.processes.torch_private.internals import backend_plugins, groups_of_threads
 
 _BACKEND = "threaded"  # the name by which torch tells apart meshes of ranks that are threads
 _running = False

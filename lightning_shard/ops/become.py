@@ -14,7 +14,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
-from lightning_shard.processes.torch_internals import is_view, storage_users
+from lightning_shard.processes.torch_private.internals import is_view, storage_users
 
 LARGE = 4096  # rows of a plain tensor beyond which it is split where split rows are added to it
 _MADE = "_made_from_a_split_tensor"

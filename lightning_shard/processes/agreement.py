@@ -14,8 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.meeting import is_of_one_start, no_answer
-from lightning_shard.processes.torch_internals import default_store
+from lightning_shard.processes.torch_private.internals import default_store
 
 STAY_S = 2.0  # of rank 0, after a difference was found
 SHOWN = 200  # characters of a value
@@ -25,7 +26,7 @@ CHECK_S = 1.0  # between two looks for its failure
 Check = Callable[[Sequence[int]], None]
 
 
-class DisagreementError(ValueError):
+class DisagreementError(LightningShardError, ValueError):
     """Says that ranks differ in what they must have alike; every rank raises it."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_shard.processes.torch_internals import internal
+from lightning_shard.processes.torch_private.internals import internal
 
 ONECCL = "oneccl_bindings_for_pytorch"
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_shard.processes.device import accelerators
 from lightning_shard.processes.process_info import NOTEBOOK, process_info
-from lightning_shard.processes.torch_internals import open_groups
+from lightning_shard.processes.torch_private.internals import open_groups
 from lightning_shard.processes.variables import joined
 
 _OF_PARENT: dict[Any, Any] = {}  # kept, because their destructors wait for threads

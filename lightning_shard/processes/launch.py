@@ -40,8 +40,8 @@ from lightning_shard.processes.forking import (
     initialised_accelerator,
     store_of_ranks,
 )
-from lightning_shard.processes.group import start_process_group
 from lightning_shard.processes.rank_output import Stream, Writers, streams, write_to
+from lightning_shard.processes.start import start_process_group
 
 FAIL_S = 1.0  # for the others to fail, too: a rank that dumps its core ends after those it leaves
 END_S = 5.0  # for a rank to end once it is told to

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_shard.processes.torch_internals import default_store
+from lightning_shard.processes.torch_private.internals import default_store
 
 POLL_S = 0.05
 _of_meetings: list[Any] = []  # the store of the process group, at most

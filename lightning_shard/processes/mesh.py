@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.device import carried
-from lightning_shard.processes.groups import making_groups
 from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_crossing
-from lightning_shard.processes.torch_internals import flattened
+from lightning_shard.processes.subgroups import making_groups
+from lightning_shard.processes.torch_private.internals import flattened
 
 Sharding = Literal["full", "gradients", "none", "hybrid"]
 _DATA = ("data", "replicate", "shard")  # axes that are never a domain

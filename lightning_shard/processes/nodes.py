@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.processes.process_info import launcher, process_info
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.typed import integers
 
 
 def own_node() -> str:

@@ -27,10 +27,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.processes.groups import making_groups
 from lightning_shard.processes.mesh import domain_axes
-from lightning_shard.processes.torch_internals import number_in_group, replace_internal
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.subgroups import making_groups
+from lightning_shard.processes.torch_private.internals import number_in_group, replace_internal
+from lightning_shard.processes.torch_private.typed import integers
 
 _INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip

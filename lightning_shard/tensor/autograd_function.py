@@ -21,7 +21,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of
 from lightning_shard.ops.elementwise.autograd import mean_over_ranks, ranks_of
-from lightning_shard.processes.torch_internals import (
+from lightning_shard.processes.torch_private.internals import (
     BackwardHookFunction,
     BackwardNode,
     CheckpointFunction,

@@ -26,7 +26,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.domain.tracing import is_traced, trace_begins, traced
-from lightning_shard.processes.torch_internals import (
+from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
     internal,
     tree_flatten,

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
-from lightning_shard.processes.torch_internals import base_of, storage_users, version_of
+from lightning_shard.processes.torch_private.internals import base_of, storage_users, version_of
 
 
 class Watched:

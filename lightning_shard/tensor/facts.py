@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.processes.torch_internals import accessors, without_rules
+from lightning_shard.processes.torch_private.internals import accessors, without_rules
 from lightning_shard.tensor.part import part_of
 
 

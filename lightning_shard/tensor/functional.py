@@ -34,7 +34,7 @@ from lightning_shard.domain import comm
 from lightning_shard.domain.layout import part_sizes
 from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.domain.uneven import check_parts, exchange_rows, spans_of, told_to_all
-from lightning_shard.processes.typed import fft
+from lightning_shard.processes.torch_private.typed import fft
 from lightning_shard.tensor import placement
 
 

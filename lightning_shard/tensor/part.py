@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.processes.torch_internals import without_rules
+from lightning_shard.processes.torch_private.internals import without_rules
 from lightning_shard.tensor import copies
 
 # How to read a tensor with a history of its own, by the class of its grad_fn. The module

@@ -22,7 +22,7 @@ from lightning_shard.ops.become import Became
 from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.registry import Rule, canonical_names, is_in_place, run_rule
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
-from lightning_shard.processes.torch_internals import (
+from lightning_shard.processes.torch_private.internals import (
     accessors,
     frame_callback,
     make_wrapper,

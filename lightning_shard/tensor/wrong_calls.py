@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.processes.torch_internals import is_autocast, modes_on_stack
-from lightning_shard.processes.typed import random
+from lightning_shard.processes.torch_private.internals import is_autocast, modes_on_stack
+from lightning_shard.processes.torch_private.typed import random
 from lightning_shard.tensor.gathering import split_in
 
 FEW = 2**14  # elements up to which a kernel is tried first

@@ -7,8 +7,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_shard.data.batch import opened
-from lightning_shard.processes.torch_internals import tree_flatten_with_path
+from lightning_shard.data.tree import named_leaves
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -19,8 +18,8 @@ class SplitSummary:
     Attributes:
         split: The dims of each entry along which it is split over ranks.
         whole: The dtype of each entry that every rank holds whole.
-        split_bytes: Of all split entries together, on all ranks.
-        whole_bytes: Of all whole entries, on one rank.
+        split_bytes: Bytes of all split entries together, on all ranks.
+        whole_bytes: Bytes of all whole entries, on one rank.
     """
 
     split: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -49,18 +48,22 @@ class SplitSummary:
 
 
 class Announcements:
-    """Say once in a run what is split, and warn of a domain for which nothing is."""
+    """Prints once in a run which entries are split, and warns if none is.
+
+    Rank 0 prints.
+    """
 
     def __init__(self) -> None:
+        """Begin with nothing printed."""
         self._said: set[tuple[TrainerFn | None, str]] = set()
 
     def say(self, summary: SplitSummary, stage: TrainerFn | None, ranks: int) -> None:
-        """Say it on the first rank, unless it was said of this stage.
+        """Print it on the first rank, unless this stage has printed it.
 
         Args:
-            summary: Of a batch.
-            stage: What the Trainer does.
-            ranks: Those that share each sample.
+            summary: The summary of a batch.
+            stage: The stage of the Trainer.
+            ranks: The number of ranks that share each sample.
         """
         if (stage, str(summary)) in self._said:
             return
@@ -75,10 +78,10 @@ def split_summary(batch: Any) -> SplitSummary:
     split: dict[str, tuple[int, ...]] = {}
     whole: dict[str, str] = {}
     bytes_of = {True: 0, False: 0}
-    for path, leaf in tree_flatten_with_path(opened(batch))[0]:
+    for path, leaf in named_leaves(batch):
         if not isinstance(leaf, Tensor):
             continue
-        name = ".".join(_word(step) for step in path) or "batch"
+        name = ".".join(map(str, path)) or "batch"
         dims = leaf.subdomain.layout.split_dims if isinstance(leaf, DomainTensor) else ()
         bytes_of[bool(dims)] += leaf.numel() * leaf.dtype.itemsize
         if dims:
@@ -86,11 +89,3 @@ def split_summary(batch: Any) -> SplitSummary:
         else:
             whole[name] = str(leaf.dtype).removeprefix("torch.")
     return SplitSummary(split, whole, bytes_of[True], bytes_of[False])
-
-
-def _word(step: Any) -> str:
-    """A key, an index or an attribute on the way to an entry."""
-    for kind in ("key", "idx", "name"):
-        if hasattr(step, kind):
-            return str(getattr(step, kind))
-    return str(step)

@@ -18,7 +18,7 @@ from lightning_shard.processes import device as devices
 from lightning_shard.processes.device import DEVICES, Device, Rates, device_of
 from lightning_shard.processes.failures.failure import is_lost_connection
 from lightning_shard.processes.forking import initialised_accelerator
-from lightning_shard.processes.group import start_process_group
+from lightning_shard.processes.start import start_process_group
 
 ROOT = Path(lightning_shard.__file__).parent
 NAMES = re.compile(r"\b(cuda|xpu|hpu|mps|npu|mtia|nccl|xccl|hccl|ccl)\b")
@@ -29,7 +29,7 @@ NAMED = {
     "__init__.py": "imports that side",
     "tensor/facts.py": "torch's own list of attributes",
     "cli/config_checks.py": "Lightning's `gpu` is Apple's, where there is one",
-    "processes/torch_internals.py": "says what breaks",
+    "processes/torch_private/internals.py": "says what breaks",
 }
 
 

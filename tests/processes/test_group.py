@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning_shard import HybridShardStrategy, process_info, start_process_group
 from lightning_shard.processes import agreement
 from lightning_shard.processes.agreement import agree
-from lightning_shard.processes.group import join
+from lightning_shard.processes.start import join
 from tests.training import loader, make, trainer
 
 
@@ -179,7 +179,7 @@ def test_rank_that_is_not_started():
 
 def test_two_processes_on_one_device():
     """As before NCCL's start, with the device's identity given: it needs no GPU."""
-    with mock.patch("lightning_shard.processes.group._identity", return_value="H200 of host"):
+    with mock.patch("lightning_shard.processes.start._identity", return_value="H200 of host"):
         found, seconds = started([0, 1], 2, device=torch.device("cuda", 0))
     sentence = "DisagreementError: ranks 0 and 1 use the same device, H200 of host; start one"
     assert all(text.startswith(sentence) for text in found.values()), found

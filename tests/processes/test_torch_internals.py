@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_shard
-from lightning_shard.processes import torch_internals
+from lightning_shard.processes.torch_private import internals
 
 # of modules of torch 2.11, as they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -15,7 +15,7 @@ ROOT = Path(lightning_shard.__file__).parent
 
 
 def test_every_internal_name_is_there():
-    assert torch_internals.missing() == []
+    assert internals.missing() == []
 
 
 def _private(name: str) -> bool:
@@ -60,7 +60,7 @@ def _defined(tree: ast.AST) -> set[str]:
     return found
 
 
-PAGES = ("processes/torch_internals.py", "trainer/host.py")  # of torch and of Lightning
+PAGES = ("processes/torch_private/internals.py", "trainer/host.py")  # of torch and of Lightning
 PUBLIC = {"_exit", "_getframe", "_replace"}  # which Python documents
 
 
@@ -80,11 +80,11 @@ def test_no_other_file_uses_private_names():
 def test_a_removed_name_is_listed_with_what_breaks(monkeypatch):
     monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
     monkeypatch.delattr(torch.distributed.device_mesh.DeviceMesh, "_flatten")
-    lost = torch_internals.missing()
+    lost = internals.missing()
     assert [line.partition(":")[0] for line in lost] == [
         "torch._C._is_any_autocast_enabled",
         "torch.distributed.device_mesh.DeviceMesh._flatten",
     ]
-    torch_internals.internal.cache_clear()
+    internals.internal.cache_clear()
     with pytest.raises(ImportError, match=r"(?s)_is_any_autocast_enabled.*_flatten"):
-        torch_internals.internal("torch._C._is_any_autocast_enabled")
+        internals.internal("torch._C._is_any_autocast_enabled")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_shard.processes.torch_internals import new_world, own_world, use_world
+from lightning_shard.processes.torch_private.internals import new_world, own_world, use_world
 from lightning_shard.trainer.profile.traffic import SENT
 
 _VARIABLES = ("RANK", "LOCAL_RANK")

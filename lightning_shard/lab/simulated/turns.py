@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from lightning_shard.lab.simulated.state import State
+from lightning_shard.processes.errors import LightningShardError
 
 Ready = Callable[[], bool]
 
 
-class StuckError(RuntimeError):
+class StuckError(LightningShardError, RuntimeError):
     """No simulated rank can go on; the message names what each of them waits for."""
 
 

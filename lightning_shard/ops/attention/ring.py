@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.comm import Route, add_to_owners, exchange
-from lightning_shard.processes.typed import typed_torch
+from lightning_shard.processes.torch_private.typed import typed_torch
 
 TILE = 2**20  # elements of a tile of weights: smaller ones take longer, larger ones memory
 

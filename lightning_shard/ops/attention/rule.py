@@ -64,7 +64,7 @@ from lightning_shard.ops.attention.ring import Ring, ring_attention
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.elementwise.random import own_random_state
 from lightning_shard.ops.registry import implements
-from lightning_shard.processes.torch_internals import left_aligned
+from lightning_shard.processes.torch_private.internals import left_aligned
 
 BALANCE = 0.75  # the least mean load of the ranks, relative to the greatest, for all_to_all
 RING_BYTES = 2**27  # of keys and values, from which on they are not gathered

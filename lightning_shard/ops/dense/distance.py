@@ -17,7 +17,7 @@ from lightning_shard.ops.dense.linear import contract
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, sum_
 from lightning_shard.ops.registry import implements
-from lightning_shard.processes.typed import linalg, typed_torch
+from lightning_shard.processes.torch_private.typed import linalg, typed_torch
 
 Operand = Subdomain | Tensor
 

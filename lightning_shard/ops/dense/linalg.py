@@ -18,7 +18,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.reshape import unsqueeze
-from lightning_shard.processes.typed import linalg
+from lightning_shard.processes.torch_private.typed import linalg
 
 Operand = Subdomain | Tensor
 LIMITS = "the matrix dims (the last two) must be whole"

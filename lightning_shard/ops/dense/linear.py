@@ -33,7 +33,7 @@ from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.elementwise.pointwise import elementwise
 from lightning_shard.ops.reduce.sums import sum_
 from lightning_shard.ops.registry import implements, listed
-from lightning_shard.processes.typed import linalg, typed_torch
+from lightning_shard.processes.torch_private.typed import linalg, typed_torch
 
 Operand = Subdomain | Tensor
 

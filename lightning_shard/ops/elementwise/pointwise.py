@@ -18,7 +18,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split, made_from_split
 from lightning_shard.ops.registry import implements, is_in_place, rule_for
 from lightning_shard.processes.device import DEVICES
-from lightning_shard.processes.torch_internals import (
+from lightning_shard.processes.torch_private.internals import (
     OperatorPacket,
     accessors,
     functions_of_cpp,

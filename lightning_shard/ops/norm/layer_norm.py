@@ -16,7 +16,7 @@ from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.norm.groups import groups_of
 from lightning_shard.ops.norm.normalize import normalize_groups
 from lightning_shard.ops.registry import implements, rule_for
-from lightning_shard.processes.typed import typed_torch
+from lightning_shard.processes.torch_private.typed import typed_torch
 
 
 @implements(F.layer_norm, torch.layer_norm, limits="only the input may be split")

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from lightning_shard.domain.memory import format_of
 from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
-from lightning_shard.processes.torch_internals import in_transform
+from lightning_shard.processes.torch_private.internals import in_transform
 
 _sums = torch.ops.aten.native_batch_norm_backward
 

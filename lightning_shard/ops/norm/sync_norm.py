@@ -15,8 +15,8 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.norm.batch_norm import update_running
 from lightning_shard.ops.norm.normalize import normalized
 from lightning_shard.ops.registry import implements
-from lightning_shard.processes.torch_internals import SyncBatchNorm
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.internals import SyncBatchNorm
+from lightning_shard.processes.torch_private.typed import integers
 
 
 @implements(

@@ -25,7 +25,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.uneven import exchange_rows, spans_of, told_to_all
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.registry import composes, implements
-from lightning_shard.processes.typed import typed_torch
+from lightning_shard.processes.torch_private.typed import typed_torch
 
 
 @implements(torch.histc, Tensor.histc)

@@ -14,7 +14,7 @@ from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed
 from lightning_shard.ops.registry import implements
-from lightning_shard.processes.typed import special
+from lightning_shard.processes.torch_private.typed import special
 
 
 @implements(torch.softmax, Tensor.softmax, F.softmax, special.softmax, limits="name the dim")

@@ -18,7 +18,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import Transfer, transferred
 from lightning_shard.domain.uneven import exchange_rows, spans_of
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.typed import integers
 
 
 def sorted_rows(x: Subdomain, *, descending: bool) -> tuple[Subdomain, Subdomain]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
-from lightning_shard.processes.typed import fft
+from lightning_shard.processes.torch_private.typed import fft
 
 Frequencies = tuple[int, ...]
 

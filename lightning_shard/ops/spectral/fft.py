@@ -17,7 +17,7 @@ from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
 from lightning_shard.ops.view.entries import expanded_index
 from lightning_shard.ops.view.index import getitem, take_rows
 from lightning_shard.ops.window.shift import roll
-from lightning_shard.processes.typed import fft
+from lightning_shard.processes.torch_private.typed import fft
 
 Lazy = Spectrum | Canvas
 LIMITS = "modes assigned twice to a place, or to a part of a dim that is not transformed"

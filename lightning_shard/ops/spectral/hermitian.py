@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.ops.registry import composes, name_of
-from lightning_shard.processes.typed import fft
+from lightning_shard.processes.torch_private.typed import fft
 
 _OTHER_WAY = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
 

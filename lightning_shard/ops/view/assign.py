@@ -24,7 +24,7 @@ from lightning_shard.ops.view.assign_chosen import assign_chosen, picks_of
 from lightning_shard.ops.view.entries import covers, expanded_index
 from lightning_shard.ops.view.index import getitem, range_of, row_of
 from lightning_shard.ops.view.reshape import unsqueeze
-from lightning_shard.processes.torch_internals import storage_key
+from lightning_shard.processes.torch_private.internals import storage_key
 
 
 @implements(Tensor.__setitem__, limits="no None")

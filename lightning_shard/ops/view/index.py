@@ -18,7 +18,7 @@ from lightning_shard.ops.view.lookup import looked_up
 from lightning_shard.ops.view.mask import masked_rows, nonzero
 from lightning_shard.ops.view.permute import permuted
 from lightning_shard.ops.view.reshape import unsqueeze
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.typed import integers
 
 SHORT = 4096  # a plain list of so many rows is read by every rank
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, listed
-from lightning_shard.processes.torch_internals import accessors
+from lightning_shard.processes.torch_private.internals import accessors
 
 
 def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:

@@ -25,8 +25,8 @@ from lightning_shard.ops.registry import implements, listed
 from lightning_shard.ops.view.aligned import Operand, as_split, brought
 from lightning_shard.ops.view.index import chosen_rows
 from lightning_shard.ops.view.reshape import flatten, unsqueeze
-from lightning_shard.processes.torch_internals import meshgrid as meshgrid_of_cpp
-from lightning_shard.processes.typed import integers, typed_torch
+from lightning_shard.processes.torch_private.internals import meshgrid as meshgrid_of_cpp
+from lightning_shard.processes.torch_private.typed import integers, typed_torch
 
 
 @implements(Tensor.repeat, torch.tile, Tensor.tile)

@@ -21,7 +21,7 @@ from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, listed
-from lightning_shard.processes.typed import typed_torch
+from lightning_shard.processes.torch_private.typed import typed_torch
 
 
 def reshape_to(x: Subdomain, shape: Sequence[int]) -> Subdomain:

@@ -11,7 +11,7 @@ from lightning_shard.domain.layout import partition
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, name_of
 from lightning_shard.ops.view.index import getitem, strided
-from lightning_shard.processes.typed import integers
+from lightning_shard.processes.torch_private.typed import integers
 
 _DIM_OF: dict[Callable[..., Any], int] = {
     torch.hsplit: 1, Tensor.hsplit: 1,

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Copied, Subdomain, written_in_inference
 from lightning_shard.ops.view.assign import setitem
-from lightning_shard.processes.torch_internals import base_of, version_of, views_replayed
+from lightning_shard.processes.torch_private.internals import base_of, version_of, views_replayed
 
 
 def refuse_lost_write(target: Subdomain) -> None:

@@ -33,7 +33,7 @@ from lightning_shard.domain.halo import (
 )
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.window.strips import Plan, Window
-from lightning_shard.processes.torch_internals import in_transform
+from lightning_shard.processes.torch_private.internals import in_transform
 
 _gradients = torch.ops.aten.convolution_backward
 

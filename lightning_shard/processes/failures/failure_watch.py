@@ -41,7 +41,7 @@ from lightning_shard.processes.failures.failure import (
 from lightning_shard.processes.failures.heartbeats import Heartbeats
 from lightning_shard.processes.failures.stopped_workers import STOPPED_S, StoppedWorkers
 from lightning_shard.processes.failures.store_thread import ANSWER_S, StoreThread
-from lightning_shard.processes.torch_internals import default_store
+from lightning_shard.processes.torch_private.internals import default_store
 from lightning_shard.processes.variables import launcher_holds_store
 
 POLL_S = 0.5

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_shard.processes.place import has_ended, own_place
+from lightning_shard.processes.failures.linux_processes import has_ended, own_place
 
 SILENT_S = 30.0  # without a heartbeat of a rank that is waited for, on another machine
 

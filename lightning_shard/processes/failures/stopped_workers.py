@@ -8,7 +8,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from lightning_shard.processes.place import is_stopped
+from lightning_shard.processes.failures.linux_processes import is_stopped
 
 STOPPED_S = 30.0  # who stops a whole run for a while, as by Ctrl-Z, stops this process, too
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import store_of_attempt
-from lightning_shard.processes.torch_internals import read_numbers_of_dtensors
+from lightning_shard.processes.torch_private.internals import read_numbers_of_dtensors
 
 WAIT_S = 120.0  # for the other ranks
 _reads: Counter[tuple[int, ...]] = Counter()  # of the tensors of these ranks, so far

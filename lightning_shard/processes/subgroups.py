@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from lightning_shard.processes.torch_internals import splits
+from lightning_shard.processes.torch_private.internals import splits
 
 
 @contextmanager

@@ -306,7 +306,7 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 
 
 def _of_this_rank(path: str) -> Any:
-    """As `internal`, of what each simulated rank has its own."""
+    """Return what torch has at the path now; it is another object for ranks that are threads."""
     assert path in INTERNALS, path
     return _find(path)
 

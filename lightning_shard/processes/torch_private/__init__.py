@@ -1,0 +1,1 @@
+"""torch's private names and missing types, which all rooms may import."""
