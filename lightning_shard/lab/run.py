@@ -16,6 +16,8 @@ between one process and several is the work of this package.
 
 import contextlib
 import copy
+import difflib
+import inspect
 import logging
 import math
 import os
@@ -41,12 +43,12 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.data.tree import leaves_of, map_leaves
-from lightning_shard.lab.arguments import Mesh
 from lightning_shard.lab.batches import STEPS, Stage
 from lightning_shard.lab.simulate import simulate
 from lightning_shard.processes.launch import launch
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
+Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
 T = TypeVar("T")
 
 # arguments of a Trainer that prints nothing, leaves no files, and takes batches in the given order
@@ -234,3 +236,57 @@ def _loaders(task: Task) -> dict[str, Any]:
 
 def _loader(batches: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(batches, **options)  # a list serves as a dataset
+
+
+def as_mesh(mesh: int | str | Sequence[int]) -> Mesh:
+    """Return a mesh in its one form: data replicas, and then the ranks along each split dim.
+
+    Args:
+        mesh: A number of ranks that share each sample; or data replicas and ranks along each split
+            dim, as `(2, 4)` or as the command line writes it, "2x4".
+
+    Raises:
+        ValueError: It is no such mesh.
+    """
+    if isinstance(mesh, int):
+        sizes = [1, mesh]
+    elif isinstance(mesh, str):
+        sizes = [int(size) if size.isdecimal() else 0 for size in mesh.split("x")]
+    else:
+        sizes = list(mesh)
+    if len(sizes) < 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(
+            f"a mesh is data replicas x ranks of a domain, such as (2, 2); got {mesh!r}."
+        )
+    return tuple(sizes)
+
+
+def trainer_options(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function passes on to the Trainer, once their names are checked.
+
+    Args:
+        function: A public function with `**trainer`.
+        given: What it got as `**trainer`.
+
+    Raises:
+        TypeError: Neither the function nor the Trainer has an argument of such a name, or the
+            function chooses that argument of the Trainer itself.
+    """
+    ours = set(inspect.signature(function).parameters) - {"trainer"}
+    chosen = {*_QUIET, "strategy", "callbacks", "devices", "num_nodes", "max_steps"}
+    known = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    for name in given:
+        if name in ("domain_parallel_size", "data_parallel_size", "processes"):
+            raise TypeError(
+                f"{function.__name__}() has no argument {name!r}; give the ranks as mesh, data "
+                "replicas and then the ranks along each split dim: mesh=(1, 2)."
+            )
+        if name in chosen:
+            raise TypeError(f"{function.__name__}() chooses {name!r} of the Trainer itself.")
+        if name not in known:
+            near = difflib.get_close_matches(name, [*ours, *(known - chosen)], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(
+                f"neither {function.__name__}() nor the Trainer has an argument {name!r}{hint}"
+            )
+    return dict(given)
