@@ -32,7 +32,7 @@ SHARED = {
     "processes/failures/failure_watch:_resting": "watches processes",
     "processes/failures/failure_watch:_runs": "watches processes",
     "processes/forking:_OF_PARENT": "belongs to forked processes",
-    "processes/meeting:_of_meetings": "belongs to ranks that meet at an address",
+    "processes/store:_of_meetings": "belongs to ranks that meet at an address",
     "tensor/compiled:_LAYOUTS": "counts what has been compiled, which serves all ranks",
     "tensor/compiled:_REGIONS": "what has been compiled serves all ranks",
     "tensor/wrong_calls:_accepted": "whether torch takes a call follows from its shapes alone",
