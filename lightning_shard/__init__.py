@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_shard.checkpoint.state import save_weights as save_weights
+    from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
-    from lightning_shard.checkpoint.whole_files import UnsafeFileError as UnsafeFileError
+    from lightning_shard.checkpoint.weights import save_weights as save_weights
     from lightning_shard.data.slab import Slab as Slab
     from lightning_shard.data.slab import slab_of as slab_of
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lightning_shard.lab.certify import certify as certify
     from lightning_shard.lab.check import check as check
     from lightning_shard.lab.forecast import plan as plan
+    from lightning_shard.lab.simulate import simulate as simulate
+    from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -37,11 +39,10 @@ if TYPE_CHECKING:
     from lightning_shard.points.neighbours import knn as knn
     from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
+    from lightning_shard.processes.errors import LightningShardError as LightningShardError
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
-    from lightning_shard.processes.simulate import simulate as simulate
-    from lightning_shard.processes.simulated.turns import StuckError as StuckError
     from lightning_shard.processes.start import start_process_group as start_process_group
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
     from lightning_shard.tensor import functional as functional
@@ -80,6 +81,7 @@ __all__ = [
     "EpochReport",
     "HybridShardStrategy",
     "Layout",
+    "LightningShardError",
     "PredictionWriter",
     "ProcessInfo",
     "RunReport",
@@ -174,17 +176,18 @@ _MODULES = {
     "clip_grad_norm_": "fsdp.clip",
     "clip_grad_value_": "fsdp.clip",
     "load_weights": "checkpoint.weights",
-    "save_weights": "checkpoint.state",
-    "UnsafeFileError": "checkpoint.whole_files",
+    "save_weights": "checkpoint.weights",
+    "UnsafeFileError": "checkpoint.errors",
     # processes and meshes
     "launch": "processes.launch",
-    "simulate": "processes.simulate",
-    "StuckError": "processes.simulated.turns",
+    "simulate": "lab.simulate",
+    "StuckError": "lab.simulated.turns",
     "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
+    "LightningShardError": "processes.errors",
     # a step, rehearsed on this machine
     "check": "lab.check",
     "certify": "lab.certify",

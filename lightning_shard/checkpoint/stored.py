@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.processes.narrow import is_dict, is_list
 from lightning_shard.processes.torch_private.internals import local_shape_and_offset
-from lightning_shard.processes.torch_private.typed import is_dict, is_list
 
 Region = tuple[slice, ...]
 
@@ -20,7 +20,7 @@ class StoredTensor:
 
     Attributes:
         shape: Its whole shape.
-        dtype: As it is stored.
+        dtype: The dtype in the file.
         read: Gives the part in a region, one slice for each dim, in memory of its own or mapped.
     """
 

@@ -44,7 +44,7 @@ def split_inputs(
             floating-point argument of 3 dims or more. A mapping: the dims of each argument by its
             name, such as `{"sample": 2}`; arguments that are not named stay whole.
         methods: The methods that take whole tensors, such as "encode" and "decode".
-        gather: Whether results are whole on every rank. With False they stay split, and another
+        gather: True makes results whole on every rank. With False they stay split, and another
             module that is called within `split_inputs` takes them as they are.
 
     Raises:
@@ -87,7 +87,7 @@ def _method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def _signature(module: nn.Module, name: str) -> inspect.Signature:
-    """As the class has it: of a method that FSDP2 has wrapped, inspect leaves out an argument."""
+    """Return the signature in the class; of a method that FSDP2 wraps, an argument is lost."""
     of_class = getattr(type(module), name, None)
     return inspect.signature(of_class.__get__(module) if of_class else getattr(module, name))
 
@@ -191,7 +191,7 @@ def _by_parameter(bound: inspect.BoundArguments, values: Iterator[Any]) -> dict[
 
 
 def _identities(value: Any) -> tuple[Any, ...]:
-    """What is the same on all ranks that call alike."""
+    """Return values that are equal on all ranks that make the same call."""
     return tuple(identity_of(x) if isinstance(x, Tensor) else repr(x) for x in _leaves(value))
 
 

@@ -1,4 +1,4 @@
-"""Says that an exception left no checkpoint, where `save_on_exception` asked for one.
+"""Reports that an exception left no checkpoint, where `save_on_exception` asked for one.
 
 Ranks can save together only if all of them stop. After Ctrl-C one of them may wait in a collective
 for another, so that they are in different steps.
@@ -16,16 +16,16 @@ from lightning_shard.trainer.host import add_once
 
 
 class InterruptedSave(Callback):
-    """Comes before all ModelCheckpoints, which otherwise say that they have saved."""
+    """Runs before all ModelCheckpoints, which would otherwise report that they have saved."""
 
-    def __init__(self, cut_off: Callable[[], bool], last_whole: Callable[[], Any]) -> None:
-        """Note whom to ask.
+    def __init__(self, is_disconnected: Callable[[], bool], last_whole: Callable[[], Any]) -> None:
+        """Keep the two questions that are asked when an exception comes.
 
         Args:
-            cut_off: Whether the ranks cannot save together.
-            last_whole: Gives the path of the last checkpoint that they saved; None: there is none.
+            is_disconnected: Returns True if the ranks cannot save together.
+            last_whole: Returns the path of the last checkpoint that they saved, or None.
         """
-        self._cut_off, self._last_whole = cut_off, last_whole
+        self._is_disconnected, self._last_whole = is_disconnected, last_whole
         self._silenced: list[ModelCheckpoint] = []
 
     @override
@@ -39,10 +39,10 @@ class InterruptedSave(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Tell it in one line on each rank."""
+        """Print it in one line on each rank, and keep ModelCheckpoint from saving."""
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         saving = [callback for callback in saving if callback.save_on_exception]
-        if not saving or not self._cut_off():
+        if not saving or not self._is_disconnected():
             return
         self._silenced = saving
         for callback in saving:
@@ -56,7 +56,7 @@ class InterruptedSave(Callback):
 
 
 def say_what_was_not_saved(
-    trainer: Trainer, cut_off: Callable[[], bool], last_whole: Callable[[], Any]
+    trainer: Trainer, is_disconnected: Callable[[], bool], last_whole: Callable[[], Any]
 ) -> None:
     """Add the callback to a Trainer, once."""
-    add_once(trainer, InterruptedSave(cut_off, last_whole), first=True)
+    add_once(trainer, InterruptedSave(is_disconnected, last_whole), first=True)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.checkpoint import directory as sharded_directory
+from lightning_shard.checkpoint.errors import UnsafeFileError
 from lightning_shard.checkpoint.foreign import OWN, as_lightning
 from lightning_shard.checkpoint.state import (
     full,
@@ -25,7 +26,6 @@ from lightning_shard.checkpoint.state import (
     share_buffers,
 )
 from lightning_shard.checkpoint.weights import load_module_state
-from lightning_shard.checkpoint.whole_files import UnsafeFileError
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.processes.mesh import sizes_of
 from lightning_shard.processes.subgroups import writing_group
@@ -54,26 +54,20 @@ class Saver:
     All ranks call each method, since all hold a part of what is saved.
     """
 
-    def __init__(
-        self,
-        file_format: Format = "auto",
-        *,
-        in_background: bool = False,
-        timeout_s: float = 1800.0,
-    ) -> None:
+    def __init__(self, file_format: Format = "auto", *, timeout_s: float = 1800.0) -> None:
         """Choose how checkpoints are written.
 
         Args:
-            file_format: "single": Lightning's file. "sharded": a directory. "auto": by size.
-            in_background: Whether training goes on while a directory is written.
+            file_format: "single": Lightning's file. "sharded": a directory. "async": a directory
+                that is written while training goes on. "auto": a file or a directory, by size.
             timeout_s: Seconds that a rank waits for the others while it writes.
 
         Raises:
-            ValueError: An option has no such value, or the two exclude each other.
+            ValueError: There is no such format.
         """
-        refuse_other_formats(file_format, in_background)
+        refuse_other_formats(file_format)
         self.format: Format = file_format
-        self.in_background, self.timeout_s = in_background, timeout_s
+        self.timeout_s = timeout_s
         self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
         self._own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole
@@ -81,8 +75,8 @@ class Saver:
         self._pending_path: str | Path | None = None
 
     def options(self) -> dict[str, str]:
-        """Name what all ranks must have alike, with its value."""
-        return {"checkpoint_format": self.format, "async_checkpoint": str(self.in_background)}
+        """Return the options that must be equal on all ranks, by name."""
+        return {"checkpoint_format": self.format}
 
     def gather_module(self, module: nn.Module) -> dict[str, Any]:
         """Read the state of the module, with shards as they are."""
@@ -98,8 +92,8 @@ class Saver:
         """Note the random numbers with which a training step begins.
 
         Args:
-            number: Of the step.
-            device: Whose numbers they are, beside those of the CPU.
+            number: The number of the step.
+            device: The device whose generator is noted beside the CPU's.
         """
         self._begun = (number, random_state(device))
 
@@ -112,15 +106,15 @@ class Saver:
         step: int | None = None,
         orders: Sequence[dict[str, Any] | None] = (),
     ) -> dict[str, Any]:
-        """Add to the checkpoint what this package needs to resume.
+        """Add to the checkpoint the mesh, versions and random numbers with which a run resumes.
 
         Args:
-            checkpoint: Lightning's.
-            mesh: All processes.
-            device: Whose random numbers go into it, beside those of the CPU.
+            checkpoint: The checkpoint that Lightning has made.
+            mesh: The mesh of all processes.
+            device: The device whose generator is saved beside the CPU's.
             step: The step that is not complete, as on an exception. A resumed run makes it again,
                 so the random numbers are those with which it began.
-            orders: For each loader, the numbers from which the order of its samples was drawn.
+            orders: The numbers from which the order of samples was drawn, for each loader.
         """
         entry: dict[str, Any] = {
             "mesh": sizes_of(mesh),
@@ -150,21 +144,19 @@ class Saver:
         """Write a marked checkpoint, as a file or a directory.
 
         Args:
-            checkpoint: What `mark` returned.
-            path: The same on all ranks.
-            io: What writes a file.
-            module: Whose buffers go to all ranks, and which names the parameters.
-            optimizers: In the order of the checkpoint's states.
-            storage_options: For `io`.
+            checkpoint: The value that `mark` returned.
+            path: The same path on all ranks.
+            io: The plug-in that writes a file.
+            module: The module that names the parameters; its buffers go to all ranks.
+            optimizers: The optimizers in the order of the checkpoint's states.
+            storage_options: Options that `io` takes.
 
         Raises:
             ValueError: The format is "sharded" and the path on no mounted file system.
         """
         self.finish()
         share_buffers(checkpoint.get("state_dict", {}), module)  # of averages, say, of a callback
-        if is_directory(
-            self.format, checkpoint, path, io, later=self.in_background, options=storage_options
-        ):
+        if is_directory(self.format, checkpoint, path, io, options=storage_options):
             names = [parameter_names(optimizer, module) for optimizer in optimizers]
             self._write_directory(checkpoint, local_path(path), names)
         else:
@@ -186,7 +178,7 @@ class Saver:
         about |= {key: own[key] for key in ("mesh", "versions")}
         about["world_size"] = dist.get_world_size()
         about["hyper_parameters"] = checkpoint.get("hyper_parameters", {})
-        if not self.in_background:
+        if self.format != "async":
             sharded_directory.write(path, tensors, rest, about)
             return
         group = writing_group(self.timeout_s)
@@ -221,11 +213,11 @@ class Saver:
         """Read a file or a directory, also of other programs, as a checkpoint of Lightning's.
 
         Args:
-            path: Of either.
-            io: What reads a file.
-            module: Whose names tell how the weights of other programs are meant.
-            weights_only: Whether code in the file is refused; None: the default, which it is.
-            into_sharded: Whether the module is loaded only once it is sharded.
+            path: The file or the directory.
+            io: The plug-in that reads a file.
+            module: Its names tell how the weights of other programs are meant.
+            weights_only: False if code in the file may run; None, the default, refuses it.
+            into_sharded: True if the module is loaded only once it is sharded.
 
         Raises:
             UnsafeFileError: The file holds code.
@@ -279,7 +271,7 @@ class Saver:
             load_optimizer_state(optimizer, state, module)
 
     def order(self, loader: int) -> dict[str, Any] | None:
-        """The numbers from which the run that saved drew the order of the samples of a loader."""
+        """Return the numbers from which the run that saved drew the sample order of a loader."""
         orders = self._own.get("orders", ()) if self._own is not None else ()
         return orders[loader] if loader < len(orders) else None
 

@@ -1,7 +1,7 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`.
 
 Every method that Lightning calls is on this page. The work is done by five parts, which know
-nothing of each other: `Processes`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
+nothing of each other: `ProcessMesh`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -22,20 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import ShardDims, shard_batch, split_dims
 from lightning_shard.fsdp.materialize import is_deferred
-from lightning_shard.fsdp.options import FlatOptions, ShardingOptions, sharding_options
+from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.replica_world import replica_world
-from lightning_shard.trainer import processes
+from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
-from lightning_shard.trainer.checkpoint_io import complete_io, written_as
-from lightning_shard.trainer.count_once import count_domains_once
+from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.host import (
@@ -45,6 +44,7 @@ from lightning_shard.trainer.host import (
     tell_mesh,
 )
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
+from lightning_shard.trainer.metrics_once import count_domains_once
 from lightning_shard.trainer.ordered_batches import unfinished_step
 from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.peers import Peers
@@ -53,7 +53,7 @@ from lightning_shard.trainer.precision import (
     refuse_to_drop_imaginary_parts,
     use_device,
 )
-from lightning_shard.trainer.processes import Processes
+from lightning_shard.trainer.process_mesh import ProcessMesh
 from lightning_shard.trainer.random_state import share_random_state
 from lightning_shard.trainer.requeue import save_before_requeue
 from lightning_shard.trainer.sample_order import SampleOrder
@@ -83,7 +83,7 @@ class HybridShardStrategy(NotCompiled):
         shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
         exact_random: bool | None = None,
         sharding: Sharding | ShardingOptions = "full",
-        checkpoint_format: Literal["auto", "single", "sharded", "async"] = "auto",
+        checkpoint_format: Format = "auto",
         init_weights_from: str | dict[str, str] | None = None,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
@@ -92,7 +92,6 @@ class HybridShardStrategy(NotCompiled):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **flat: Unpack[FlatOptions],
     ) -> None:
         """Describe the mesh.
 
@@ -108,12 +107,12 @@ class HybridShardStrategy(NotCompiled):
                 with the same spatial extents, such as integer classes (B, *spatial). An int or a
                 list: these dims instead. A dict: for each batch entry its dims; entries that are
                 not named stay whole. A run says what it splits.
-            exact_random: Whether dropout of split tensors draws the numbers of one process, at the
+            exact_random: True if dropout of split tensors draws the numbers of one process, at the
                 cost of drawing those of the whole tensor on each rank; None leaves what
                 `use_exact_random` chose. It holds until the fit, test or prediction ends.
-            sharding: How parameters are spread over the processes: one of the modes "full",
-                "gradients", "none" and "hybrid", or all of `ShardingOptions`, whose other options
-                then keep their defaults unless given.
+            sharding: The mode by which parameters are spread over the processes, "full",
+                "gradients", "none" or "hybrid"; or `ShardingOptions`, which hold the mode and all
+                other options of parameters.
             checkpoint_format: "single": Lightning's file, whole. "sharded": a directory, to which
                 each process writes its part. "async": such a directory, written while training
                 goes on. "auto": a file up to 16 GiB of weights and optimizer state, then a
@@ -125,16 +124,15 @@ class HybridShardStrategy(NotCompiled):
             accelerator: Set by the Trainer.
             parallel_devices: Set by the Trainer.
             cluster_environment: Set by the Trainer.
-            checkpoint_io: How files are written; by default Lightning's.
+            checkpoint_io: The plug-in that writes files; by default Lightning's.
             precision_plugin: Set by the Trainer.
-            flat: Options of `ShardingOptions` by their own names, which is deprecated.
 
         Raises:
             ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
-        later = flat.pop("async_checkpoint", None)
-        options = self.sharding_options = sharding_options(sharding, flat)
-        self.processes = Processes(
+        options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
+        self.sharding_options = options
+        self.processes = ProcessMesh(
             data_parallel_size,
             domain_parallel_size,
             shard_size=(options.shard_size or "node") if options.mode == "hybrid" else None,
@@ -142,8 +140,7 @@ class HybridShardStrategy(NotCompiled):
             backend=process_group_backend,
         )
         self.peers = Peers(self._is_interrupted)
-        file_format, in_background = written_as(checkpoint_format, later)
-        self.saver = Saver(file_format, in_background=in_background, timeout_s=timeout_s)
+        self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
         self.steps = Steps(whole_until_backward=options.mode == "gradients")
         super().__init__(
@@ -166,7 +163,7 @@ class HybridShardStrategy(NotCompiled):
         self._last_checked: Any = None
         self._announced = Announcements()
 
-    # What the mesh is, for others to ask.
+    # The mesh.
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -200,7 +197,7 @@ class HybridShardStrategy(NotCompiled):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks before it injects a sampler."""
+        """Return True; Lightning reads it before it injects a sampler."""
         return True
 
     @property
@@ -212,7 +209,7 @@ class HybridShardStrategy(NotCompiled):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of a domain read the same samples, data replicas different ones."""
+        """The number of data replicas and the place of this rank among them."""
         return {
             "num_replicas": self.world_size // self.domain_size,
             "rank": self.processes.replica(self.global_rank),
@@ -231,7 +228,7 @@ class HybridShardStrategy(NotCompiled):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """The launcher's, also of launchers that Lightning does not know."""
+        """The environment of the launcher, also of launchers that Lightning does not know."""
         return self._environment
 
     @cluster_environment.setter
@@ -260,21 +257,21 @@ class HybridShardStrategy(NotCompiled):
             clip_over_shards(precision_plugin)
 
     def set_world_ranks(self) -> None:
-        """Let the environment and the printing functions know the rank of this process."""
+        """Give the environment and the printing functions the rank of this process."""
         if self.cluster_environment is not None:
-            processes.tell_ranks(
+            process_mesh.tell_ranks(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
             )
-        processes.print_on_first_only(self.global_rank)
+        process_mesh.print_on_first_only(self.global_rank)
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.processes.fits_itself:  # an elastic launcher may have started fewer nodes
-            self.num_nodes = processes.started_nodes(
+            self.num_nodes = process_mesh.started_nodes(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
             )
-        self._launcher = processes.launcher_of(
+        self._launcher = process_mesh.launcher_of(
             self, self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
         )
 
@@ -305,7 +302,7 @@ class HybridShardStrategy(NotCompiled):
         )
         if self.world_size > 1:
             say_what_was_not_saved(
-                self._module.trainer, self.peers.cut_off, lambda: self.saver.last_written
+                self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )
             save_before_requeue(self._module.trainer, self.cluster_environment)
             leave_together_on_sigterm(
@@ -323,7 +320,7 @@ class HybridShardStrategy(NotCompiled):
         return {
             **self.config,
             **{name: str(value) for name, value in own.items()},
-            **processes.trainer_options(self._module.trainer),
+            **process_mesh.trainer_options(self._module.trainer),
             **self.saver.options(),
             **self.sharding_options.described(),
         }
@@ -331,7 +328,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """With `empty_init`, tensors are made on the meta device, and get memory in setup."""
+        """Make tensors on the meta device with `empty_init`; setup gives them memory."""
         if not empty_init:
             with super().tensor_init_context(empty_init):
                 yield
@@ -342,7 +339,7 @@ class HybridShardStrategy(NotCompiled):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether the module has memory to load into only once it is sharded.
+        """Return True if the module has memory to load into only once it is sharded.
 
         Lightning asks before setup and after it, and must hear the same.
         """
@@ -352,7 +349,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Each stage needs what the one before it has made."""
+        """Prepare plug-ins, parameters and optimizers in this order: each needs those before it."""
         self._set_up_plugins(trainer)
         self._shard_parameters(trainer)
         self._share_among_ranks(trainer)
@@ -444,7 +441,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A step that an exception ends is made again by a resumed run, from these numbers on."""
+        """Note the random numbers: a resumed run repeats a step that an exception ends."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         self.saver.begin_step(progress.total.ready, self.root_device)
         self.steps.begin()
@@ -510,17 +507,17 @@ class HybridShardStrategy(NotCompiled):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain(exception)
-        self.peers.cut_off()
+        self.peers.is_disconnected()
 
     # Checkpoints, and the end of a stage.
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {} if self.peers.cut_off() else self.saver.gather_module(self._module)
+        return {} if self.peers.is_disconnected() else self.saver.gather_module(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.peers.cut_off():
+        if self.peers.is_disconnected():
             return {}
         return self.saver.gather_optimizer(optimizer, self._module)
 
@@ -528,7 +525,7 @@ class HybridShardStrategy(NotCompiled):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.peers.cut_off():
+        if self.peers.is_disconnected():
             return
         assert self.device_mesh is not None
         self.saver.write(
@@ -548,7 +545,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if not self.peers.cut_off():
+        if not self.peers.is_disconnected():
             self.saver.remove(filepath, self.checkpoint_io)
 
     @override
@@ -575,8 +572,8 @@ class HybridShardStrategy(NotCompiled):
     def teardown(self) -> None:
         self._while_set_up.close()
         self.samples.end_stage()
-        self.saver.finish(together_with_all=not self.peers.cut_off())
-        self.peers.rest()
+        self.saver.finish(together_with_all=not self.peers.is_disconnected())
+        self.peers.pause_watch()
         module = self.lightning_module
         if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
             super().teardown()

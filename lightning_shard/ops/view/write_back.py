@@ -88,7 +88,6 @@ def refuse_lost_writes() -> None:
     """
     if lost_writes:
         shape = lost_writes.pop()
-        lost_writes.clear()
         raise UnsupportedOperationError(
             f"rows of shape {shape}, which are a copy of a split tensor's, were written in place "
             "by code that calls no function of torch's Python interface, and the tensor lacks what "

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,12 +18,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.processes.agreement import Check, agree, only_wait, store_of_attempt
-from lightning_shard.processes.attempts import end_attempts
+from lightning_shard.processes.agreement import Check, agree, only_wait
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
-from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.start import join
+from lightning_shard.processes.store import store_of_attempt
+from lightning_shard.processes.variables import end_attempts
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import (
     Launcher,
@@ -43,21 +44,19 @@ TRAINER_OPTIONS = (
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
 
 _comparisons = 0  # the ranks make theirs in the same order
-per_rank(sys.modules[__name__], "_comparisons")
-for _decorator in _RANK_ZERO:
-    per_rank(_decorator, "rank")
+PROCESS_STATE = {"_comparisons": _comparisons}
 
 
-class Processes:
+class ProcessMesh:
     """Arranges one process per device as data replicas x domain ranks.
 
     Attributes:
         data_parallel_size: Number of data replicas; "auto": what the domain leaves.
         domain_sizes: Number of ranks along each split dim; empty for "auto" until they have joined.
-        fits_itself: Whether the domain is "auto": the processes that the data replicas leave.
+        fits_itself: True if the domain is "auto": the processes that the data replicas leave.
         shard_size: Number of ranks that share one set of parameters, or "node"; None: all.
         timeout_s: Seconds after which a collective that does not end fails.
-        backend: Of the process group; None: the device's.
+        backend: The backend of the process group; None: the device's own.
         mesh: All processes; None until they have joined.
     """
 
@@ -149,9 +148,9 @@ class Processes:
         """Start the process group, unless an earlier stage has.
 
         Args:
-            environment: What the launcher says of this process.
-            device: Of this process.
-            offloads: Whether shards are in CPU memory, which the group must then carry, too.
+            environment: The ranks and the address that the launcher has chosen.
+            device: The device of this process.
+            offloads: True if shards are in CPU memory, which the group must then carry, too.
 
         Raises:
             ValueError: The sizes do not fit the number of processes.
@@ -166,10 +165,10 @@ class Processes:
             _check_that_cpu_is_carried()
 
     def arrange(self, device: torch.device, *, per_node: int) -> DeviceMesh:
-        """The mesh of the processes that have joined, made by the first stage.
+        """Return the mesh of the processes that have joined; the first stage makes it.
 
         Args:
-            device: Of this process.
+            device: The device of this process.
             per_node: Number of processes on each node.
         """
         if self.mesh is None:
@@ -179,30 +178,22 @@ class Processes:
         return self.mesh
 
     def _data_size(self, world: int) -> int:
+        """Return the number of data replicas, and fill in a domain that is "auto"."""
         if self.fits_itself:
-            replicas = 1 if self.data_parallel_size == "auto" else self.data_parallel_size
-            self.domain_sizes = (max(1, world // replicas),)
-        if world % self.domain_size:
-            raise _refused(
-                f"domain_parallel_size {self.domain_size} does not divide the {world} processes; "
-                f"use one of {[n for n in range(1, world + 1) if world % n == 0]}, or start a "
-                f"multiple of {self.domain_size} processes."
-            )
-        data = world // self.domain_size
-        if self.data_parallel_size not in ("auto", data):
-            raise _refused(
-                f"data_parallel_size {self.data_parallel_size} x domain_parallel_size "
-                f"{self.domain_size} must be the number of processes, {world}; use "
-                f"data_parallel_size {data} or 'auto'."
-            )
-        return data
+            self.domain_sizes = domain_that_is_left(world, self.data_parallel_size)
+        if found := misfit(world, self.domain_sizes, self.data_parallel_size):
+            end_attempts()  # an elastic launcher's next one would have as many processes
+            start = f", or start a multiple of {self.domain_size} processes"
+            start = start if found.option == "domain_parallel_size" else ""
+            raise ValueError(f"{found.option} {found.size}{found.problem}; {found.remedy}{start}.")
+        return world // self.domain_size
 
     def compare(self, what: str, same: Mapping[str, str], *, check: Check = only_wait) -> None:
         """Raise on all ranks if they differ in `same`, through the store, which cannot hang.
 
         Args:
-            what: Is compared.
-            same: What has to be alike, by name.
+            what: A name for the comparison.
+            same: Values that must be equal on all ranks, by name.
             check: Raises if one of the ranks that are waited for does not come any more.
 
         Raises:
@@ -223,10 +214,57 @@ class Processes:
             )
 
 
-def _refused(reason: str) -> ValueError:
-    """What no further attempt of an elastic launcher with as many processes would change."""
-    end_attempts()
-    return ValueError(reason)
+def domain_that_is_left(world: int, data: int | Literal["auto"]) -> tuple[int, ...]:
+    """Return the size of a domain that is "auto": all processes divided by the data replicas."""
+    return (max(1, world // (1 if data == "auto" else data)),)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Explains why the sizes of a mesh do not multiply to the number of processes.
+
+    Attributes:
+        option: The argument of the strategy that is wrong.
+        size: Its value in words, such as "2 x 2".
+        problem: The rest of the sentence, to be written after `size` without a space.
+        remedy: The sizes that would fit.
+    """
+
+    option: str
+    size: str
+    problem: str
+    remedy: str
+
+
+def misfit(world: int, domain: Sequence[int], data: int | Literal["auto"]) -> Misfit | None:
+    """Compare the sizes of a mesh with the number of processes.
+
+    Args:
+        world: The number of processes.
+        domain: The number of ranks along each split dim.
+        data: The number of data replicas; "auto" fits if the domain divides the processes.
+
+    Returns:
+        The reason why they do not fit; None if they do.
+    """
+    per_sample, shape = math.prod(domain), " x ".join(map(str, domain))
+    processes = "1 process" if world == 1 else f"{world} processes"
+    if world % per_sample:
+        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        return Misfit(
+            "domain_parallel_size",
+            shape,
+            f" does not divide the {processes}",
+            f"use {'' if world == 1 else 'one of '}{fitting}",
+        )
+    if data in ("auto", world // per_sample):
+        return None
+    return Misfit(
+        "data_parallel_size",
+        f"{data} x domain_parallel_size {shape} is {data * per_sample}",
+        f", not the {processes}",
+        f"use data_parallel_size {world // per_sample} or auto",
+    )
 
 
 def start_group(
@@ -277,21 +315,21 @@ def launcher_of(
 
 
 def started_nodes(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> int:
-    """How many nodes there are, where a launcher has started the processes; else `nodes`."""
+    """Count the nodes on which a launcher has started processes; without a launcher: `nodes`."""
     world = environment.world_size()
     external = environment.creates_processes_externally
     return nodes if not external or world % per_node else world // per_node
 
 
 def tell_ranks(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> None:
-    """Let Lightning's environment know its ranks, where the Trainer starts the processes itself."""
+    """Set the ranks of Lightning's environment, where the Trainer starts the processes itself."""
     node, local = environment.node_rank(), environment.local_rank()
     environment.set_global_rank(node * per_node + local)
     environment.set_world_size(nodes * per_node)
 
 
 def print_on_first_only(rank: int) -> None:
-    """Tell the decorators `rank_zero_only` the rank of this process."""
+    """Give the decorators `rank_zero_only` the rank of this process."""
     for decorator in _RANK_ZERO:
         decorator.rank = rank
 
