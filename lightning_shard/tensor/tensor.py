@@ -7,8 +7,6 @@ whole.
 """
 
 import copy
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +52,6 @@ class DomainTensor(Tensor):
 
     @staticmethod
     def __new__(cls, part: Part, device: torch.device | None = None) -> "DomainTensor":
-        _prepare()
         # the wrapper requires grad too: a foreign autograd.Function then marks it, see `part_of`
         local = part.local
         wrapper: Any = make_wrapper(
@@ -118,12 +115,6 @@ class DomainTensor(Tensor):
             "a DomainTensor holds one rank's part and cannot be pickled; pickle "
             "lightning_shard.gather(tensor) instead."
         )
-
-
-@functools.cache
-def _prepare() -> None:
-    """Some Functions of torch are changed when the first split tensor is made, and not before."""
-    importlib.import_module("lightning_shard.tensor.autograd_function").install()
 
 
 def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
