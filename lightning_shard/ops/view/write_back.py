@@ -107,16 +107,16 @@ def _apart(a: Copied, b: Copied) -> bool:
     for link, other in zip(reversed(_links(a)), reversed(_links(b)), strict=False):
         if link is other:
             continue
-        if link.index is None or other.index is None or len(link.index) != len(other.index):
+        one, two = link.index, other.index
+        if one is None or two is None or len(one) != len(two):
             return False
-        places = range(link.parent.shape[len(link.index) - 1])
+        if _place(link.parent.local) != _place(other.parent.local):
+            return False
+        places = range(link.parent.shape[len(one) - 1])
         rows, others = (
-            [places[i]] if isinstance(i, int) else places[i]
-            for i in (link.index[-1], other.index[-1])
+            [places[i]] if isinstance(i, int) else places[i] for i in (one[-1], two[-1])
         )
-        return _place(link.parent.local) == _place(other.parent.local) and set(rows).isdisjoint(
-            others
-        )
+        return set(rows).isdisjoint(others)
     return False
 
 
