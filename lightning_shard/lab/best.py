@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_shard.data.batch import ShardDims
+from lightning_shard.data.split import ShardDims
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab.batches import Data, first_batches
 from lightning_shard.lab.course import Mesh, samples_of
