@@ -9,9 +9,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_shard.checkpoint.state import save_weights as save_weights
+    from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
-    from lightning_shard.checkpoint.whole_files import UnsafeFileError as UnsafeFileError
+    from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.data.slab import Slab as Slab
+    from lightning_shard.data.slab import slab_of as slab_of
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
     from lightning_shard.domain.layout import Layout as Layout
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_shard.points.neighbours import knn as knn
     from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
+    from lightning_shard.processes.errors import LightningShardError as LightningShardError
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
@@ -64,10 +67,68 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.callbacks.stop_on_nonfinite import (
         StopOnNonFinite as StopOnNonFinite,
     )
-    from lightning_shard.trainer.slab import Slab as Slab
-    from lightning_shard.trainer.slab import slab_of as slab_of
     from lightning_shard.trainer.strategy import HybridShardStrategy as HybridShardStrategy
     from lightning_shard.trainer.xpu.accelerator import XPUAccelerator as XPUAccelerator
+
+__version__ = "0.1.0"
+
+# for tools that read names without importing them; a test compares the three lists of this page
+__all__ = [
+    "Certificate",
+    "DeviceTimer",
+    "DisagreementError",
+    "DomainTensor",
+    "EpochReport",
+    "HybridShardStrategy",
+    "Layout",
+    "LightningShardError",
+    "PredictionWriter",
+    "ProcessInfo",
+    "RunReport",
+    "SamplesPerSecond",
+    "ShardingOptions",
+    "Slab",
+    "StepProfile",
+    "StopOnNonFinite",
+    "StuckError",
+    "Subdomain",
+    "UnsafeFileError",
+    "UnsupportedOperationError",
+    "XPUAccelerator",
+    "allow_function",
+    "allow_gather",
+    "certify",
+    "check",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "crossing_edges",
+    "curve_order",
+    "from_local",
+    "functional",
+    "gather",
+    "init_mesh",
+    "knn",
+    "launch",
+    "load_weights",
+    "local_map",
+    "no_sync",
+    "ordered_graph",
+    "parallelize",
+    "plan",
+    "predictions_in_order",
+    "process_info",
+    "radius",
+    "register_rule",
+    "save_weights",
+    "shard",
+    "simulate",
+    "slab_of",
+    "spectral_method",
+    "split_inputs",
+    "start_process_group",
+    "use_exact_random",
+    "whole_parameters",
+]
 
 # the module of each public name, by theme
 _MODULES = {
@@ -83,8 +144,8 @@ _MODULES = {
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",
     "DeviceTimer": "trainer.callbacks.device_timer",
     "StepProfile": "trainer.callbacks.step_profile",
-    "Slab": "trainer.slab",
-    "slab_of": "trainer.slab",
+    "Slab": "data.slab",
+    "slab_of": "data.slab",
     # split tensors
     "DomainTensor": "tensor.tensor",
     "shard": "tensor.placement",
@@ -115,8 +176,8 @@ _MODULES = {
     "clip_grad_norm_": "fsdp.clip",
     "clip_grad_value_": "fsdp.clip",
     "load_weights": "checkpoint.weights",
-    "save_weights": "checkpoint.state",
-    "UnsafeFileError": "checkpoint.whole_files",
+    "save_weights": "checkpoint.weights",
+    "UnsafeFileError": "checkpoint.errors",
     # processes and meshes
     "launch": "processes.launch",
     "simulate": "processes.simulate",
@@ -126,6 +187,7 @@ _MODULES = {
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
+    "LightningShardError": "processes.errors",
     # a step, rehearsed on this machine
     "check": "lab.check",
     "certify": "lab.certify",
@@ -139,8 +201,6 @@ _FOR_OPT_EINSUM = {"einsum", "tensordot", "transpose"}
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name == "__all__":
-        return sorted(_MODULES)
     if name in _FOR_OPT_EINSUM and "opt_einsum" in sys.modules:
         return getattr(importlib.import_module("opt_einsum.backends.torch"), name)
     if name not in _MODULES:

@@ -52,7 +52,8 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:  # not in the controller of the workers
         from tests import pool
 
-        pool.seed_quickly()
+        if not pool.UNPATCHED:
+            pool.seed_quickly()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,9 @@
 """Ranks that live for the session: a test marked `spmd(n)` runs its body on each of n of them.
 
 `spmd(n, "xpu")` has ranks whose torch.xpu is a fake (tests/fake_xpu).
+
+torch's MultiProcContinuousTest has the same idea, with ranks that live for a class. It is private,
+and knows no fixtures of pytest.
 """
 
 import contextlib
@@ -28,6 +31,7 @@ from lightning_shard.processes.torch_private.internals import open_groups
 from tests import quick_dtensor
 
 PR_SET_PDEATHSIG = 1  # of Linux
+UNPATCHED = "SHARD_TESTS_UNPATCHED" in os.environ  # set by `tests/run --unpatched`
 SILENCE_S = 120  # of all ranks, before the pool is given up
 GRACE_S = 5  # for the other ranks once one has failed
 
@@ -166,6 +170,15 @@ def begin(rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
     # where it is "spawn" or "forkserver", the DataLoaders of a rank would each import torch
     mp.set_start_method("fork", force=True)
+    if not UNPATCHED:
+        quicken()
+
+
+def quicken() -> None:
+    """Replace slow parts of torch and Lightning in this process by quicker ones of equal results.
+
+    `bash tests/run --unpatched` leaves all of this out.
+    """
     distributed_c10d.ProcessGroupGloo = _GlooOnOneDevice
     reuse_groups()
     quick_dtensor.install()
@@ -176,7 +189,7 @@ def begin(rank: int, ranks: int, port: int) -> None:
 
 
 def seed_quickly() -> None:
-    """Without devices that are not there.
+    """Seed without devices that are not there.
 
     For these torch 2.15 queues each seed, with a formatted stack trace: up to 4 ms of each
     `torch.manual_seed`.

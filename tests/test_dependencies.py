@@ -1,5 +1,6 @@
 """The strategy needs torch, Lightning and jsonargparse; who needs another package says which."""
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
     "neuralop transformers torchvision tokenizers zarr h5py scipy sklearn matplotlib threadpoolctl "
     "tltorch tensorly xarray nibabel"
@@ -57,8 +60,7 @@ def without(packages: list[str], folder: Path) -> dict[str, str]:
                 link = folder / path.name
                 if not link.exists():
                     link.symlink_to(path)
-    root = Path(__file__).parents[1]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(folder)])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
 
 
 def run(code: str, variables: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -134,11 +136,57 @@ def test_one_sentence_names_what_to_install(trained_without_all):
     assert lines[lines.index("steps 1") + 1 :] == list(NEEDS.values()), errors
 
 
-def test_what_is_imported_is_declared():
-    """Each package that lightning_shard imports at the top of a module is in `dependencies`."""
-    wanted = {
-        "torch", "lightning", "jsonargparse", "fsspec", "numpy", "PyYAML", "safetensors",
-        "torchmetrics", "tqdm", "typing-extensions",
-    }  # fmt: skip
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert wanted <= {re.split(r"[\[><=]", line)[0] for line in project["dependencies"]}
+def imported(package: str, top: bool) -> dict[str, str]:
+    """The packages that the modules of a package import, each with a file that does.
+
+    Args:
+        package: A folder of the repository.
+        top: Look at the statements that run at import only, not inside of functions.
+    """
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        waiting: list[ast.AST] = [ast.parse(path.read_text())]
+        while waiting:
+            node = waiting.pop()
+            if top and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if top and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                continue
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            found |= {name.split(".")[0]: str(path.relative_to(ROOT)) for name in names}
+            waiting += ast.iter_child_nodes(node)
+    ours = {"lightning_shard", "lightning_modules", *sys.stdlib_module_names}
+    return {name: file for name, file in found.items() if name not in ours}
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[><=!; ]", line)[0].lower().replace("_", "-") for line in requirements}
+
+
+def undeclared(imports: dict[str, str], declared: set[str]) -> dict[str, str]:
+    owners = importlib.metadata.packages_distributions()
+    return {
+        name: file
+        for name, file in imports.items()
+        if not {owner.lower().replace("_", "-") for owner in owners[name]} & declared
+    }
+
+
+def test_what_is_imported_at_once_is_in_the_plain_install():
+    plain = names_of(PROJECT["dependencies"])
+    assert undeclared(imported("lightning_shard", top=True), plain) == {}
+
+
+def test_what_is_imported_later_is_in_an_extra():
+    extras = PROJECT["optional-dependencies"].values()
+    declared = names_of([*PROJECT["dependencies"], *(line for lines in extras for line in lines)])
+    for package in ("lightning_shard", "lightning_modules"):
+        assert undeclared(imported(package, top=False), declared) == {}
+
+
+def test_a_package_that_is_not_declared_is_found():
+    plain = names_of(PROJECT["dependencies"])
+    assert undeclared({"torch": "a.py", "pytest": "b.py"}, plain) == {"pytest": "b.py"}
+    assert {"numpy", "torch", "typing_extensions"} <= set(imported("lightning_shard", top=True))

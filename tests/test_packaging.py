@@ -1,10 +1,10 @@
 """What the wheel and the sdist hold: installed elsewhere, they train from a config's bare name."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import lightning_shard
+
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def command(*words: str | Path, cwd: Path) -> str:
@@ -59,16 +60,18 @@ def test_it_runs_where_it_is_installed(tmp_path, kind):
     assert Path(where.strip()).is_relative_to(home)
     shard = home / "bin" / "lightning-shard"
     version = command(shard, "--version", cwd=tmp_path)
-    assert version.startswith(f"lightning-shard {PROJECT['version']},")
+    assert version.startswith(f"lightning-shard {lightning_shard.__version__},")
     text = command(shard, "fit", "--config", "tfno_darcy", "--print_config", cwd=tmp_path)
     assert yaml.safe_load(text)["model"]["class_path"].endswith("TFNODarcy")
 
 
 def test_the_version_is_in_one_place():
-    """Everything else asks the installed package for it."""
-    version = PROJECT["version"]
+    """The page of public names has it; everything else asks the installed package for it."""
+    version = lightning_shard.__version__
+    page = ROOT / "lightning_shard/__init__.py"
     texts = [*ROOT.glob("lightning_shard/**/*.py"), *ROOT.glob("lightning_modules/**/*.py")]
-    assert [path for path in texts if f'"{version}"' in path.read_text()] == []
+    assert [path for path in texts if f'"{version}"' in path.read_text()] == [page]
+    assert importlib.metadata.version("lightning-shard") == version
 
 
 def test_hooks_run_what_tests_run_does():

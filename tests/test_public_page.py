@@ -1,5 +1,6 @@
 """The page of public names: what it holds, and what a script that uses a part of it loads."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,20 @@ def loaded_after(code: str) -> set[str]:
 def test_every_name_is_there():
     for name in dir(lightning_shard):
         assert getattr(lightning_shard, name) is not None
+
+
+def test_the_three_lists_of_the_page_hold_the_same_names():
+    """For tools, for type checkers and for the import at run time."""
+    page = ast.parse(Path(lightning_shard.__file__).read_text())
+    block = next(node for node in page.body if isinstance(node, ast.If))
+    typed = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    modules = lightning_shard._MODULES.items()
+    assert typed == {name: f"lightning_shard.{module}" for name, module in modules}
     assert lightning_shard.__all__ == dir(lightning_shard)
 
 

@@ -9,8 +9,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from tests import pool
 from tests.parity import mesh_of
 from tests.quick_dtensor import meta_of_torch
+
+pytestmark = pytest.mark.skipif(pool.UNPATCHED, reason="the quick decisions are left out")
 
 R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial()
 propagate = ShardingPropagator.propagate_op_sharding_non_cached

@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lightning_shard.checkpoint.errors import (
+    DCP_METADATA,
+    DCP_PART,
+    EARLIER,
+    DamagedError,
+    damage_named,
+    inside,
+)
 from lightning_shard.checkpoint.stored import Region, StoredTensor
 from lightning_shard.checkpoint.torch_file import read_torch_bytes
-from lightning_shard.checkpoint.whole_files import DamagedError, damage_named, inside
 from lightning_shard.processes.torch_private.typed import is_dict
 
 METADATA = ".metadata"
@@ -60,9 +67,6 @@ def _member(kind: Any, name: str) -> Any:
     raise pickle.UnpicklingError(f"{kind}.{name} is not part of a checkpoint's metadata")
 
 
-KIND, REMEDY = "no metadata of torch.distributed.checkpoint", "take an earlier checkpoint"
-
-
 class Files:
     """Reads the files of a directory, and refuses one that was changed since it was written.
 
@@ -89,7 +93,7 @@ class Files:
         """
         path = inside(self.folder, name)
         if not path.is_file():
-            raise DamagedError(f"'{self.folder}' lacks '{name}'; {REMEDY}.")
+            raise DamagedError(f"'{self.folder}' lacks '{name}'; {EARLIER}.")
         if path not in self._compared:
             self._compare(path)
             self._compared.add(path)
@@ -99,7 +103,7 @@ class Files:
         if self._stat() != self._identity:
             raise DamagedError(f"'{self.folder}' was replaced while it was read; read it again.")
         if length is not None and len(data) != length:
-            raise DamagedError(f"'{path}' is cut off; {REMEDY}.")
+            raise DamagedError(f"'{path}' is cut off; {EARLIER}.")
         return data
 
 
@@ -111,7 +115,7 @@ def read_dcp(files: Files | Path) -> dict[str, Any]:
     """
     files = files if isinstance(files, Files) else Files(files)
     what = f"'{files.folder / METADATA}'"
-    with damage_named(what, kind=KIND, remedy=REMEDY):
+    with damage_named(what, DCP_METADATA):
         tree = _tree(files, _read_metadata(files))
         if not is_dict(tree):
             raise DamagedError(f"{what} holds a {type(tree).__name__}, and no weights by name.")
@@ -142,9 +146,9 @@ def _read_metadata(files: Files) -> Metadata:
     try:
         metadata = _MetadataUnpickler(io.BytesIO(files.read(METADATA))).load()
     except pickle.UnpicklingError as err:
-        raise DamagedError(f"'{path}' is not whole, or {KIND} ({err}).") from err
+        raise DamagedError(f"'{path}' is not whole, or {DCP_METADATA.not_one} ({err}).") from err
     if not isinstance(metadata, Metadata):
-        raise DamagedError(f"'{path}' holds a {type(metadata).__name__}, {KIND}.")
+        raise DamagedError(f"'{path}' holds a {type(metadata).__name__}, {DCP_METADATA.not_one}.")
     return metadata
 
 
@@ -155,14 +159,14 @@ def _stored(
     _refuse_other_chunks(entry, name, origin)
 
     def read(region: Region) -> Tensor:
-        with damage_named(origin, kind="not of one run", remedy=REMEDY):
+        with damage_named(origin, DCP_PART):
             out = torch.empty([r.stop - r.start for r in region], dtype=dtype)
             found = sum(
                 _copy_overlap(out, region, chunk, lambda c: _content(files, places[name, c]))
                 for chunk in entry.chunks
             )
             if found != out.numel():
-                raise DamagedError(f"{origin} lacks a part of '{name}'; {REMEDY}.")
+                raise DamagedError(f"{origin} lacks a part of '{name}'; {EARLIER}.")
             return out
 
     return StoredTensor(torch.Size(entry.size), dtype, read)
@@ -173,7 +177,7 @@ def _refuse_other_chunks(entry: TensorStorageMetadata, name: str, origin: str) -
     once = len({chunk.offsets for chunk in entry.chunks}) == len(entry.chunks)
     held = sum(chunk.sizes.numel() for chunk in entry.chunks)
     if not once or held != entry.size.numel() or min(entry.size, default=0) < 0:
-        raise DamagedError(f"{origin} lacks a part of '{name}', or has one twice; {REMEDY}.")
+        raise DamagedError(f"{origin} lacks a part of '{name}', or has one twice; {EARLIER}.")
 
 
 def _copy_overlap(

@@ -26,27 +26,27 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_shard.checkpoint.dcp_reader import METADATA, Files, read_dcp
-from lightning_shard.checkpoint.foreign import WEIGHTS_KEYS
-from lightning_shard.checkpoint.state import put_back, take_out
-from lightning_shard.checkpoint.stored import StoredState
-from lightning_shard.checkpoint.torch_file import read_torch_file
-from lightning_shard.checkpoint.whole_files import (
-    FORMAT,
-    MANIFEST,
-    REMEDY,
-    DamagedError,
-    UnsafeFileError,
-    compared_with,
-    described,
+from lightning_shard.checkpoint.atomic import (
     disk_errors,
     partial_of,
-    problem_of,
     put_in_place,
-    read_manifest,
     remove,
     remove_leftovers,
 )
+from lightning_shard.checkpoint.dcp_reader import METADATA, Files, read_dcp
+from lightning_shard.checkpoint.errors import EARLIER, DamagedError, UnsafeFileError
+from lightning_shard.checkpoint.foreign import WEIGHTS_KEYS
+from lightning_shard.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    compared_with,
+    problem_of,
+    read_manifest,
+    size_and_hash,
+)
+from lightning_shard.checkpoint.state import put_back, take_out
+from lightning_shard.checkpoint.stored import StoredState
+from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.processes.errors_together import all_stop, gather_to_first, together
 from lightning_shard.processes.torch_private.typed import is_dict
 
@@ -66,8 +66,8 @@ def write(path: Path, tensors: Tree, rest: Tree, about: Tree) -> None:
     Args:
         path: The final name; what has it is replaced when all ranks have written.
         tensors: Each rank's shards.
-        rest: What else is written; only rank 0's is.
-        about: What the manifest says of the run.
+        rest: The remaining content; only that of rank 0 is written.
+        about: Entries of the manifest about the run.
     """
     partial = _begin(path)
     with _cleaned_up(partial):
@@ -83,8 +83,9 @@ def write_later(
     Args:
         path: The final name; what has it is replaced when all ranks have written.
         tensors: Each rank's shards, which may change when this has returned.
-        rest: What else rank 0 writes. It must not change before the result is there.
-        about: What the manifest says of the run. It must not change either.
+        rest: The remaining content, which rank 0 writes. It must not change before the result is
+            there.
+        about: Entries of the manifest about the run. It must not change either.
         group: A group of all ranks that carries CPU tensors and that nothing else uses.
 
     Returns:
@@ -161,7 +162,7 @@ def _finish(
         with disk_errors(path):
             torch.save(rest, partial / REST)
             files = {name: entry for entries in gathered for name, entry in entries.items()}
-            files |= {name: described(partial / name) for name in (REST, METADATA)}
+            files |= {name: size_and_hash(partial / name) for name in (REST, METADATA)}
             text = json.dumps({"format": FORMAT, **about, "files": files}, indent=1, default=str)
             with (partial / MANIFEST).open("w") as file:
                 file.write(text)
@@ -173,7 +174,7 @@ def _finish(
 
 
 def _own_files(folder: Path) -> dict[str, Any]:
-    return {p.name: described(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
+    return {p.name: size_and_hash(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
 
 
 def check(folder: Path) -> None:
@@ -183,7 +184,7 @@ def check(folder: Path) -> None:
         DamagedError: The directory is not whole.
     """
     if problem := problem_of(folder, dist.get_rank(), dist.get_world_size()):
-        raise DamagedError(f"'{folder}' is incomplete: {problem}; {REMEDY}.")
+        raise DamagedError(f"'{folder}' is incomplete: {problem}; {EARLIER}.")
     if not is_sharded(folder):
         raise DamagedError(f"'{folder}' is a directory without a checkpoint in it.")
 
@@ -198,9 +199,9 @@ def read_directory(
 
     Args:
         folder: The directory.
-        weights_only: Whether objects in it, which could run code, are refused.
-        checked: Whether `check` found nothing. Otherwise each file is compared with the manifest
-            when it is first read.
+        weights_only: True refuses objects in it that could run code.
+        checked: True if `check` has compared the files. Otherwise each file is compared with the
+            manifest when it is first read.
 
     Raises:
         DamagedError: It is not whole.
@@ -247,7 +248,7 @@ def _rest(files: Files, manifest: dict[str, Any] | None, weights_only: bool) -> 
     if not is_dict(rest):
         raise DamagedError(f"'{path}' holds a {type(rest).__name__}, not what a run leaves there.")
     if manifest is None and FORMAT.split()[0] in rest:
-        raise DamagedError(f"'{files.folder}' is incomplete: '{MANIFEST}' is missing; {REMEDY}.")
+        raise DamagedError(f"'{files.folder}' is incomplete: '{MANIFEST}' is missing; {EARLIER}.")
     return rest
 
 

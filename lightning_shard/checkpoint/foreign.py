@@ -44,7 +44,7 @@ def by_index(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
     """Key the state of an optimizer by integers, as `Optimizer.state_dict` does.
 
     Args:
-        state: As torch's optimizers give it; or keyed by names, as FSDP and
+        state: A state as torch's optimizers give it; or keyed by names, as FSDP and
             `torch.distributed.checkpoint.state_dict` do, nested or flattened.
         groups: The names of the parameters in each group of the optimizer that is to load it.
 
@@ -87,7 +87,7 @@ def _plain(name: str, wanted: Collection[str]) -> str:
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch flattened into `state.NAME.KEY` and `param_groups.NAME.KEY`."""
+    """Nest again a state that torch flattened into `state.NAME.KEY` and `param_groups.NAME.KEY`."""
     state: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -137,7 +137,7 @@ def as_lightning(loaded: Any, path: object, wanted: Collection[str]) -> dict[str
 
     Args:
         loaded: A Lightning checkpoint, or a raw state dict, as in a file of a script of your own.
-        path: For error messages.
+        path: The file, named in error messages.
         wanted: The names in the state dict of the module.
 
     Raises:
@@ -190,7 +190,7 @@ def refuse_other_layout(checkpoint: Mapping[str, Any], path: object) -> None:
 
 
 def _is_state(state: object) -> bool:
-    """Whether it is the state of an optimizer, as torch gives it or flattened to one dict."""
+    """Return True for the state of an optimizer, as torch gives it or flattened to one dict."""
     if not is_mapping(state):
         return False
     if "param_groups" not in state:

@@ -18,12 +18,18 @@ from safetensors import safe_open
 from torch import Tensor
 from zlib_ng import zlib_ng
 
+from lightning_shard.checkpoint.errors import (
+    AGAIN,
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX,
+    DamagedError,
+    damage_named,
+    inside,
+)
 from lightning_shard.checkpoint.stored import Region, StoredTensor
-from lightning_shard.checkpoint.whole_files import DamagedError, damage_named, inside
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SAFETENSORS = (".safetensors", INDEX_SUFFIX)  # the ends of the names
-KIND, REMEDY = "no safetensors file", "copy it again"
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -48,8 +54,8 @@ def write_safetensors(
 
     Args:
         file: Opened for writing at its beginning.
-        shapes: Of all tensors, by name.
-        dtypes: Of all tensors, by name.
+        shapes: The shape of each tensor, by name.
+        dtypes: The dtype of each tensor, by name.
         tensors: On the CPU, as `in_order` sorts their names.
 
     Raises:
@@ -108,14 +114,14 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file '{path}'.")
     if not path.name.endswith(INDEX_SUFFIX):
-        with damage_named(f"'{path}'", kind=KIND, remedy=REMEDY):
+        with damage_named(f"'{path}'", SAFETENSORS_FILE):
             return _OneFile(path).tensors()
-    with damage_named(f"'{path}'", kind="no index of safetensors files", remedy=REMEDY):
+    with damage_named(f"'{path}'", SAFETENSORS_INDEX):
         places: dict[str, str] = json.loads(path.read_text())["weight_map"]
         parts = {name: inside(path.parent, name) for name in {*places.values()}}
         for name, part in parts.items():
             if not part.is_file():
-                raise DamagedError(f"'{path}' names '{name}', which is missing; {REMEDY}.")
+                raise DamagedError(f"'{path}' names '{name}', which is missing; {AGAIN}.")
         files = {name: read_safetensors(part) for name, part in parts.items()}
         missing = [name for name, file in places.items() if name not in files[file]]
         if missing:
@@ -143,7 +149,7 @@ class _OneFile:
         pairs = [self.header[name]["shape"][-1:] == [2] for name in self.pairs if name in names]
         named = self.sums is None or {*names} == {*self.sums}
         if len(pairs) != len(self.pairs) or not all(pairs) or not named:
-            raise DamagedError(f"'{self.path}' is not whole: its header was changed; {REMEDY}.")
+            raise DamagedError(f"'{self.path}' is not whole: its header was changed; {AGAIN}.")
         return {name: self._tensor(name) for name in names}
 
     def _tensor(self, name: str) -> StoredTensor:
@@ -155,7 +161,7 @@ class _OneFile:
 
         def read(region: Region) -> Tensor:
             compared()
-            with damage_named(f"'{self.path}'", kind=KIND, remedy=REMEDY):
+            with damage_named(f"'{self.path}'", SAFETENSORS_FILE):
                 return part[region] if shape else self.file.get_tensor(name)
 
         if name not in self.pairs:
@@ -179,7 +185,7 @@ class _OneFile:
                 if f"{found:08x}" != (self.sums or {})[name]:
                     raise DamagedError(
                         f"'{self.path}' is not whole: '{name}' is not what was written (its "
-                        f"checksum differs); {REMEDY}."
+                        f"checksum differs); {AGAIN}."
                     )
 
         return compare

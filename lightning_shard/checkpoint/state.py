@@ -6,34 +6,28 @@ checkpoint/directory.py writes it as it is.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from importlib.metadata import version
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.foreign import by_index, plain_name
-from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
-from lightning_shard.checkpoint.whole_files import written_file
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
-from lightning_shard.processes.errors_together import copy_from_first, together
+from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.torch_private.typed import is_dict
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
 _MARK = "lightning_shard.extra"  # of a DTensor that is taken out of a tree
-TORCH = (".pt", ".pth", ".bin")
 Tree = dict[str, Any]
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Give `module.state_dict()` under plain names, with sharded tensors as DTensors.
+    """Return `module.state_dict()` under plain names, with sharded tensors as DTensors.
 
     torch's `get_model_state_dict` gives the same names and tensors, by a walk over all modules that
     these lines do not need. Asked for whole tensors it refuses a state dict with anything else in
@@ -46,7 +40,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Give `optimizer.state_dict()`, keyed by integers, with sharded tensors as DTensors.
+    """Return `optimizer.state_dict()`, keyed by integers, with sharded tensors as DTensors.
 
     torch's `get_optimizer_state_dict` knows names, but not that a parameter is stored as pairs of
     real numbers: of a complex weight (3, 2) it gives moments (3, 2, 2) of float32, which an
@@ -79,11 +73,11 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
     """Load the state of an optimizer that was saved on any mesh, by us or by others.
 
     Args:
-        optimizer: Of `module`'s parameters.
-        state: What `full_optimizer_state` returned, the `state_dict()` of an unsharded run, or a
+        optimizer: An optimizer of parameters of `module`.
+        state: The result of `full_optimizer_state`, the `state_dict()` of an unsharded run, or a
             state by names (FSDP, torch.distributed.checkpoint.state_dict). Tensors may be
             `StoredTensor`s. Each rank reads its part.
-        module: Whose parameters the optimizer holds.
+        module: The module that holds the parameters.
 
     Raises:
         ValueError: The state is of other parameters.
@@ -111,12 +105,17 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
     return [names[p] for p in _parameters(optimizer)]
 
 
-def share_buffers(state: Mapping[str, Any], module: nn.Module) -> None:
-    """Give all ranks the buffers that are saved: those of rank 0, as under DDP."""
+def share_buffers(state: dict[str, Any], module: nn.Module) -> None:
+    """Make the buffers in `state` equal on all ranks, in place; all ranks call it.
+
+    A buffer that is split over a domain is gathered. Others are those of rank 0, as under DDP.
+    """
     parameters = {plain_name(name) for name, _ in module.named_parameters()}
     for name, value in state.items():
+        if isinstance(value, DomainTensor):
+            state[name] = gather(value.detach())
         if name not in parameters and isinstance(value, Tensor):
-            copy_from_first(value)
+            copy_from_first(state[name])
 
 
 def full(value: Any, keep: bool = True) -> Any:
@@ -126,7 +125,7 @@ def full(value: Any, keep: bool = True) -> Any:
         value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
             are gathered one after the other, and no more than one of them exists whole at a time on
             ranks that do not keep them.
-        keep: Whether this rank needs the result; otherwise tensors in it are None.
+        keep: False on a rank that needs no result; tensors in it are then None.
     """
     if isinstance(value, DTensor):
         whole = _gathered(value)
@@ -155,7 +154,7 @@ def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:
 
 
 def _gathered(value: DTensor) -> Tensor:
-    """The whole tensor; gloo sends no complex numbers, so they travel as pairs."""
+    """Gather the whole tensor; gloo sends no complex numbers, so they travel as pairs."""
     if value.device.type != value.device_mesh.device_type:  # shards that are kept on the CPU
         value = placed_as(value, value.to_local().detach(), value.shape)
     if not value.is_complex():
@@ -166,7 +165,7 @@ def _gathered(value: DTensor) -> Tensor:
 
 
 def _own_part(value: Any, parameter: Tensor, paired: bool) -> Any:
-    """What this rank keeps of an optimizer's tensor that belongs to `parameter`."""
+    """Return this rank's part of a tensor in an optimizer's state that belongs to `parameter`."""
     shape = parameter.shape[:-1] if paired else parameter.shape
     if not isinstance(value, Tensor | StoredTensor):
         return value
@@ -195,7 +194,7 @@ def _pair_parameters(module: nn.Module) -> set[Tensor]:
 
 
 def take_out(value: Any, extra: dict[str, Any]) -> Any:
-    """Give `value` with marks in place of its DTensors, which go into `extra`."""
+    """Return `value` with marks in place of its DTensors, which go into `extra`."""
     if isinstance(value, DTensor):
         extra[name := str(len(extra))] = value
         return {_MARK: name}
@@ -215,69 +214,3 @@ def put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(put_back(v, extra) for v in value)
     return value
-
-
-def save_weights(module: nn.Module, path: str | Path) -> None:
-    """Write the weights of `module` under the names, shapes and dtypes of the unsharded module.
-
-    All ranks call it. Each parameter is gathered in turn and rank 0 writes, so no other rank holds
-    more than one whole parameter. Neither does rank 0 for safetensors; the other formats are
-    written from CPU memory of rank 0. Complex weights that are stored as pairs are complex again.
-    The file has a checksum, with which `load_weights` compares it.
-
-    Args:
-        module: An ordinary module, or one that `parallelize`, `fully_shard` or a strategy sharded.
-        path: Ends with `.safetensors`, `.pt`, `.pth` or `.bin` (a state dict), or `.ckpt` (a
-            Lightning checkpoint of weights alone). What has the name is replaced.
-
-    Raises:
-        ValueError: The path ends otherwise, or the format has no numbers of some dtype.
-        OSError: It cannot be written; what was there before stays. Other ranks raise a
-            RuntimeError that says so.
-    """
-    path = Path(path)
-    if path.suffix not in (*TORCH, ".ckpt", ".safetensors"):
-        raise ValueError(
-            f"'{path}' ends with none of .safetensors, {', '.join(TORCH)} and .ckpt, which choose "
-            "the format."
-        )
-    state = module_state(module)
-    for name in [name for name, value in state.items() if not _is_weight(name, value)]:
-        del state[name]  # neuralop adds the arguments of its model, with functions among them
-    if path.suffix == ".safetensors":
-        state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        state = {name: state[name] for name in in_order(state, _dtypes(state))}
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    parts = ((name, full(value, keep=first)) for name, value in state.items())
-
-    def write() -> None:
-        try:
-            if first:
-                with written_file(path) as file:
-                    _write(file, path.suffix, state, parts)
-        finally:  # the others gather to the end, also when this rank cannot write
-            for _ in parts:
-                pass
-
-    together(write) if dist.is_initialized() else write()
-
-
-def _is_weight(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) or name.endswith("_extra_state")
-
-
-def _dtypes(state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in state.items()}
-
-
-def _write(
-    file: IO[bytes], ending: str, state: dict[str, Any], parts: Iterator[tuple[str, Any]]
-) -> None:
-    if ending == ".safetensors":
-        shapes = {name: tensor.shape for name, tensor in state.items()}
-        write_safetensors(file, shapes, _dtypes(state), (tensor for _, tensor in parts))
-        return
-    weights = copy.copy(state)  # of its class: a state dict keeps the versions of its modules
-    weights.update(parts)
-    version_key = {"pytorch-lightning_version": version("lightning")}
-    torch.save(version_key | {"state_dict": weights} if ending == ".ckpt" else weights, file)

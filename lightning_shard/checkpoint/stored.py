@@ -20,7 +20,7 @@ class StoredTensor:
 
     Attributes:
         shape: Its whole shape.
-        dtype: As it is stored.
+        dtype: The dtype in the file.
         read: Gives the part in a region, one slice for each dim, in memory of its own or mapped.
     """
 

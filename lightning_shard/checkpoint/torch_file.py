@@ -23,10 +23,14 @@ from typing import IO, Any
 import torch
 from zlib_ng import zlib_ng
 
-from lightning_shard.checkpoint.whole_files import DamagedError, UnsafeFileError, damage_named
+from lightning_shard.checkpoint.errors import (
+    TORCH_FILE,
+    DamagedError,
+    UnsafeFileError,
+    damage_named,
+)
 from lightning_shard.processes.torch_private.typed import is_dict
 
-KIND, REMEDY = "no file of torch.save", "copy it again, or take an earlier checkpoint"
 THREADS = 8  # zlib-ng leaves the interpreter free while it sums, at about 9 GB/s each
 _SIGNATURE = b"PK\x03\x04"
 LEVELS = 200
@@ -44,7 +48,7 @@ def read_torch_file(
     Args:
         path: A local file.
         weights_only: False lets the file run code; only for files that you trust.
-        checked: Whether `check_records` found nothing.
+        checked: True if `check_records` has compared the file already.
         only: The end of the names of the records to compare, if tensors will not be read.
 
     Raises:
@@ -68,10 +72,10 @@ def read_torch_bytes(data: bytes, origin: str) -> Any:
         DamagedError: It is not whole, is not what was written, or is of another kind.
         UnsafeFileError: It holds an object whose building could run code.
     """
-    with damage_named(f"'{origin}'", kind=KIND, remedy=REMEDY):
+    with damage_named(f"'{origin}'", TORCH_FILE):
         stream = io.BytesIO(data)
         if not zipfile.is_zipfile(stream):
-            raise DamagedError(f"'{origin}' is not whole, or {KIND}; {REMEDY}.")
+            raise ValueError("no zip archive")
         _compare(stream, memoryview(data), origin, slice(None))
     return _load(io.BytesIO(data), origin, True, mmap=False)
 
@@ -82,7 +86,7 @@ def check_records(path: Path, rank: int = 0, ranks: int = 1, *, only: str = "") 
     Raises:
         DamagedError: A record is not what was written.
     """
-    with damage_named(f"'{path}'", kind=KIND, remedy=REMEDY), path.open("rb") as file:
+    with damage_named(f"'{path}'", TORCH_FILE), path.open("rb") as file:
         if not zipfile.is_zipfile(file) or os.fstat(file.fileno()).st_size == 0:
             return
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -119,7 +123,7 @@ def _sum(pairs: Sequence[tuple[zipfile.ZipInfo, slice]], data: memoryview, origi
 
 
 def _body(data: memoryview, record: zipfile.ZipInfo, origin: str) -> slice:
-    """Where the bytes of a record are, by the header in front of them as torch finds them."""
+    """Find the bytes of a record by the header in front of them, as torch does."""
     start = record.header_offset + _NAME
     name, extra = struct.unpack_from("<HH", data, start - 4)
     stored = record.compress_type == zipfile.ZIP_STORED
@@ -134,13 +138,14 @@ def _body(data: memoryview, record: zipfile.ZipInfo, origin: str) -> slice:
 
 def _changed(origin: str, what: str) -> DamagedError:
     return DamagedError(
-        f"'{origin}' is not whole: {what} is not what was written (its checksum differs); {REMEDY}."
+        f"'{origin}' is not whole: {what} is not what was written (its checksum differs); "
+        f"{TORCH_FILE.remedy}."
     )
 
 
 def _load(source: Path | IO[bytes], origin: str, weights_only: bool, **options: Any) -> Any:
     try:
-        with damage_named(f"'{origin}'", kind=KIND, remedy=REMEDY):
+        with damage_named(f"'{origin}'", TORCH_FILE):
             loaded = torch.load(source, map_location="cpu", weights_only=weights_only, **options)
             refuse_repetition(loaded, origin)
             return loaded
@@ -154,7 +159,7 @@ def refuse_repetition(value: Any, origin: str) -> None:
     """Look through nested containers, each of them once.
 
     Args:
-        value: What was read.
+        value: The content that was read.
         origin: The file, for the message.
 
     Raises:

@@ -1,42 +1,112 @@
-"""Reads checkpoints of any kind, and loads weights into a module that may be sharded.
+"""Saves the weights of a module that may be sharded, and loads weights into it.
 
 Each rank reads its part, and a tensor is read when it is used.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.directory import is_sharded, read_directory, read_weights
+from lightning_shard.checkpoint.atomic import written_file
+from lightning_shard.checkpoint.directory import is_sharded, read_weights
 from lightning_shard.checkpoint.foreign import (
-    as_lightning,
     plain_names,
     refuse_other_weights,
     weights_of,
 )
 from lightning_shard.checkpoint.safetensors_file import (
     SAFETENSORS,
-    compare_all,
+    in_order,
     read_safetensors,
+    write_safetensors,
 )
+from lightning_shard.checkpoint.state import full, module_state
 from lightning_shard.checkpoint.stored import (
     StoredState,
     StoredTensor,
     bytes_of,
     own_region,
-    tensors_in,
 )
 from lightning_shard.checkpoint.torch_file import read_torch_file
-from lightning_shard.checkpoint.whole_files import problem_of, read_manifest
 from lightning_shard.fsdp.complex_pairs import pair_names
+from lightning_shard.processes.errors_together import together
 
+TORCH = (".pt", ".pth", ".bin")
 PART_BYTES = 2**28  # of a state that is read from disk
+
+
+def save_weights(module: nn.Module, path: str | Path) -> None:
+    """Write the weights of `module` under the names, shapes and dtypes of the unsharded module.
+
+    All ranks call it. Each parameter is gathered in turn and rank 0 writes, so no other rank holds
+    more than one whole parameter. Neither does rank 0 for safetensors; the other formats are
+    written from CPU memory of rank 0. Complex weights that are stored as pairs are complex again.
+    The file has a checksum, with which `load_weights` compares it.
+
+    Args:
+        module: An ordinary module, or one that `parallelize`, `fully_shard` or a strategy sharded.
+        path: Ends with `.safetensors`, `.pt`, `.pth` or `.bin` (a state dict), or `.ckpt` (a
+            Lightning checkpoint of weights alone). What has the name is replaced.
+
+    Raises:
+        ValueError: The path ends otherwise, or the format has no numbers of some dtype.
+        OSError: It cannot be written; what was there before stays. Other ranks raise a
+            RuntimeError that says so.
+    """
+    path = Path(path)
+    if path.suffix not in (*TORCH, ".ckpt", ".safetensors"):
+        raise ValueError(
+            f"'{path}' ends with none of .safetensors, {', '.join(TORCH)} and .ckpt, which choose "
+            "the format."
+        )
+    state = module_state(module)
+    for name in [name for name, value in state.items() if not _is_weight(name, value)]:
+        del state[name]  # neuralop adds the arguments of its model, with functions among them
+    if path.suffix == ".safetensors":
+        state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        state = {name: state[name] for name in in_order(state, _dtypes(state))}
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    parts = ((name, full(value, keep=first)) for name, value in state.items())
+
+    def write() -> None:
+        try:
+            if first:
+                with written_file(path) as file:
+                    _write(file, path.suffix, state, parts)
+        finally:  # the others gather to the end, also when this rank cannot write
+            for _ in parts:
+                pass
+
+    together(write) if dist.is_initialized() else write()
+
+
+def _is_weight(name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) or name.endswith("_extra_state")
+
+
+def _dtypes(state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in state.items()}
+
+
+def _write(
+    file: IO[bytes], ending: str, state: dict[str, Any], parts: Iterator[tuple[str, Any]]
+) -> None:
+    if ending == ".safetensors":
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        write_safetensors(file, shapes, _dtypes(state), (tensor for _, tensor in parts))
+        return
+    weights = copy.copy(state)  # of its class: a state dict keeps the versions of its modules
+    weights.update(parts)
+    version_key = {"pytorch-lightning_version": version("lightning")}
+    torch.save(version_key | {"state_dict": weights} if ending == ".ckpt" else weights, file)
 
 
 def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) -> None:
@@ -52,7 +122,7 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
         path: A safetensors file, the index of several (`*.safetensors.index.json`), or a file of
             `torch.save`: a state dict, or a Lightning checkpoint; or a directory of
             torch.distributed.checkpoint, ours or Lightning's.
-        strict: Whether the names in the file must be those of the module.
+        strict: True requires that the names in the file are those of the module.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -72,8 +142,8 @@ def copy_weights(
     Args:
         module: An ordinary module, or one that is sharded.
         stored: Weights by name; tensors, or `StoredTensor`s, of which only parts are read.
-        origin: Where they come from, for messages.
-        strict: Whether the names must be those of the module.
+        origin: The place that they come from, for messages.
+        strict: True requires that the names are those of the module.
 
     Raises:
         ValueError: A tensor has another shape, or is complex and the module's is not.
@@ -203,72 +273,3 @@ def _parts(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield part
             part, size = {}, 0
     yield part
-
-
-@dataclass(frozen=True)
-class Opened:
-    """Holds what is in a checkpoint, and whether it is whole.
-
-    Attributes:
-        kind: In words.
-        content: A Lightning checkpoint; `StoredTensor`s or mapped tensors.
-        problem: None, or why it is not whole.
-        manifest: Of a sharded directory.
-    """
-
-    kind: str
-    content: dict[str, Any]
-    problem: str | None
-    manifest: dict[str, Any]
-
-
-def open_checkpoint(path: Path, *, trusted: bool = False) -> Opened:
-    """Open a checkpoint, all of which is compared with its checksums.
-
-    Args:
-        path: A file of `torch.save`, safetensors, or a directory of torch.distributed.checkpoint.
-        trusted: Whether objects in it may be built, which can run code.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: It cannot be read.
-    """
-    if path.is_dir():
-        return _directory(path, trusted)
-    if path.name.endswith(SAFETENSORS):
-        tensors = read_safetensors(path)
-        compare_all(tensors)
-        return Opened("safetensors", {"state_dict": StoredState(dict(tensors))}, None, {})
-    loaded = read_torch_file(path, not trusted)
-    content = as_lightning(loaded, path, ())
-    kind = "Lightning checkpoint" if "pytorch-lightning_version" in loaded else "weights"
-    return Opened(f"{kind}, one file", content, None, {})
-
-
-def _directory(path: Path, trusted: bool) -> Opened:
-    manifest = read_manifest(path) or {}
-    if problem := problem_of(path):
-        return Opened("sharded directory", {}, problem, manifest)
-    if not is_sharded(path):
-        raise ValueError(f"'{path}' is a directory without a checkpoint in it.")
-    content = read_directory(path, not trusted, checked=True)
-    if manifest:
-        return Opened("sharded directory", content, None, manifest)
-    for tensor in tensors_in(content):  # without a manifest only the parts have checksums
-        if isinstance(tensor, StoredTensor):
-            tensor.whole()
-    return Opened("directory of torch.distributed.checkpoint", content, None, {})
-
-
-def weights(opened: Opened) -> dict[str, Any]:
-    """Give the weights by name, not read yet."""
-    state = opened.content["state_dict"]
-    return state.stored if isinstance(state, StoredState) else dict(state)
-
-
-def with_integer_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """Key an optimizer's state as `Optimizer.state_dict` does, instead of by names."""
-    held = [name for group in state["param_groups"] for name in group["params"]]
-    index = {name: i for i, name in enumerate(held)}
-    groups = [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]]
-    return {"state": {index[n]: v for n, v in state["state"].items()}, "param_groups": groups}

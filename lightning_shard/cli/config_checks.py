@@ -3,7 +3,6 @@
 Everything here is known to every rank from its own environment, so all ranks refuse together.
 """
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_shard.cli.usage import UsageError, as_usage_error, nearest, neare
 from lightning_shard.processes.device import accelerators, device_of
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
+from lightning_shard.trainer.process_mesh import domain_that_is_left, misfit
 
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 LEAST = {  # of the Trainer's numbers; Lightning takes smaller ones and fails later, or not at all
@@ -185,21 +185,13 @@ def _check_mesh(trainer: Any, given: Sources) -> None:
     if world is None:
         return
     if domain == "auto":
-        domain = max(1, world // data) if isinstance(data, int) else world
-    total = math.prod(domain) if isinstance(domain, (list, tuple)) else domain
-    key = "trainer.strategy.domain_parallel_size"
-    place = _at(given, key)
-    if world % total:
-        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        use = f"use one of {fits}" if world > 1 else "use 1, or more devices"
+        domain = domain_that_is_left(world, data)
+    sizes = tuple(domain) if isinstance(domain, list | tuple) else (domain,)
+    if found := misfit(world, sizes, data):
+        key = f"trainer.strategy.{found.option}"
+        more = ", or more devices" if world == 1 and key.endswith("domain_parallel_size") else ""
         raise UsageError(
-            f"{key} {_size(domain)}{place} does not divide the {_plural(world)} ({reason}); {use}"
-        )
-    if isinstance(data, int) and data * total != world:
-        raise UsageError(
-            f"trainer.strategy.data_parallel_size {data} x domain_parallel_size {_size(domain)} is "
-            f"{data * total}{_at(given, 'trainer.strategy.data_parallel_size')}, "
-            f"not the {_plural(world)} ({reason}); use data_parallel_size {world // total} or auto"
+            f"{key} {found.size}{_at(given, key)}{found.problem} ({reason}); {found.remedy}{more}"
         )
 
 
@@ -214,7 +206,7 @@ def _check_contradictions(trainer: Any, given: Sources) -> None:
     options = strategy_options(trainer)
     nested = options.get("sharding", "full")
     nested = {"mode": nested} if isinstance(nested, str) else nested
-    if nested.get("mode") == "none" and (nested.get("cpu_offload") or options.get("cpu_offload")):
+    if nested.get("mode") == "none" and nested.get("cpu_offload"):
         key = "trainer.strategy.sharding"
         raise UsageError(
             f"{key} is none{_at(given, key)}, but cpu_offload needs shards to move; use sharding "

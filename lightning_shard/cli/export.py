@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_shard.checkpoint.atomic import written_file
+from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights, with_integer_keys
 from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
-from lightning_shard.checkpoint.weights import Opened, open_checkpoint, weights, with_integer_keys
-from lightning_shard.checkpoint.whole_files import written_file
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_shard.checkpoint.errors import DamagedError
 from lightning_shard.checkpoint.foreign import OWN
+from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights
 from lightning_shard.checkpoint.stored import StoredTensor, bytes_of
-from lightning_shard.checkpoint.weights import Opened, open_checkpoint, weights
-from lightning_shard.checkpoint.whole_files import DamagedError
 from lightning_shard.cli.usage import as_usage_error, labelled, printable
 
 

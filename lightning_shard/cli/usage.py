@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from lightning_shard.processes.attempts import end_attempts
+from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.process_info import rank_variables
 
 ENV_PREFIX = "LIGHTNING_SHARD"
@@ -28,7 +29,7 @@ LONGEST = 200  # characters of a cause
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
 
 
-class UsageError(Exception):
+class UsageError(LightningShardError):
     """A mistake in what the user typed: one sentence, and perhaps a hint for a second line."""
 
     def __init__(self, sentence: str, hint: str = "") -> None:

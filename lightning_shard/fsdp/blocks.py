@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from lightning_shard.fsdp.mixins import is_a
 from lightning_shard.processes.torch_private.internals import own_parameters
 
 Wrap = Sequence[str] | Callable[[nn.Module], bool]
@@ -74,6 +73,13 @@ def named(root: nn.Module, names: Sequence[str], option: str) -> set[nn.Module]:
     return {m for m in root.modules() if type(m).__name__ in names}
 
 
+def is_a(module: nn.Module, package: str, *names: str) -> bool:
+    """Return True if a class of `package` with one of the names is among those of `module`."""
+    return any(
+        cls.__name__ in names and cls.__module__.startswith(package) for cls in type(module).__mro__
+    )
+
+
 def _chosen(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
     """Children before parents, as FSDP2 wants them."""
     return [
@@ -121,7 +127,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def can_be_gathered(module: nn.Module) -> bool:
-    """Whether its own forward runs when its parameters are needed.
+    """Return True if its own forward runs when its parameters are needed.
 
     Containers have none, and the layers of tltorch's tensors read the factors themselves.
     """

@@ -22,11 +22,11 @@ def clip_grad_norm_(
     """Scale the gradients so that their total norm is at most `max_norm`; all ranks must call it.
 
     Args:
-        parameters: Whose gradients are clipped, as one vector: sharded and plain ones together,
-            also on different meshes.
+        parameters: Tensors whose gradients are clipped, as one vector: sharded and plain ones
+            together, also on different meshes.
         max_norm: The largest norm that stays as it is.
         norm_type: The exponent of the norm, or infinity.
-        error_if_nonfinite: Whether a norm that is not finite is an error.
+        error_if_nonfinite: True makes a norm that is not finite an error.
 
     Returns:
         The total norm before clipping, the same on all ranks.

@@ -67,7 +67,7 @@ def pair_names(root: nn.Module) -> set[str]:
 
 
 def as_complex(pairs: Tensor) -> Tensor:
-    """What a plain module would hold for a parameter stored as pairs; a DTensor stays one."""
+    """Return the complex tensor of a parameter that is stored as pairs; a DTensor stays one."""
     if not isinstance(pairs, DTensor):
         return torch.view_as_complex(pairs.contiguous())
     local = torch.view_as_complex(pairs.to_local().contiguous())
@@ -75,7 +75,7 @@ def as_complex(pairs: Tensor) -> Tensor:
 
 
 def as_pairs(value: Tensor) -> Tensor:
-    """The reverse of `as_complex`."""
+    """Return the pairs of real numbers of a complex tensor, as `as_complex` takes them."""
     if not isinstance(value, DTensor):
         return torch.view_as_real(value.resolve_conj())
     local = torch.view_as_real(value.to_local().resolve_conj())

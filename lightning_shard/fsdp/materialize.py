@@ -25,7 +25,7 @@ from lightning_shard.processes.torch_private.typed import named_modules
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether a parameter or buffer is on the meta device."""
+    """Return True if a parameter or buffer is on the meta device."""
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
@@ -68,8 +68,8 @@ def materialize(
 
     Args:
         root: The network, sharded or not.
-        device: Of buffers, whole parameters and the random numbers.
-        shards_on: Of sharded parameters, if it is another one.
+        device: The device of buffers, whole parameters and the random numbers.
+        shards_on: The device of sharded parameters, if it is another one.
         loaded: Names of submodules whose parameters are to be loaded.
         group: Ranks that draw the numbers which its first one would draw.
 
@@ -151,7 +151,7 @@ def _keep_part(p: nn.Parameter, whole: Tensor, paired: bool) -> None:
 
 
 def _needs_reset(module: nn.Module, from_file: bool) -> bool:
-    """Whether `module` itself, not one inside it, holds what nothing else gives a value."""
+    """Return True if `module` itself holds tensors that only a reset gives values."""
     own = [*own_parameters(module).values(), *own_buffers(module).values()]
     if from_file:
         own = [own_buffers(module)[name] for name in unsaved_buffers(module)]
@@ -168,7 +168,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """As constructors run: those of the parts before the rest of the whole."""
+    """Give the modules in the order in which constructors end: parts before the whole."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:

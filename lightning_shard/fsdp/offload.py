@@ -31,7 +31,7 @@ AHEAD_BYTES = 2**28
 
 
 def is_moved(tensor: Tensor) -> bool:
-    """Whether an offloaded block moves this tensor, which autograd saves: an activation."""
+    """Return True for a saved tensor that an offloaded block moves: an activation."""
     source = base_of(tensor)
     is_leaf = source.requires_grad and source.grad_fn is None
     return (
@@ -49,10 +49,10 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 class Driver:
-    """What is asked of a device beside computation; a test puts a simulated one in its place."""
+    """The streams and memory of a device; a test puts a simulated one in its place."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in memory of a device that is not the host's."""
+        """Return True for a tensor in memory of a device that is not the host's."""
         return tensor.device.type not in ("cpu", "meta")
 
     def current(self, device: torch.device) -> torch.Stream:
@@ -202,7 +202,7 @@ class Mover:
             self._order.pop()
 
     def _held(self, places: range) -> Iterator[_Saved]:
-        """Those that a graph still holds."""
+        """Give the saved tensors that a graph still holds."""
         for place in places:
             if place < len(self._order) and (saved := self._order[place]()) is not None:
                 yield saved
@@ -215,7 +215,7 @@ class OnHost(saved_tensors_hooks):
     """While open, what autograd saves lies in the host's memory until backward needs it."""
 
     def __init__(self) -> None:
-        """By the mover of this process."""
+        """Store with the `Mover` of this process."""
         super().__init__(MOVER.pack, MOVER.unpack)
 
 
@@ -226,7 +226,7 @@ class _Offloaded:
         """Nothing to register: the class stands for its base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Run the module, whose saved tensors go to the host."""
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)

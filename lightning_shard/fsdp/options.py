@@ -1,9 +1,8 @@
 """Lists what can be chosen about parameters: how they are sharded, gathered, cast and made."""
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -14,14 +13,14 @@ from lightning_shard.processes.mesh import Sharding
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How FSDP2 treats the parameters of a network; the defaults are right for most.
+    """Options of FSDP2 for the parameters of a network; the defaults are right for most.
 
     Attributes:
-        mode: What each rank holds a part of. "full": parameters, gradients and optimizer state
-            (ZeRO-3). "gradients": the same, but parameters stay whole from forward to backward
-            (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid": as "full" within a
-            group of processes, and a copy in each group (HSDP).
-        shard_size: For "hybrid", the processes that share one set of parameters, domain ranks
+        mode: The tensors of which each rank holds a part. "full": parameters, gradients and
+            optimizer state (ZeRO-3). "gradients": the same, but parameters stay whole from
+            forward to backward (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid":
+            as "full" within a group of processes, and a copy in each group (HSDP).
+        shard_size: With mode "hybrid", the processes that share one set of parameters, domain ranks
             included; by default those of a node. The strategy makes its mesh with it;
             `parallelize` finds it in the mesh.
         wrap: Classes of blocks, such as `["T5Block"]`, or a function that says whether a module is
@@ -34,15 +33,15 @@ class ShardingOptions:
         mp_policy: Dtypes of gathered parameters (param_dtype), of the gradients' reduction
             (reduce_dtype) and of outputs (output_dtype), beside the Trainer's precision. A mapping
             becomes torch's MixedPrecisionPolicy.
-        cpu_offload: Whether shards, gradients and optimizer states stay in CPU memory.
-        prefetch: How many blocks are gathered ahead of the one that computes.
+        cpu_offload: True keeps shards, gradients and optimizer states in CPU memory.
+        prefetch: The number of blocks that are gathered ahead of the one that computes.
         activation_checkpointing: Classes whose activations are computed again in backward instead
             of kept; True: those of the blocks.
         checkpoint_keeps: Operators of torch.ops.aten, such as `["convolution", "mm", "addmm"]`,
             whose results activation_checkpointing keeps; what lies between them is computed again.
         activation_offload: Classes whose activations lie in the host's memory until backward; True:
             those of the blocks.
-        compile_blocks: Whether torch.compile compiles each block, as one graph with its
+        compile_blocks: True lets torch.compile compile each block, as one graph with its
             collectives. What does not compile runs as it is, after a warning.
 
     Raises:
@@ -118,7 +117,7 @@ class ShardingOptions:
 
     @property
     def changes_one_process(self) -> bool:
-        """Whether FSDP2 is needed on a single process, too."""
+        """True if FSDP2 is needed on a single process, too."""
         return self.cpu_offload or self.policy != MixedPrecisionPolicy()
 
     def described(self) -> dict[str, str]:
@@ -128,62 +127,6 @@ class ShardingOptions:
         del values["mp_policy"]
         values["sharding"] = values.pop("mode")
         return {name: getattr(v, "__qualname__", str(v)) for name, v in values.items()}
-
-
-class FlatOptions(TypedDict, total=False):
-    """The strategy's arguments of before `sharding` was nested, which the next release drops.
-
-    Attributes:
-        shard_size: Deprecated, write sharding.shard_size.
-        wrap: Deprecated, write sharding.wrap.
-        min_num_params: Deprecated, write sharding.min_num_params.
-        ignored_parameters: Deprecated, write sharding.ignored_parameters.
-        mp_policy: Deprecated, write sharding.mp_policy.
-        cpu_offload: Deprecated, write sharding.cpu_offload.
-        prefetch: Deprecated, write sharding.prefetch.
-        activation_checkpointing: Deprecated, write sharding.activation_checkpointing.
-        compile_blocks: Deprecated, write sharding.compile_blocks.
-        async_checkpoint: Deprecated, write checkpoint_format "async".
-    """
-
-    shard_size: int | None
-    wrap: Wrap | None
-    min_num_params: int | None
-    ignored_parameters: Sequence[str]
-    mp_policy: MixedPrecisionPolicy | dict[str, str | bool] | None
-    cpu_offload: bool
-    prefetch: int
-    activation_checkpointing: bool | Sequence[str]
-    compile_blocks: bool
-    async_checkpoint: bool
-
-
-def sharding_options(
-    sharding: Sharding | ShardingOptions, flat: Mapping[str, Any]
-) -> ShardingOptions:
-    """The options that the strategy's arguments describe.
-
-    Args:
-        sharding: A mode, or all options.
-        flat: Options by their own names, as they were given before they were nested.
-
-    Raises:
-        TypeError: A name in `flat` is no option.
-        ValueError: A value is not one of those that an option can have.
-    """
-    known = {f.name for f in fields(ShardingOptions)} - {"mode"}
-    if unknown := sorted(flat.keys() - known):
-        raise TypeError(f"HybridShardStrategy has no argument {unknown[0]!r}.")
-    for name in flat:
-        warnings.warn(
-            f"the argument {name} of HybridShardStrategy is deprecated: write "
-            f"sharding=ShardingOptions({name}=...), in YAML `sharding: {{{name}: ...}}`.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    if isinstance(sharding, ShardingOptions):
-        return replace(sharding, **flat)
-    return ShardingOptions(sharding, **flat)
 
 
 def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy:

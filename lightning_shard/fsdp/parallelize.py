@@ -14,23 +14,23 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_shard.fsdp.alike import refuse_other_modules
-from lightning_shard.fsdp.blocks import blocks, named, tied_outside
+from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
+from lightning_shard.fsdp.check_same_module import check_same_module
 from lightning_shard.fsdp.complex_pairs import pair_names, store_as_pairs
-from lightning_shard.fsdp.gathered import Gathered, keeping_writes
+from lightning_shard.fsdp.keep_step_writes import Gathered, keeping_writes
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
-from lightning_shard.fsdp.mixins import is_a
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
-from lightning_shard.fsdp.numbers import read_whole_numbers
 from lightning_shard.fsdp.offload import offload
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients
+from lightning_shard.fsdp.read_dtensor_numbers import read_whole_numbers
 from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
 from lightning_shard.fsdp.shard_block import (
     no_views,
@@ -72,7 +72,7 @@ def parallelize(
         methods: Methods other than `forward` that run the module, such as `training_step`.
         dims: The dim of the fields that each domain axis splits, by default 2, 3, ...: along these
             the dense weights of spectral convolutions are split too (neuralop/split_weights.py).
-        options: How parameters are sharded, gathered and cast.
+        options: The ways in which parameters are sharded, gathered and cast.
         loaded: Names of submodules, "" for all, whose weights are to be loaded afterwards. Others
             on the meta device get their first values here (materialize.py).
         domain: The axes of the mesh along which samples are split, by name; by default those called
@@ -93,90 +93,79 @@ def parallelize(
                 f"{mesh}; load its weights into a new module."
             )
         return {}
-    ignored = _ignored(module, options.ignored_parameters)
-    chosen = blocks(module, options.wrap, options.min_num_params)
-    check_can_be_reset(module, loaded)
-    before = dict(module.named_parameters(remove_duplicate=False))
     axes = (domain,) if isinstance(domain, str) else tuple(domain)
-    split = domain_mesh(mesh, axes)
-    if split is None:
-        _warn_of_whole_spectra(module, mesh)
-    avoid_whole_fields(module, split if split is not None and split.size() == 1 else None)
-    _change_forward(module, chosen, options)
+    work = _Work(module, mesh, tuple(methods), dims, options, tuple(loaded), axes)
+    for step in _PREPARE:
+        step(work)
     if mesh.size() == 1 and not options.changes_one_process:
         return materialize(module, _device_of(mesh), loaded=loaded)
-    group = flat_mesh(mesh).get_group()
-    refuse_other_modules(module, options, group)
-    _refuse_hooks(before)
-    read_whole_numbers()
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
-            copy_from_first(tensor, group)
-    replaced = store_as_pairs(module)
-    ignored = {replaced.get(p, p) for p in ignored}
-    if options.policy.param_dtype is not None:  # they compute in their own precision
-        chosen = list(dict.fromkeys([*with_complex_parameters(module), *chosen]))
-    if split is not None and split.size() > 1 and options.mode != "none":
-        dims = range(2, 2 + split.ndim) if dims is None else dims
-        for layer in split_by_mode(module, split, tuple(dims), ignored):
-            shard_block(layer, replica_mesh(mesh, axes), options)  # over data replicas only
-            show_split_weights(layer, tuple(dims))
-    chosen = [b for b in chosen if not isinstance(b, FSDPModule)]
-    plain = _shard_blocks(module, chosen, mesh, options, ignored)
-    shards_on = torch.device("cpu") if options.cpu_offload else None
-    made = materialize(module, _device_of(mesh), shards_on=shards_on, loaded=loaded, group=group)
-    average_plain_gradients(module, [made.get(p, p) for p in plain], group)
-    prefetch(module, options.prefetch)
-    gathered = Gathered(module)
-    for method in methods:
-        plain_method = getattr(module, method)
-        setattr(module, method, _returning_no_view(keeping_writes(plain_method, gathered)))
-        register_fsdp_forward_method(module, method)
-        counting = _in_replica_world(getattr(module, method), mesh, axes)
-        if inspect.ismethod(plain_method):  # a function that was put there is given all arguments
-            # Lightning looks behind one decorator for the arguments that a step takes
-            counting.__dict__["__wrapped__"] = getattr(plain_method, "__wrapped__", plain_method)
-        setattr(module, method, counting)
-    _count_domains_once(module, mesh, axes)
-    module.register_load_state_dict_pre_hook(_split_loaded)
-    module.__dict__[_SHARDED_OVER] = mesh
+    for step in _SHARD:
+        step(work)
     after = dict(module.named_parameters(remove_duplicate=False))
-    return {before[name]: after[name] for name in before}
+    return {p: after[name] for name, p in work.before.items()}
 
 
-def _shard_blocks(
-    module: nn.Module,
-    chosen: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    options: ShardingOptions,
-    ignored: set[nn.Parameter],
-) -> list[nn.Parameter]:
-    """Put every parameter into the group of its block, or among the plain ones, returned."""
-    placed = {p for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
-    plain = ignored | {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
-    plain |= of_other_dtypes([*chosen, module], plain | placed)
-    axes = parameter_mesh(mesh, options.mode)
-    for block in chosen:
-        shard_block(block, axes, options, plain | tied_outside(block, module))
-    shard_block(module, axes, options, plain)
-    return [p for p in module.parameters() if p in plain]
+class _Work:
+    """A module on its way through the steps below, and what one step leaves for a later one.
+
+    Attributes:
+        axes: The names of the mesh axes along which samples are split, or none for the usual ones.
+        split: The mesh of these axes, or None.
+        before: The parameters by name, as the user made them.
+        ignored: The parameters that the user wants whole.
+        chosen: The blocks, inner ones first.
+        plain: All parameters that stay whole on each rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        methods: Sequence[str],
+        dims: Sequence[int] | None,
+        options: ShardingOptions,
+        loaded: Sequence[str],
+        axes: tuple[str, ...],
+    ) -> None:
+        self.module, self.mesh, self.methods, self.dims = module, mesh, methods, dims
+        self.options, self.loaded, self.axes = options, loaded, axes
+        self.split = domain_mesh(mesh, axes)
+        self.before = dict(module.named_parameters(remove_duplicate=False))
+        self.ignored: set[nn.Parameter] = set()
+        self.chosen: list[nn.Module] = []
+        self.plain: list[nn.Parameter] = []
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks that shard the module."""
+        return flat_mesh(self.mesh).get_group()
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(
-        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
-    )
+def _choose(work: _Work) -> None:
+    """Find the blocks, and the parameters that stay whole."""
+    work.ignored = _ignored(work.module, work.options.ignored_parameters)
+    work.chosen = blocks(work.module, work.options.wrap, work.options.min_num_params)
 
 
-def _change_forward(
-    module: nn.Module, chosen: Sequence[nn.Module], options: ShardingOptions
-) -> None:
+def _check_deferred(work: _Work) -> None:
+    check_can_be_reset(work.module, work.loaded)
+
+
+def _avoid_whole_fields(work: _Work) -> None:
+    """Let spectral layers allocate parts of fields and modes only."""
+    split = work.split
+    if split is None:
+        _warn_of_whole_spectra(work.module, work.mesh)
+    avoid_whole_fields(work.module, split if split is not None and split.size() == 1 else None)
+
+
+def _change_forward(work: _Work) -> None:
+    """Compile, recompute or offload the blocks that the options name."""
+    module, options = work.module, work.options
     if options.compile_blocks:  # first, so that what is recomputed is compiled
-        compile_forward(chosen)
-    again = _fitting(module, chosen, options, "activation_checkpointing")
-    moved = _fitting(module, chosen, options, "activation_offload")
+        compile_forward(work.chosen)
+    again = _fitting(work, "activation_checkpointing")
+    moved = _fitting(work, "activation_offload")
     inside = {part for block in again for part in block.modules()}
     if lost := inside & moved:
         raise ValueError(
@@ -189,17 +178,21 @@ def _change_forward(
         keep_no_cache(module)
 
 
-def _fitting(
-    module: nn.Module, chosen: Sequence[nn.Module], options: ShardingOptions, option: str
-) -> set[nn.Module]:
-    """The modules that an option names: classes, or True for the blocks."""
-    names = getattr(options, option)
-    return {*chosen} if names is True else named(module, names, option) if names else set()
+def _fitting(work: _Work, option: str) -> set[nn.Module]:
+    """Return the modules that an option names: classes, or True for the blocks."""
+    names = getattr(work.options, option)
+    return (
+        {*work.chosen} if names is True else named(work.module, names, option) if names else set()
+    )
 
 
-def _refuse_hooks(parameters: dict[str, nn.Parameter]) -> None:
-    """A hook would see the partial gradient of a rank, and FSDP2 drops it without a word."""
-    for name, p in parameters.items():
+def _check_same_module(work: _Work) -> None:
+    check_same_module(work.module, work.options, work.group)
+
+
+def _refuse_hooks(work: _Work) -> None:
+    """Refuse a hook, which would see the partial gradient of a rank, and which FSDP2 drops."""
+    for name, p in work.before.items():
         if has_hooks(p):
             raise NotImplementedError(
                 f"the parameter {name} has a hook for its gradient (register_hook), which a "
@@ -208,8 +201,140 @@ def _refuse_hooks(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
+def _share_values(work: _Work) -> None:
+    """Copy parameters and buffers of the first rank to all others."""
+    for tensor in (*work.module.parameters(), *work.module.buffers()):
+        if not tensor.is_meta:
+            copy_from_first(tensor, work.group)
+
+
+def _store_as_pairs(work: _Work) -> None:
+    """Store complex parameters as real pairs; their modules become blocks of their own."""
+    replaced = store_as_pairs(work.module)
+    work.ignored = {replaced.get(p, p) for p in work.ignored}
+    if work.options.policy.param_dtype is not None:  # they compute in their own precision
+        work.chosen = list(dict.fromkeys([*with_complex_parameters(work.module), *work.chosen]))
+
+
+def _split_spectral_weights(work: _Work) -> None:
+    """Give each rank of a domain its modes of large spectral weights."""
+    split, dims = work.split, work.dims
+    if split is None or split.size() == 1 or work.options.mode == "none":
+        return
+    dims = tuple(range(2, 2 + split.ndim) if dims is None else dims)
+    for layer in split_by_mode(work.module, split, dims, work.ignored):
+        replicas = replica_mesh(work.mesh, work.axes)
+        shard_block(layer, replicas, work.options)  # over data replicas only
+        show_split_weights(layer, dims)
+
+
+def _shard(work: _Work) -> None:
+    """Put every parameter into the group of its block, or among the plain ones."""
+    module, options = work.module, work.options
+    chosen = [b for b in work.chosen if not isinstance(b, FSDPModule)]
+    placed = {p for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    plain = work.ignored | {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
+    plain |= of_other_dtypes([*chosen, module], plain | placed)
+    axes = parameter_mesh(work.mesh, options.mode)
+    for block in chosen:
+        shard_block(block, axes, options, plain | tied_outside(block, module))
+    shard_block(module, axes, options, plain)
+    work.plain = [p for p in module.parameters() if p in plain]
+
+
+def _materialize(work: _Work) -> None:
+    """Give parameters of the meta device memory and first values."""
+    made = materialize(
+        work.module,
+        _device_of(work.mesh),
+        shards_on=torch.device("cpu") if work.options.cpu_offload else None,
+        loaded=work.loaded,
+        group=work.group,
+    )
+    work.plain = [made.get(p, p) for p in work.plain]
+
+
+def _average_plain_gradients(work: _Work) -> None:
+    average_plain_gradients(work.module, work.plain, work.group)
+
+
+def _prefetch(work: _Work) -> None:
+    prefetch(work.module, work.options.prefetch)
+
+
+def _wrap_methods(work: _Work) -> None:
+    """Let the steps run with whole parameters, keep their writes, and count domains once."""
+    module = work.module
+    gathered = Gathered(module)
+    for name in work.methods:
+        method = getattr(module, name)
+        setattr(module, name, _returning_no_view(keeping_writes(method, gathered)))
+        register_fsdp_forward_method(module, name)  # wraps the attribute, so it is set before
+        counting = _in_replica_world(getattr(module, name), work.mesh, work.axes)
+        if inspect.ismethod(method):  # a function that was put there is given all arguments
+            # Lightning looks behind one decorator for the arguments that a step takes
+            counting.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method)
+        setattr(module, name, counting)
+
+
+def _count_domains_once(work: _Work) -> None:
+    """Let collectives of the module's own forward go over data replicas, see replica_world."""
+    open_ones: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        open_ones.append(replica_world(work.mesh, work.axes))
+        open_ones[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        open_ones.pop().__exit__(None, None, None)
+
+    work.module.register_forward_pre_hook(enter, prepend=True)
+    work.module.register_forward_hook(leave, always_call=True)
+
+
+def _split_what_is_loaded(work: _Work) -> None:
+    work.module.register_load_state_dict_pre_hook(_split_loaded)
+
+
+def _mark(work: _Work) -> None:
+    work.module.__dict__[_SHARDED_OVER] = work.mesh
+
+
+# The order of the steps matters. Beside each stands the reason for its place.
+_PREPARE: tuple[Callable[[_Work], None], ...] = (
+    _choose,  # first: options name parameters and classes as the user wrote them
+    _check_deferred,  # before anything changes, since it refuses
+    _avoid_whole_fields,  # also on one process, where spectral layers then compute fewer modes
+    _change_forward,  # under the hooks of FSDP2, which come later and so stay outside
+)
+_SHARD: tuple[Callable[[_Work], None], ...] = (
+    _check_same_module,  # before the first collective, which ranks that differ would not end
+    _refuse_hooks,  # while parameters are the user's, which have the hooks
+    lambda work: read_whole_numbers(),  # before anybody can read a number of a shard
+    _share_values,  # while parameters are whole, and complex ones complex
+    _store_as_pairs,  # before parameters are grouped by dtype
+    _split_spectral_weights,  # these are sharded over fewer ranks, before the others are grouped
+    _shard,
+    _materialize,  # of the meta device only shards get memory, so after they are sharded
+    _average_plain_gradients,  # its hooks belong to the parameters that have memory
+    _prefetch,  # it links the blocks, so all must be sharded
+    _wrap_methods,  # outside of FSDP2's root, which gathers before a step
+    _count_domains_once,  # before FSDP2's own hooks of the root, and after them
+    _split_what_is_loaded,
+    _mark,  # last: a module that failed on the way is not taken for a sharded one
+)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
+
+
 def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """The parameters whose name fits a pattern, in the manner of a shell's file names."""
+    """Return the parameters whose name fits a pattern, in the manner of a shell's file names."""
     named = dict(module.named_parameters(remove_duplicate=False))
     found: set[nn.Parameter] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -225,7 +350,7 @@ def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
 
 
 def _returning_no_view(method: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP2 warns of an output that is a view, as a squeezed loss is; it hooks a copy instead."""
+    """Copy outputs that are views, as a squeezed loss is: FSDP2 warns of hooks on views."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -245,21 +370,6 @@ def _warn_of_whole_spectra(module: nn.Module, mesh: DeviceMesh) -> None:
             f"split along {others[-1]!r}, say so: parallelize(..., domain={others[-1]!r}).",
             stacklevel=3,
         )
-
-
-def _count_domains_once(module: nn.Module, mesh: DeviceMesh, domain: Sequence[str]) -> None:
-    """Let the module's own collectives go over data replicas, see replica_world."""
-    open_ones: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        open_ones.append(replica_world(mesh, domain))
-        open_ones[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        open_ones.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
 
 
 def _in_replica_world(
@@ -283,7 +393,7 @@ def _split_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 
 def split_like(value: Tensor, parameter: Tensor, pairs: bool = False) -> Tensor:
-    """This rank's shard of the full tensor `value`, laid out as `parameter`."""
+    """Return this rank's shard of the full tensor `value`, laid out as `parameter`."""
     if pairs and value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     value = value.to(parameter.device)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.fsdp.mixins import sharded_modules
+from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.processes.torch_private.internals import after_backward, backward_pass
 
 _KEY = "_plain_gradients"
@@ -76,7 +76,7 @@ def no_sync(module: nn.Module) -> Generator[None]:
     """Inside, backward adds up gradients on each rank; the first backward after it averages them.
 
     Args:
-        module: What `parallelize` was given.
+        module: The module that `parallelize` was given.
     """
     sharded = sharded_modules(module)
     plain: PlainGradients | None = module.__dict__.get(_KEY)

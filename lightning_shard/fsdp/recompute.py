@@ -32,7 +32,7 @@ class _Recomputed:
         """Nothing to register: the class stands for its base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Run the module; backward runs it again."""
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
@@ -83,7 +83,7 @@ def recompute(modules: Iterable[nn.Module], keeps: Sequence[str] = ()) -> None:
     """Keep only the inputs of these modules for backward, and run them again there.
 
     Args:
-        modules: In place.
+        modules: The modules, changed in place.
         keeps: Operators of aten whose results are kept, too, and not computed again.
     """
     for module in modules:
@@ -116,7 +116,7 @@ class _Compiled:
         """Nothing to register: the class stands for its base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Run the compiled module, which is compiled at the first call."""
         state = self.__dict__
         if state.get(COMPILED) is None:  # also of a copy of the module
             module: Any = self

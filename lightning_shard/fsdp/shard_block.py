@@ -19,9 +19,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from lightning_shard.data.records import map_leaves
+from lightning_shard.data.tree import map_leaves
 from lightning_shard.fsdp.blocks import can_be_gathered
-from lightning_shard.fsdp.mixins import sharded_modules
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.device import device_of
 from lightning_shard.processes.torch_private.internals import is_view, own_parameters
@@ -40,7 +39,7 @@ def shard_block(
     Args:
         block: A module on the mesh's device, or on the meta device.
         mesh: One axis that shards, or one that replicates and one that shards.
-        options: What the user chose.
+        options: The options of the user.
         ignored: Parameters that stay as they are.
     """
     policy = options.policy
@@ -67,11 +66,16 @@ def shard_block(
     return sharded
 
 
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    """Return the modules under `root`, itself included, whose parameters FSDP2 gathers."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
 def of_other_dtypes(blocks: Sequence[nn.Module], taken: set[nn.Parameter]) -> set[nn.Parameter]:
     """Parameters that cannot be in the group of their block, because most of it has another dtype.
 
     Args:
-        blocks: Those to be sharded, inner ones first.
+        blocks: The modules to be sharded, inner ones first.
         taken: Parameters that are in no group.
     """
     seen, others = set(taken), set[nn.Parameter]()
@@ -111,7 +115,7 @@ def _reads_pairs(module: nn.Module) -> bool:
 
 
 def _own_pairs(block: nn.Module) -> list[nn.Parameter]:
-    """Those that are stored as pairs in `block`, outside of inner blocks."""
+    """Return the parameters stored as pairs in `block`, outside of inner blocks."""
     parts = [block]
     for part in parts:
         parts.extend(c for c in part.children() if not isinstance(c, FSDPModule))

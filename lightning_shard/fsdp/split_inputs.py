@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.data.batch import ShardDims, first_difference, identity_of, shard_batch
+from lightning_shard.data.same_batch import first_difference, identity_of
+from lightning_shard.data.split import ShardDims, shard_batch
+from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.tensor.placement import gather as gathered
@@ -43,7 +44,7 @@ def split_inputs(
             floating-point argument of 3 dims or more. A mapping: the dims of each argument by its
             name, such as `{"sample": 2}`; arguments that are not named stay whole.
         methods: The methods that take whole tensors, such as "encode" and "decode".
-        gather: Whether results are whole on every rank. With False they stay split, and another
+        gather: True makes results whole on every rank. With False they stay split, and another
             module that is called within `split_inputs` takes them as they are.
 
     Raises:
@@ -86,7 +87,7 @@ def _method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def _signature(module: nn.Module, name: str) -> inspect.Signature:
-    """As the class has it: of a method that FSDP2 has wrapped, inspect leaves out an argument."""
+    """Return the signature in the class; of a method that FSDP2 wraps, an argument is lost."""
     of_class = getattr(type(module), name, None)
     return inspect.signature(of_class.__get__(module) if of_class else getattr(module, name))
 
@@ -124,7 +125,7 @@ def _splitting(
             result = method(*given.args, **given.kwargs)
         finally:
             running.clear()
-        return apply_to_collection(result, DomainTensor, gathered) if gather else result
+        return map_leaves(_gathered, result) if gather else result
 
     return call
 
@@ -190,11 +191,13 @@ def _by_parameter(bound: inspect.BoundArguments, values: Iterator[Any]) -> dict[
 
 
 def _identities(value: Any) -> tuple[Any, ...]:
-    """What is the same on all ranks that call alike."""
+    """Return values that are equal on all ranks that make the same call."""
     return tuple(identity_of(x) if isinstance(x, Tensor) else repr(x) for x in _leaves(value))
 
 
 def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    apply_to_collection(value, (Tensor, *_VALUES), found.append)
-    return found
+    return [x for x in leaves_of(value) if isinstance(x, (Tensor, *_VALUES))]
+
+
+def _gathered(leaf: Any) -> Any:
+    return gathered(leaf) if isinstance(leaf, DomainTensor) else leaf

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from lightning_shard.fsdp.mixins import sharded_modules
+from lightning_shard.fsdp.shard_block import sharded_modules
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
+from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.torch_private.typed import is_list, random, typed_torch
 
 Data = LightningDataModule | DataLoader[Any]
@@ -21,7 +22,7 @@ STEPS: dict[Stage, tuple[str, str]] = {
 }
 
 
-class NotRehearsedError(Exception):
+class NotRehearsedError(LightningShardError):
     """Why a step cannot be rehearsed, in words."""
 
 

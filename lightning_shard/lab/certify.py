@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_shard.data.batch import ShardDims
+from lightning_shard.data.split import ShardDims
 from lightning_shard.lab.batches import Data, batches_in_turn
 from lightning_shard.lab.certificate import Certificate, Comparison
 from lightning_shard.lab.course import Course, Mesh, Task, run, samples_of

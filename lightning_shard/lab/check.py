@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_shard.data.batch import ShardDims
+from lightning_shard.data.split import ShardDims
 from lightning_shard.lab.batches import (
     STEPS,
     Data,

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.checkpoint.state import full_module_state
-from lightning_shard.data.batch import ShardDims, leaves_of
-from lightning_shard.data.records import map_leaves
+from lightning_shard.data.split import ShardDims
+from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.lab.outputs import Output, Outputs
 from lightning_shard.lab.step import WITHOUT_FILES, quiet, simulated_as_launched
 from lightning_shard.processes.launch import launch

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.data.batch import ShardDims, leaves_of
+from lightning_shard.data.split import ShardDims
+from lightning_shard.data.tree import leaves_of
 from lightning_shard.lab.course import Mesh
 from lightning_shard.processes.torch_private.typed import is_mapping
 

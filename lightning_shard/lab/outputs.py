@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shard.data.batch import leaves_of
+from lightning_shard.data.tree import leaves_of
 from lightning_shard.ops.registry import name_of
 from lightning_shard.tensor.placement import gather
 

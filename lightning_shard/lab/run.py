@@ -42,8 +42,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.data.batch import leaves_of
-from lightning_shard.data.records import map_leaves
+from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.lab.batches import STEPS, Stage
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.simulate import simulate

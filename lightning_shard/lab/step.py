@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_shard.data.batch import ShardDims
+from lightning_shard.data.split import ShardDims
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.lab.batches import Data, Stage, feed, first_batches

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.checkpoint.stored import bytes_of
-from lightning_shard.data.batch import leaves_of
+from lightning_shard.data.tree import leaves_of
 from lightning_shard.fsdp.blocks import blocks
 from lightning_shard.lab.seen import Rehearsal
 from lightning_shard.processes.torch_private.internals import (

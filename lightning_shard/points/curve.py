@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.data.graphs import entries_of, with_entries
+from lightning_shard.data.tree import entries_of, with_entries
 from lightning_shard.domain.layout import partition
 
 
@@ -72,7 +72,7 @@ def ordered_graph(graph: Any, points: Tensor) -> Any:
     ends = place[graph.edge_index]
     edges = ends[1].argsort(stable=True)
     found: dict[str, Any] = {"edge_index": ends[:, edges]}
-    for key, value in entries_of(graph).items():
+    for key, value in (entries_of(graph) or {}).items():
         if key == "edge_index" or not isinstance(value, Tensor):
             continue
         for has_rows, rows in ((graph.is_node_attr, order), (graph.is_edge_attr, edges)):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.meeting import is_of_one_start, no_answer
 from lightning_shard.processes.simulated.turns import is_alone, pause
 from lightning_shard.processes.torch_private.internals import default_store
@@ -26,7 +27,7 @@ CHECK_S = 1.0  # between two looks for its failure
 Check = Callable[[Sequence[int]], None]
 
 
-class DisagreementError(ValueError):
+class DisagreementError(LightningShardError, ValueError):
     """Says that ranks differ in what they must have alike; every rank raises it."""
 
 

@@ -3,7 +3,6 @@
 A file appears whole or not at all: it is written beside its place under another name and renamed.
 """
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,15 +15,15 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_shard.checkpoint.atomic import remove, written_file
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
-from lightning_shard.checkpoint.whole_files import remove, written_file
 from lightning_shard.processes.errors_together import together
 from lightning_shard.trainer.host import WrappingCheckpointIO
 
 SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0
-Format = Literal["auto", "single", "sharded"]
+Format = Literal["auto", "single", "sharded", "async"]  # "async": a directory, in background
 
 
 def is_local(path: str | Path) -> bool:
@@ -80,37 +79,15 @@ class CheckpointFiles(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-def written_as(chosen: str, later: bool | None) -> tuple[Any, bool]:
-    """Read the strategy's `checkpoint_format`: the format, and whether in the background.
-
-    Args:
-        chosen: One of the formats, or "async": a directory in the background.
-        later: The argument `async_checkpoint` of before there was "async"; None: not given.
-    """
-    if later is not None:
-        warnings.warn(
-            "the argument async_checkpoint of HybridShardStrategy is deprecated: write "
-            "checkpoint_format='async'.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    return ("sharded", True) if chosen == "async" else (chosen, bool(later))
-
-
-def refuse_other_formats(chosen: str, in_background: bool) -> None:
-    """Refuse a format that there is not, or that cannot be written in the background.
+def refuse_other_formats(chosen: str) -> None:
+    """Refuse a format that there is not.
 
     Raises:
-        ValueError: It is one of these.
+        ValueError: It is none of `Format`.
     """
-    if chosen not in ("auto", "single", "sharded"):
+    if chosen not in ("auto", "single", "sharded", "async"):
         raise ValueError(
             f"checkpoint_format must be 'auto', 'single', 'sharded' or 'async'; got {chosen!r}."
-        )
-    if in_background and chosen == "single":
-        raise ValueError(
-            "async_checkpoint writes sharded directories, so checkpoint_format cannot be "
-            "'single'; use 'sharded', or give the Trainer Lightning's AsyncCheckpointIO."
         )
 
 
@@ -120,32 +97,31 @@ def is_directory(
     path: str | Path,
     io: CheckpointIO,
     *,
-    later: bool,
     options: Any,
 ) -> bool:
     """Say whether a checkpoint becomes a directory.
 
     Args:
-        chosen: "auto": by its size.
-        checkpoint: What is written.
-        path: Its name.
-        io: What writes a file.
-        later: Whether it is written in the background.
+        chosen: The format; "auto": by size.
+        checkpoint: The content, whose size decides for "auto".
+        path: The name of the checkpoint.
+        io: The plug-in that would write a file.
         options: Lightning's `storage_options`, which only a file has.
 
     Raises:
-        ValueError: The format is "sharded" and the path on no mounted file system.
+        ValueError: The format is a directory, and the path on no mounted file system.
     """
     able = is_local(path) and options is None
-    if chosen == "sharded" and not able:
+    directory = chosen in ("sharded", "async")
+    if directory and not able:
         raise ValueError(
-            f"checkpoint_format 'sharded' needs a directory on a mounted file system and no "
+            f"checkpoint_format {chosen!r} needs a directory on a mounted file system and no "
             f"storage_options; got '{path}', {options}. Use checkpoint_format 'single'."
         )
     if chosen != "auto":
-        return chosen == "sharded"
+        return directory
     large = bytes_of(checkpoint) > SHARDED_ABOVE_BYTES
-    return able and type(io) is CheckpointFiles and (large or later)
+    return able and type(io) is CheckpointFiles and large
 
 
 def complete_io(io: CheckpointIO | None) -> CheckpointIO:

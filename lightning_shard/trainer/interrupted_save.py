@@ -18,14 +18,14 @@ from lightning_shard.trainer.host import add_once
 class InterruptedSave(Callback):
     """Comes before all ModelCheckpoints, which otherwise say that they have saved."""
 
-    def __init__(self, cut_off: Callable[[], bool], last_whole: Callable[[], Any]) -> None:
+    def __init__(self, is_disconnected: Callable[[], bool], last_whole: Callable[[], Any]) -> None:
         """Note whom to ask.
 
         Args:
-            cut_off: Whether the ranks cannot save together.
+            is_disconnected: Whether the ranks cannot save together.
             last_whole: Gives the path of the last checkpoint that they saved; None: there is none.
         """
-        self._cut_off, self._last_whole = cut_off, last_whole
+        self._is_disconnected, self._last_whole = is_disconnected, last_whole
         self._silenced: list[ModelCheckpoint] = []
 
     @override
@@ -42,7 +42,7 @@ class InterruptedSave(Callback):
         """Tell it in one line on each rank."""
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         saving = [callback for callback in saving if callback.save_on_exception]
-        if not saving or not self._cut_off():
+        if not saving or not self._is_disconnected():
             return
         self._silenced = saving
         for callback in saving:
@@ -56,7 +56,7 @@ class InterruptedSave(Callback):
 
 
 def say_what_was_not_saved(
-    trainer: Trainer, cut_off: Callable[[], bool], last_whole: Callable[[], Any]
+    trainer: Trainer, is_disconnected: Callable[[], bool], last_whole: Callable[[], Any]
 ) -> None:
     """Add the callback to a Trainer, once."""
-    add_once(trainer, InterruptedSave(cut_off, last_whole), first=True)
+    add_once(trainer, InterruptedSave(is_disconnected, last_whole), first=True)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.fsdp.gathered import Gathered
+from lightning_shard.fsdp.keep_step_writes import Gathered
 from lightning_shard.processes.torch_private.internals import version_of
 
 

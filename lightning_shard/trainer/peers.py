@@ -35,7 +35,7 @@ class Peers:
         self._alone: bool | None = None  # whether only this rank fails; None: not asked yet
 
     def watch(self, timeout_s: float = 1800.0) -> None:
-        """Follow the failures of other ranks, until `rest` or `close`; no simulated ones.
+        """Follow the failures of other ranks, until `pause_watch` or `close`; no simulated ones.
 
         Args:
             timeout_s: Seconds without an answer of rank 0's store, after which this process ends.
@@ -50,7 +50,7 @@ class Peers:
         if self._watch is not None:
             self._watch.check(waited_for)
 
-    def leave(self, text: str, code: int) -> Failure | None:
+    def end_all_ranks(self, text: str, code: int) -> Failure | None:
         """Tell all ranks to end with this exit status; None where nobody watches.
 
         Returns:
@@ -59,7 +59,7 @@ class Peers:
         self._alone = True
         return None if self._watch is None else self._watch.leave(text, code)
 
-    def rest(self) -> None:
+    def pause_watch(self) -> None:
         """End a stage. Callbacks and the script go on, so failures are still told and heard."""
         if self._watch is not None and self._alone is None:
             self._watch.rest()
@@ -72,7 +72,7 @@ class Peers:
             self._watch.close()
             self._watch = None
 
-    def cut_off(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Say whether an exception on some of the ranks forbids collectives."""
         if self._watch is None or not self._interrupted():
             return False
@@ -82,7 +82,7 @@ class Peers:
 
     def barrier(self, device: torch.device) -> None:
         """Wait for all ranks."""
-        if self.cut_off() or not dist.is_initialized():
+        if self.is_disconnected() or not dist.is_initialized():
             return
         if device.index is None:
             dist.barrier()
@@ -91,7 +91,7 @@ class Peers:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give all ranks the object that rank `src` has."""
-        if self.cut_off() or not dist.is_initialized():
+        if self.is_disconnected() or not dist.is_initialized():
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src)
@@ -116,7 +116,7 @@ class Peers:
             copies: Number of ranks that share samples. The word "sum" over all ranks, with which
                 `self.log` counts, counts them once.
         """
-        if self.cut_off() or not isinstance(tensor, Tensor):
+        if self.is_disconnected() or not isinstance(tensor, Tensor):
             return tensor
         reduced = reduce(tensor, device, group, reduce_op)
         return divide(reduced, copies) if group is None and reduce_op == "sum" else reduced

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.checkpoint import directory as sharded_directory
+from lightning_shard.checkpoint.errors import UnsafeFileError
 from lightning_shard.checkpoint.foreign import OWN, as_lightning
 from lightning_shard.checkpoint.state import (
     full,
@@ -25,7 +26,6 @@ from lightning_shard.checkpoint.state import (
     share_buffers,
 )
 from lightning_shard.checkpoint.weights import load_module_state
-from lightning_shard.checkpoint.whole_files import UnsafeFileError
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.processes.mesh import sizes_of
 from lightning_shard.processes.subgroups import writing_group
@@ -54,26 +54,20 @@ class Saver:
     All ranks call each method, since all hold a part of what is saved.
     """
 
-    def __init__(
-        self,
-        file_format: Format = "auto",
-        *,
-        in_background: bool = False,
-        timeout_s: float = 1800.0,
-    ) -> None:
+    def __init__(self, file_format: Format = "auto", *, timeout_s: float = 1800.0) -> None:
         """Choose how checkpoints are written.
 
         Args:
-            file_format: "single": Lightning's file. "sharded": a directory. "auto": by size.
-            in_background: Whether training goes on while a directory is written.
+            file_format: "single": Lightning's file. "sharded": a directory. "async": a directory
+                that is written while training goes on. "auto": a file or a directory, by size.
             timeout_s: Seconds that a rank waits for the others while it writes.
 
         Raises:
-            ValueError: An option has no such value, or the two exclude each other.
+            ValueError: There is no such format.
         """
-        refuse_other_formats(file_format, in_background)
+        refuse_other_formats(file_format)
         self.format: Format = file_format
-        self.in_background, self.timeout_s = in_background, timeout_s
+        self.timeout_s = timeout_s
         self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
         self._own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole
@@ -82,7 +76,7 @@ class Saver:
 
     def options(self) -> dict[str, str]:
         """Name what all ranks must have alike, with its value."""
-        return {"checkpoint_format": self.format, "async_checkpoint": str(self.in_background)}
+        return {"checkpoint_format": self.format}
 
     def gather_module(self, module: nn.Module) -> dict[str, Any]:
         """Read the state of the module, with shards as they are."""
@@ -162,9 +156,7 @@ class Saver:
         """
         self.finish()
         share_buffers(checkpoint.get("state_dict", {}), module)  # of averages, say, of a callback
-        if is_directory(
-            self.format, checkpoint, path, io, later=self.in_background, options=storage_options
-        ):
+        if is_directory(self.format, checkpoint, path, io, options=storage_options):
             names = [parameter_names(optimizer, module) for optimizer in optimizers]
             self._write_directory(checkpoint, local_path(path), names)
         else:
@@ -186,7 +178,7 @@ class Saver:
         about |= {key: own[key] for key in ("mesh", "versions")}
         about["world_size"] = dist.get_world_size()
         about["hyper_parameters"] = checkpoint.get("hyper_parameters", {})
-        if not self.in_background:
+        if self.format != "async":
             sharded_directory.write(path, tensors, rest, about)
             return
         group = writing_group(self.timeout_s)

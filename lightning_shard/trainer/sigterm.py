@@ -30,7 +30,7 @@ class LeaveTogether:
         """Tell all ranks and leave; die as a process without a handler where no run goes on."""
         failure = None
         if os.getpid() == self._process:  # and not a process that was forked of it
-            failure = self._peers.leave("SIGTERM", SIGTERM_CODE)
+            failure = self._peers.end_all_ranks("SIGTERM", SIGTERM_CODE)
         if failure is None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -7,8 +7,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_shard.data.batch import opened
-from lightning_shard.processes.torch_private.internals import tree_flatten_with_path
+from lightning_shard.data.tree import named_leaves
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -75,10 +74,10 @@ def split_summary(batch: Any) -> SplitSummary:
     split: dict[str, tuple[int, ...]] = {}
     whole: dict[str, str] = {}
     bytes_of = {True: 0, False: 0}
-    for path, leaf in tree_flatten_with_path(opened(batch))[0]:
+    for path, leaf in named_leaves(batch):
         if not isinstance(leaf, Tensor):
             continue
-        name = ".".join(_word(step) for step in path) or "batch"
+        name = ".".join(map(str, path)) or "batch"
         dims = leaf.subdomain.layout.split_dims if isinstance(leaf, DomainTensor) else ()
         bytes_of[bool(dims)] += leaf.numel() * leaf.dtype.itemsize
         if dims:
@@ -86,11 +85,3 @@ def split_summary(batch: Any) -> SplitSummary:
         else:
             whole[name] = str(leaf.dtype).removeprefix("torch.")
     return SplitSummary(split, whole, bytes_of[True], bytes_of[False])
-
-
-def _word(step: Any) -> str:
-    """A key, an index or an attribute on the way to an entry."""
-    for kind in ("key", "idx", "name"):
-        if hasattr(step, kind):
-            return str(getattr(step, kind))
-    return str(step)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_shard.fsdp.mixins import sharded_modules
+from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.trainer.manual_backward import ManualBackward
 
 

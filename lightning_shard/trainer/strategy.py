@@ -1,7 +1,7 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`.
 
 Every method that Lightning calls is on this page. The work is done by five parts, which know
-nothing of each other: `Processes`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
+nothing of each other: `ProcessMesh`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -22,18 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
-from lightning_shard.data.batch import ShardDims, check_same_batch, shard_batch, split_dims
+from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.split import ShardDims, shard_batch, split_dims
 from lightning_shard.fsdp.materialize import is_deferred
-from lightning_shard.fsdp.options import FlatOptions, ShardingOptions, sharding_options
+from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.replica_world import replica_world
-from lightning_shard.trainer import processes
+from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
-from lightning_shard.trainer.checkpoint_io import complete_io, written_as
+from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.count_once import count_domains_once
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
@@ -52,7 +53,7 @@ from lightning_shard.trainer.precision import (
     refuse_to_drop_imaginary_parts,
     use_device,
 )
-from lightning_shard.trainer.processes import Processes
+from lightning_shard.trainer.process_mesh import ProcessMesh
 from lightning_shard.trainer.random_state import share_random_state
 from lightning_shard.trainer.requeue import save_before_requeue
 from lightning_shard.trainer.sample_order import SampleOrder
@@ -82,7 +83,7 @@ class HybridShardStrategy(NotCompiled):
         shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
         exact_random: bool | None = None,
         sharding: Sharding | ShardingOptions = "full",
-        checkpoint_format: Literal["auto", "single", "sharded", "async"] = "auto",
+        checkpoint_format: Format = "auto",
         init_weights_from: str | dict[str, str] | None = None,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
@@ -91,7 +92,6 @@ class HybridShardStrategy(NotCompiled):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **flat: Unpack[FlatOptions],
     ) -> None:
         """Describe the mesh.
 
@@ -126,14 +126,13 @@ class HybridShardStrategy(NotCompiled):
             cluster_environment: Set by the Trainer.
             checkpoint_io: How files are written; by default Lightning's.
             precision_plugin: Set by the Trainer.
-            flat: Options of `ShardingOptions` by their own names, which is deprecated.
 
         Raises:
             ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
-        later = flat.pop("async_checkpoint", None)
-        options = self.sharding_options = sharding_options(sharding, flat)
-        self.processes = Processes(
+        options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
+        self.sharding_options = options
+        self.processes = ProcessMesh(
             data_parallel_size,
             domain_parallel_size,
             shard_size=(options.shard_size or "node") if options.mode == "hybrid" else None,
@@ -141,8 +140,7 @@ class HybridShardStrategy(NotCompiled):
             backend=process_group_backend,
         )
         self.peers = Peers(self._is_interrupted)
-        file_format, in_background = written_as(checkpoint_format, later)
-        self.saver = Saver(file_format, in_background=in_background, timeout_s=timeout_s)
+        self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
         self.steps = Steps(whole_until_backward=options.mode == "gradients")
         super().__init__(
@@ -261,19 +259,19 @@ class HybridShardStrategy(NotCompiled):
     def set_world_ranks(self) -> None:
         """Let the environment and the printing functions know the rank of this process."""
         if self.cluster_environment is not None:
-            processes.tell_ranks(
+            process_mesh.tell_ranks(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
             )
-        processes.print_on_first_only(self.global_rank)
+        process_mesh.print_on_first_only(self.global_rank)
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.processes.fits_itself:  # an elastic launcher may have started fewer nodes
-            self.num_nodes = processes.started_nodes(
+            self.num_nodes = process_mesh.started_nodes(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
             )
-        self._launcher = processes.launcher_of(
+        self._launcher = process_mesh.launcher_of(
             self, self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
         )
 
@@ -304,7 +302,7 @@ class HybridShardStrategy(NotCompiled):
         )
         if self.world_size > 1:
             say_what_was_not_saved(
-                self._module.trainer, self.peers.cut_off, lambda: self.saver.last_written
+                self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )
             save_before_requeue(self._module.trainer, self.cluster_environment)
             leave_together_on_sigterm(
@@ -322,7 +320,7 @@ class HybridShardStrategy(NotCompiled):
         return {
             **self.config,
             **{name: str(value) for name, value in own.items()},
-            **processes.trainer_options(self._module.trainer),
+            **process_mesh.trainer_options(self._module.trainer),
             **self.saver.options(),
             **self.sharding_options.described(),
         }
@@ -509,17 +507,17 @@ class HybridShardStrategy(NotCompiled):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain(exception)
-        self.peers.cut_off()
+        self.peers.is_disconnected()
 
     # Checkpoints, and the end of a stage.
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {} if self.peers.cut_off() else self.saver.gather_module(self._module)
+        return {} if self.peers.is_disconnected() else self.saver.gather_module(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.peers.cut_off():
+        if self.peers.is_disconnected():
             return {}
         return self.saver.gather_optimizer(optimizer, self._module)
 
@@ -527,7 +525,7 @@ class HybridShardStrategy(NotCompiled):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.peers.cut_off():
+        if self.peers.is_disconnected():
             return
         assert self.device_mesh is not None
         self.saver.write(
@@ -547,7 +545,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if not self.peers.cut_off():
+        if not self.peers.is_disconnected():
             self.saver.remove(filepath, self.checkpoint_io)
 
     @override
@@ -574,8 +572,8 @@ class HybridShardStrategy(NotCompiled):
     def teardown(self) -> None:
         self._while_set_up.close()
         self.samples.end_stage()
-        self.saver.finish(together_with_all=not self.peers.cut_off())
-        self.peers.rest()
+        self.saver.finish(together_with_all=not self.peers.is_disconnected())
+        self.peers.pause_watch()
         module = self.lightning_module
         if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
             super().teardown()

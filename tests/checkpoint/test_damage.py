@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from lightning_modules.shared.field_files import open_fields
 from lightning_shard import load_weights
 from lightning_shard.checkpoint import directory as sharded_directory
+from lightning_shard.checkpoint.manifest import FORMAT, problem_of
 from lightning_shard.checkpoint.safetensors_file import compare_all, read_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor
 from lightning_shard.checkpoint.torch_file import read_torch_file
-from lightning_shard.checkpoint.whole_files import FORMAT, problem_of
 from lightning_shard.cli.main import main
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 from tests import pool

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shard import load_weights
 from lightning_shard.checkpoint.foreign import as_lightning
-from lightning_shard.checkpoint.whole_files import FORMAT
+from lightning_shard.checkpoint.manifest import FORMAT
 from lightning_shard.cli.main import main
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 

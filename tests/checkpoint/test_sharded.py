@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy, load_weights
+from lightning_shard.checkpoint import atomic
 from lightning_shard.checkpoint import directory as sharded_directory
-from lightning_shard.checkpoint import whole_files
 from lightning_shard.checkpoint.dcp_reader import read_dcp
 from lightning_shard.trainer import checkpoint_io
 from tests.checkpoint.tiny import SaveAt, fit, names, run_with, tiny
@@ -221,8 +221,8 @@ def test_an_interrupted_replacement_leaves_a_whole_one():
     if dist.get_rank() == 0:
         for path in folder.iterdir():
             if path != last:
-                whole_files.remove(path)
-        last.rename(whole_files.replaced_name(last))
+                atomic.remove(path)
+        last.rename(atomic.replaced_name(last))
     dist.barrier()
     resumed, _, _ = run_with(ModelCheckpoint(folder), path="last", max_epochs=3)
     assert len(resumed) == 6
@@ -263,6 +263,3 @@ def test_weights_of_a_directory():
 def test_options_are_checked():
     with pytest.raises(ValueError, match=r"'sharded' or 'async'; got 'many'"):
         HybridShardStrategy(checkpoint_format="many")
-    deprecated = pytest.warns(DeprecationWarning, match="write checkpoint_format='async'")
-    with deprecated, pytest.raises(ValueError, match="async_checkpoint writes sharded"):
-        HybridShardStrategy(checkpoint_format="single", async_checkpoint=True)

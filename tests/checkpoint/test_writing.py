@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shard import load_weights, save_weights
-from lightning_shard.checkpoint import whole_files
+from lightning_shard.checkpoint import atomic
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.main import main
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
@@ -35,11 +35,11 @@ def write_again_and_again(path: Path, run: int, kind: str, end: float) -> None:
             content = {"state_dict": {str(i): value for i in range(4)}}
             CheckpointFiles().save_checkpoint(content, path)
         else:
-            partial = whole_files.partial_of(path)
+            partial = atomic.partial_of(path)
             partial.mkdir()
             for name in "abcd":
                 torch.save(value, partial / name)
-            whole_files.put_in_place(partial, path)
+            atomic.put_in_place(partial, path)
         if time.time() > end:
             return
 
@@ -89,9 +89,9 @@ def test_two_runs_write_one_name(kind, seconds, tmp_path):
 KILLED = """\
 import sys, time
 from pathlib import Path
-from lightning_shard.checkpoint import whole_files
+from lightning_shard.checkpoint import atomic
 path = Path(sys.argv[1])
-partial = whole_files.partial_of(path)
+partial = atomic.partial_of(path)
 partial.mkdir() if sys.argv[2] == "directory" else partial.write_bytes(b"half")
 print(partial.name, flush=True)
 time.sleep(600)
@@ -120,8 +120,8 @@ def test_leftovers_of_other_machines(tmp_path):
         path.mkdir()
         (path / "x").touch()
     for path in (old, old / "x"):
-        os.utime(path, (0, time.time() - 2 * whole_files.ABANDONED_S))
-    whole_files.remove_leftovers(tmp_path)
+        os.utime(path, (0, time.time() - 2 * atomic.ABANDONED_S))
+    atomic.remove_leftovers(tmp_path)
     assert names(tmp_path) == {fresh.name}
 
 
@@ -205,7 +205,7 @@ def test_a_full_disk(tmp_path):
     path = tmp_path / "some.pt"
     with (
         pytest.raises(OSError, match=r"some\.pt' cannot be written: No space left .*ENOSPC"),
-        whole_files.disk_errors(path),
+        atomic.disk_errors(path),
         Path("/dev/full").open("wb", buffering=0) as file,
     ):
         torch.save({"a": torch.ones(1000)}, file)

@@ -54,8 +54,8 @@ class Logged(Net):
         ),
         (
             [
-                f"--trainer.strategy={STRATEGY}", "--trainer.strategy.sharding=none",
-                "--trainer.strategy.cpu_offload=true",
+                f"--trainer.strategy={STRATEGY}", "--trainer.strategy.sharding.mode=none",
+                "--trainer.strategy.sharding.cpu_offload=true",
             ],
             "trainer.strategy.sharding is none (on the command line), but cpu_offload needs shards "
             "to move; use sharding full, or leave out cpu_offload",

@@ -7,7 +7,8 @@ from lightning.pytorch import LightningModule
 
 import lightning_shard
 from lightning_shard import DomainTensor
-from lightning_shard.data.batch import check_same_batch, shard_batch
+from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.split import shard_batch
 from lightning_shard.trainer.split_summary import split_summary
 from tests.parity import mesh_of
 

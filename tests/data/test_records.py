@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_shard import gather, shard
-from lightning_shard.data.batch import LocalPart, check_same_batch, shard_batch
-from lightning_shard.data.records import map_leaves
+from lightning_shard.data.local import LocalPart
+from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.split import shard_batch
+from lightning_shard.data.tree import map_leaves
 from lightning_shard.trainer.split_summary import split_summary
 from tests import training
 from tests.parity import mesh_of

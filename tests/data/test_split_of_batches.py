@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_shard.data.batch import shard_batch
+from lightning_shard.data.split import shard_batch
 from lightning_shard.trainer.split_summary import split_summary
 from tests import training
 from tests.parity import mesh_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.checkpoint.whole_files import problem_of, read_manifest
+from lightning_shard.checkpoint.manifest import problem_of, read_manifest
 from lightning_shard.processes.failures.stopped_workers import STOPPED_S
 from tests import pool
 from tests.faults import ranks

@@ -285,26 +285,13 @@ def test_options_from_a_file(tmp_path):
     check_options(from_file(tmp_path, {"sharding": config}))
 
 
-def test_options_of_before_they_were_nested(tmp_path):
-    """The next release drops them."""
-    config = {
-        "sharding": "hybrid", "shard_size": 2, "wrap": "tests.fsdp.network.is_block",
-        "mp_policy": {"param_dtype": "bfloat16", "cast_forward_inputs": False},
-        "activation_checkpointing": ["Block"], "ignored_parameters": ["*.bias"],
-    }  # fmt: skip
-    with pytest.warns(DeprecationWarning, match="is deprecated") as told:
-        check_options(from_file(tmp_path, config))
-    assert len(told) == len(config) - 1
-    assert "in YAML `sharding: {wrap: ...}`" in " ".join(str(w.message) for w in told)
-
-
 def test_a_mode_alone(tmp_path):
     assert from_file(tmp_path, {"sharding": "none"}).sharding_options == ShardingOptions("none")
     assert from_file(tmp_path, {}).sharding_options == ShardingOptions("full")
 
 
 def test_unknown_arguments_are_refused():
-    with pytest.raises(TypeError, match="has no argument 'wrapped'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wrapped'"):
         HybridShardStrategy(wrapped=["Block"])
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
-from lightning_shard.fsdp import numbers as numbers_of_shards
+from lightning_shard.fsdp import read_dtensor_numbers as numbers_of_shards
 
 
 def layer():

@@ -102,5 +102,5 @@ def test_a_domain_that_does_not_fit_fewer_nodes_is_refused_once(tmp_path):
         raise
     assert goes.wait() == -signal.SIGKILL
     said = outputs(tmp_path)
-    sentence = "ValueError: domain_parallel_size 2 does not divide the 1 processes"
+    sentence = "ValueError: domain_parallel_size 2 does not divide the 1 process;"
     assert said.count(sentence) == 1, said

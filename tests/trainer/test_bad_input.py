@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy, UnsupportedOperationError, launch
-from lightning_shard.data.batch import shard_batch
+from lightning_shard.data.split import shard_batch
 from tests.parity import mesh_of
 from tests.training import loader, make, trainer
 

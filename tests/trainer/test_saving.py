@@ -52,13 +52,9 @@ def write(saver, path, module, optimizer, mesh):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize(
-    ("file_format", "in_background"),
-    [("single", False), ("sharded", False), ("auto", True)],
-    ids=["file", "directory", "directory in the background"],
-)
-def test_what_is_written_is_read(file_format, in_background):
-    saver = Saver(file_format, in_background=in_background)
+@pytest.mark.parametrize("file_format", ["single", "sharded", "async"])
+def test_what_is_written_is_read(file_format):
+    saver = Saver(file_format)
     path = shared_path("saving") / "some.ckpt"
     module, optimizer, mesh = trained(seed=1)
     wanted = full_module_state(module)
@@ -120,11 +116,9 @@ def test_another_number_of_optimizers_is_refused():
         Saver().load_optimizers([optimizer], {"optimizer_states": []}, module)
 
 
-def test_options_that_exclude_each_other():
+def test_formats_that_there_are_not():
     with pytest.raises(ValueError, match="'sharded' or 'async'; got 'zip'"):
         Saver("zip")  # pyright: ignore
-    with pytest.raises(ValueError, match="async_checkpoint writes sharded directories"):
-        Saver("single", in_background=True)
 
 
 def test_files_of_this_package_where_lightning_has_none():

@@ -18,7 +18,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_shard import DomainTensor, StepProfile
 from lightning_shard.processes.byte_counter import counted
-from lightning_shard.trainer.profile import clock
+from lightning_shard.trainer.profile import merge
 from tests.checkpoint.tiny import fit, tiny
 from tests.training import shared_path
 
@@ -120,11 +120,14 @@ def test_clocks_that_differ():
     """Rank 1's clock is 3 s ahead."""
     real = time.time_ns
     ahead = 3_000_000_000 * dist.get_rank()
-    with mock.patch.object(clock.time, "time_ns", side_effect=lambda: real() + ahead):
-        found = clock.compare_clocks(torch.device("cpu"))
-    assert abs(found.ahead - ahead) <= found.accuracy < 100_000_000
-    same = clock.compare_clocks(torch.device("cpu"))
-    assert same.ahead == 0
+    with mock.patch.object(merge.time, "time_ns", side_effect=lambda: real() + ahead):
+        found = merge.clock_shift_ns(torch.device("cpu")) - ahead
+    both = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(both, torch.tensor([found]))
+    assert abs(int(both[1] - both[0])) < 100_000_000
+    same = merge.clock_shift_ns(torch.device("cpu"))
+    dist.all_gather(both, torch.tensor([same]))
+    assert both[0] == both[1]
 
 
 def test_a_run_that_is_too_short(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_shard.data.batch import check_same_batch
+from lightning_shard.data.same_batch import check_same_batch
 from tests import training
 from tests.parity import mesh_of
 from tests.trainer.featured import Featured, sample

@@ -29,9 +29,9 @@ KINDS = ("tucker", "cp", "tt")
 
 
 def kind_of(layer: Any) -> str | None:
-    """Which of `KINDS` the weight of a spectral convolution is.
+    """Return the kind, one of `KINDS`, of the weight of a spectral convolution.
 
-    None if it is dense, or if the layer has a contraction that is not neuraloperator's.
+    It is None for a dense weight, or if the layer has a contraction that is not neuraloperator's.
     """
     kind = _kind(layer.weight)
     usual = str(getattr(layer.__dict__.get("_contract"), "__module__", "")).startswith("neuralop.")
@@ -67,8 +67,8 @@ def multiply(
         own: The layer's contraction of plain tensors.
         x: Modes (B, C, k0, k1, ...), plain or split.
         weight: A factorized tensor of the modes' shape, with this rank's terms.
-        separable: As the layer says.
-        domain: Of the ranks that hold other terms.
+        separable: True for a layer without a sum over channels.
+        domain: The ranks that hold other terms.
         summed: The mesh axes over which the terms are split.
     """
     if not isinstance(x, DomainTensor):
@@ -109,7 +109,7 @@ def _of_own_modes(
 
 
 def terms(weight: Any, parts: Sequence[int]) -> list[dict[str, int]]:
-    """For each mesh axis of so many ranks, which dim of which parameter is split over it.
+    """Choose for each mesh axis the dim of each parameter that is split over it.
 
     Parameters are named as in `weight.named_parameters()`. An axis may get none: a CP weight is one
     sum, and each rank must get a term.
@@ -137,12 +137,12 @@ def terms(weight: Any, parts: Sequence[int]) -> list[dict[str, int]]:
 
 
 def fills(extent: int, parts: int) -> bool:
-    """Whether `torch.chunk` gives each part something; FSDP2 cannot shard empty tensors."""
+    """Return True if `torch.chunk` leaves no part empty; FSDP2 cannot shard empty tensors."""
     return -(-extent // parts) * (parts - 1) < extent
 
 
 def travels_less(weight: Any, device: str) -> bool:
-    """Whether modes of one sample cost less time to send than the factors.
+    """Return True if modes of one sample take less time to send than the factors.
 
     FSDP2 sends factors three times a step, with others; of split terms it sends nothing within the
     domain, but modes of the sample travel four times, and FSDP2's collectives of the layer and the

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard.domain.subdomain import domain_of
-from lightning_shard.fsdp.mixins import is_a, mix_in
+from lightning_shard.fsdp.blocks import is_a
+from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.fsdp.neuralop.factorized import contraction_of, kind_of, multiply
 from lightning_shard.ops.spectral.canvas import Canvas
 from lightning_shard.processes.torch_private.internals import in_transform
@@ -76,7 +77,7 @@ class _LazyCanvas:
         return contract
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own."""
+        """Run the layer; its spectrum of zeros is a `Canvas`."""
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(x, DomainTensor):
             with _ComplexZerosAreCanvases():
@@ -90,7 +91,7 @@ class _LazyCanvas:
 
 
 def _is_traced() -> bool:
-    """Whether torch.compile or torch.func look on, which want torch's own functions."""
+    """Return True under torch.compile and torch.func, which need torch's own functions."""
     return torch.compiler.is_compiling() or in_transform()
 
 

@@ -31,7 +31,8 @@ from lightning_shard.domain.comm import exchange
 from lightning_shard.domain.fetch import Needs, Segment, route
 from lightning_shard.domain.layout import Layout, partition
 from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
-from lightning_shard.fsdp.mixins import is_a, mix_in
+from lightning_shard.fsdp.blocks import is_a
+from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.fsdp.neuralop.factorized import fills, kind_of, terms, travels_less
 from lightning_shard.processes.torch_private.internals import own_parameters
 from lightning_shard.tensor.tensor import DomainTensor
@@ -186,7 +187,7 @@ def _mean_over(mesh: DeviceMesh, weight: Tensor) -> Tensor:
 
 
 def _is_unsharded(value: DTensor, mesh: DeviceMesh) -> bool:
-    """Whether FSDP2 has gathered it from the data replicas."""
+    """Return True if FSDP2 has gathered `value` from the data replicas."""
     return value.device_mesh.ndim == mesh.ndim
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_shard.processes.device import DEVICES
+from lightning_shard.processes.errors import LightningShardError
 
 SIGTERM_CODE = 128 + signal.SIGTERM
 ENDED = "ended without a word (it was killed, or called exit), or is not reached any more"
@@ -47,7 +48,7 @@ class Failure:
 STORE_GONE = Failure(0, "rank 0: ended, or is not reached any more: its store does not answer")
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(LightningShardError, RuntimeError):
     """A rank that this one waits for does not come: it failed, or has ended."""
 
     def __init__(self, failure: Failure) -> None:

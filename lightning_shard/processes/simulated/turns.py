@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.simulated.state import State
 
 Ready = Callable[[], bool]
@@ -15,7 +16,7 @@ Ready = Callable[[], bool]
 _own = threading.local()  # of the thread of a rank: `turns` and `rank`
 
 
-class StuckError(RuntimeError):
+class StuckError(LightningShardError, RuntimeError):
     """Says what each rank waits for, where none of them can go on."""
 
 

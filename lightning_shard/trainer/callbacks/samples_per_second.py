@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.data.batch import leaves_of
+from lightning_shard.data.tree import leaves_of
 
 WINDOW = 10  # batches
 

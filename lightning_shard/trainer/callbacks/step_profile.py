@@ -18,9 +18,14 @@ from typing_extensions import override
 
 from lightning_shard.processes.byte_counter import Traffic
 from lightning_shard.processes.errors_together import gather_to_first, together
-from lightning_shard.trainer.profile.clock import compare_clocks
 from lightning_shard.trainer.profile.labels import labels
-from lightning_shard.trainer.profile.merge import events_of_rank, mean_usage, merged, table
+from lightning_shard.trainer.profile.merge import (
+    clock_shift_ns,
+    events_of_rank,
+    mean_usage,
+    merged,
+    table,
+)
 from lightning_shard.trainer.profile.trace import Usage, read_trace
 
 FILE = "profile.json.gz"
@@ -31,7 +36,7 @@ class StepProfile(Callback):
     """Writes one trace of a few training steps of all ranks, and prints what each module took.
 
     The trace is `profile.json.gz` in the trainer's log directory, for https://ui.perfetto.dev or
-    chrome://tracing. All ranks are on rank 0's clock. Modules, functions on split tensors, halos,
+    chrome://tracing. All ranks are on one clock. Modules, functions on split tensors, halos,
     gathers and reductions have names. The table has a row for each module, without the modules in
     it: milliseconds of compute and of waiting in collectives, bytes sent and collectives, as means
     over the steps and ranks. Times are of forward and backward together.
@@ -139,9 +144,9 @@ class StepProfile(Callback):
         recorded: dict[str, Any] = {}
         _on_all(lambda: recorded.update(_exported(profiler)))
         trace = read_trace(recorded, steps)
-        clock = compare_clocks(trainer.strategy.root_device)
-        base = recorded.get("baseTimeNanoseconds", 0)
-        events = events_of_rank(trace, trainer.global_rank, base, clock)
+        shift_ns = clock_shift_ns(trainer.strategy.root_device)
+        shift_ns = recorded.get("baseTimeNanoseconds", 0) - shift_ns
+        events = events_of_rank(trace, trainer.global_rank, shift_ns)
         folder = str(trainer.log_dir or trainer.default_root_dir)  # a collective
         ranks = gather_to_first((events, trace.usage)) if _several() else [(events, trace.usage)]
         self.path = f"{folder}/{FILE}"
@@ -151,9 +156,8 @@ class StepProfile(Callback):
         if trainer.is_global_zero:
             print(table(self.usage))
             print(
-                f"Means of {steps} steps over {len(ranks)} ranks. The trace, with clocks alike "
-                f"within {clock.accuracy / 1e6:.2f} ms, is {self.path}: open it at "
-                "https://ui.perfetto.dev"
+                f"Means of {steps} steps over {len(ranks)} ranks. The trace is {self.path}: open "
+                "it at https://ui.perfetto.dev"
             )
 
     def _write(self, parts: list[bytes], folder: str) -> None:

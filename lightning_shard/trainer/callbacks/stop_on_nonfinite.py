@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data.batch import leaves_of
+from lightning_shard.data.tree import leaves_of
 from lightning_shard.processes.torch_private.typed import named_modules
 from lightning_shard.tensor.tensor import DomainTensor
 

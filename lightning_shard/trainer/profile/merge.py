@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_shard.trainer.profile.clock import Clock
+import torch
+import torch.distributed as dist
+
 from lightning_shard.trainer.profile.trace import Event, Trace, Usage
 
 SHOWN = 20  # modules
@@ -13,16 +16,43 @@ _IDS = 1_000_000  # process numbers of a rank
 _NAMES = ("process_name", "process_sort_index")
 
 
-def events_of_rank(trace: Trace, rank: int, base_ns: int, clock: Clock) -> bytes:
-    """Write the events of a rank as JSON, compressed, on rank 0's clock.
+def clock_shift_ns(device: torch.device) -> int:
+    """Return the number to subtract from this rank's clock for times that all ranks share.
+
+    No rank leaves a sum over ranks before each has entered it. So this rank's clock is ahead of
+    rank 0's by at least its entry less rank 0's exit, and by at most its exit less rank 0's entry.
+    Within these bounds the difference nearest to zero is taken: zero where the clocks agree, as on
+    one node. All ranks must call it. One message of two numbers travels from each rank to all.
 
     Args:
-        trace: Of this rank.
-        rank: Its number, which becomes part of the numbers of its processes.
-        base_ns: The time of this rank's clock from which its events count.
-        clock: Of this rank.
+        device: Device of the tensors that the process group carries.
     """
-    shift_us = (base_ns - clock.ahead - clock.begin) / 1000
+    before = after = time.time_ns()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return before
+    for _ in range(2):  # the ranks come together in the first sum
+        before = time.time_ns()
+        one = torch.ones(1, device=device)
+        dist.all_reduce(one)
+        one.item()  # waits for the device
+        after = time.time_ns()
+    mine = torch.tensor([[before, after]], device=device)
+    stamps = mine.new_empty(dist.get_world_size(), 2)
+    dist.all_gather_into_tensor(stamps, mine)
+    first_before, first_after = stamps[0].tolist()
+    ahead = min(max(before - first_after, 0), after - first_before)
+    return first_before + ahead
+
+
+def events_of_rank(trace: Trace, rank: int, shift_ns: int) -> bytes:
+    """Write the events of a rank as JSON, compressed, on a clock that all ranks share.
+
+    Args:
+        trace: The trace of this rank.
+        rank: Its number, which becomes part of the numbers of its processes.
+        shift_ns: Nanoseconds to add to the times of the trace.
+    """
+    shift_us = shift_ns / 1000
     numbers: dict[Any, int] = {}
     names: list[Event] = []
     kept = [e for e in trace.events if isinstance(e.get("pid"), int) and e["name"] not in _NAMES]
@@ -46,13 +76,13 @@ def _names(rank: int, number: int, process: Any) -> list[Event]:
 
 
 def merged(parts: Sequence[bytes]) -> bytes:
-    """One Chrome trace, compressed, of the events of all ranks."""
+    """Join the events of all ranks into one Chrome trace, compressed."""
     text = b",".join(gzip.decompress(part) for part in parts)
     return gzip.compress(b'{"displayTimeUnit": "ms", "traceEvents": [' + text + b"]}", 6)
 
 
 def mean_usage(ranks: Sequence[Mapping[str, Usage]], steps: int) -> dict[str, Usage]:
-    """What each module took for a step on a rank, as means; the longest first."""
+    """Average over steps and ranks what each module took; the module that took longest is first."""
     total: dict[str, Usage] = {}
     for usages in ranks:
         for module, usage in usages.items():
@@ -67,7 +97,7 @@ def mean_usage(ranks: Sequence[Mapping[str, Usage]], steps: int) -> dict[str, Us
 
 
 def table(usage: Mapping[str, Usage]) -> str:
-    """Lines for a terminal: a module each, and the sum."""
+    """Write a table for a terminal: a line for each module, and the sum."""
     rows = list(usage.items())
     shown, rest = rows[:SHOWN], rows[SHOWN:]
     if rest:

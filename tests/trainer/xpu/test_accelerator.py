@@ -199,8 +199,8 @@ def test_the_strategy_asks_for_it(two_gpus):
         strategy.connect(BoringModel())
         started = RuntimeError("the group would be made here")
         with (
-            mock.patch("lightning_shard.trainer.processes.default_backend", return_value="xccl"),
-            mock.patch("lightning_shard.trainer.processes.join", side_effect=started) as join,
+            mock.patch("lightning_shard.trainer.process_mesh.default_backend", return_value="xccl"),
+            mock.patch("lightning_shard.trainer.process_mesh.join", side_effect=started) as join,
             pytest.raises(RuntimeError, match="would be made here"),
         ):
             trainer.strategy.setup_environment()
@@ -214,7 +214,7 @@ def test_an_intel_gpu_that_is_not_used_is_told(two_gpus):
     assert trainer.strategy.root_device == torch.device("cpu")
     trainer.strategy.connect(BoringModel())
     with (
-        mock.patch("lightning_shard.trainer.processes.join", side_effect=KeyError),
+        mock.patch("lightning_shard.trainer.process_mesh.join", side_effect=KeyError),
         pytest.warns(PossibleUserWarning, match="An Intel GPU is available but not used"),
         pytest.raises(KeyError),
     ):

@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 import lightning_shard
 from lightning_modules import SegmentationDataModule
 from lightning_modules.segmentation.phantoms import LESION, Phantoms
-from lightning_shard.data.batch import shard_batch
+from lightning_shard.data.split import shard_batch
 from tests.parity import mesh_of
 from tests.workloads.shared.test_fields import split_by
 

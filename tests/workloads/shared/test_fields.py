@@ -22,7 +22,8 @@ from lightning_modules import FieldDataset
 from lightning_modules.shared.field_files import write_fields
 from lightning_shard import DomainTensor, HybridShardStrategy, slab_of
 from lightning_shard.checkpoint.state import full_module_state
-from lightning_shard.data.batch import check_same_batch, shard_batch
+from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.split import shard_batch
 from tests import training
 from tests.parity import mesh_of
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import lightning_shard
 from lightning_modules import SeriesDataModule, SeriesDataset
-from lightning_shard.data.batch import shard_batch
+from lightning_shard.data.split import shard_batch
 from tests import training
 from tests.parity import mesh_of
 from tests.workloads.shared.test_fields import split_by

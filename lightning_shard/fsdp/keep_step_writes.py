@@ -76,7 +76,7 @@ class Gathered:
                 )
 
     def _keep_memory(self, whole: nn.Parameter) -> bool:
-        """Whether `p.data = value` has given the parameter other memory, from which it is taken."""
+        """Take the value from other memory that `p.data = value` gave; True if there was some."""
         memory = self._memory[whole]
         if storage_key(memory) == storage_key(whole):
             return False
@@ -85,7 +85,7 @@ class Gathered:
         return True
 
     def _slice(self, shard: Any) -> tuple[slice, ...]:
-        """Where this rank's part lies in the whole tensor."""
+        """Return the slices of the whole tensor that this rank's part fills."""
         if shard not in self._slices:
             where = local_shape_and_offset(shard.shape, shard.device_mesh, shard.placements)
             self._slices[shard] = tuple(slice(o, o + n) for n, o in zip(*where, strict=True))

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -48,7 +49,7 @@ for _decorator in _RANK_ZERO:
     per_rank(_decorator, "rank")
 
 
-class Processes:
+class ProcessMesh:
     """Arranges one process per device as data replicas x domain ranks.
 
     Attributes:
@@ -179,23 +180,15 @@ class Processes:
         return self.mesh
 
     def _data_size(self, world: int) -> int:
+        """Return the number of data replicas, and fill in a domain that is "auto"."""
         if self.fits_itself:
-            replicas = 1 if self.data_parallel_size == "auto" else self.data_parallel_size
-            self.domain_sizes = (max(1, world // replicas),)
-        if world % self.domain_size:
-            raise _refused(
-                f"domain_parallel_size {self.domain_size} does not divide the {world} processes; "
-                f"use one of {[n for n in range(1, world + 1) if world % n == 0]}, or start a "
-                f"multiple of {self.domain_size} processes."
-            )
-        data = world // self.domain_size
-        if self.data_parallel_size not in ("auto", data):
-            raise _refused(
-                f"data_parallel_size {self.data_parallel_size} x domain_parallel_size "
-                f"{self.domain_size} must be the number of processes, {world}; use "
-                f"data_parallel_size {data} or 'auto'."
-            )
-        return data
+            self.domain_sizes = domain_that_is_left(world, self.data_parallel_size)
+        if found := misfit(world, self.domain_sizes, self.data_parallel_size):
+            end_attempts()  # an elastic launcher's next one would have as many processes
+            start = f", or start a multiple of {self.domain_size} processes"
+            start = start if found.option == "domain_parallel_size" else ""
+            raise ValueError(f"{found.option} {found.size}{found.problem}; {found.remedy}{start}.")
+        return world // self.domain_size
 
     def compare(self, what: str, same: Mapping[str, str], *, check: Check = only_wait) -> None:
         """Raise on all ranks if they differ in `same`, through the store, which cannot hang.
@@ -223,10 +216,57 @@ class Processes:
             )
 
 
-def _refused(reason: str) -> ValueError:
-    """What no further attempt of an elastic launcher with as many processes would change."""
-    end_attempts()
-    return ValueError(reason)
+def domain_that_is_left(world: int, data: int | Literal["auto"]) -> tuple[int, ...]:
+    """Return the size of a domain that is "auto": all processes divided by the data replicas."""
+    return (max(1, world // (1 if data == "auto" else data)),)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Explains why the sizes of a mesh do not multiply to the number of processes.
+
+    Attributes:
+        option: The argument of the strategy that is wrong.
+        size: Its value in words, such as "2 x 2".
+        problem: The rest of the sentence, to be written after `size` without a space.
+        remedy: The sizes that would fit.
+    """
+
+    option: str
+    size: str
+    problem: str
+    remedy: str
+
+
+def misfit(world: int, domain: Sequence[int], data: int | Literal["auto"]) -> Misfit | None:
+    """Compare the sizes of a mesh with the number of processes.
+
+    Args:
+        world: The number of processes.
+        domain: The number of ranks along each split dim.
+        data: The number of data replicas; "auto" fits if the domain divides the processes.
+
+    Returns:
+        The reason why they do not fit; None if they do.
+    """
+    per_sample, shape = math.prod(domain), " x ".join(map(str, domain))
+    processes = "1 process" if world == 1 else f"{world} processes"
+    if world % per_sample:
+        fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        return Misfit(
+            "domain_parallel_size",
+            shape,
+            f" does not divide the {processes}",
+            f"use {'' if world == 1 else 'one of '}{fitting}",
+        )
+    if data in ("auto", world // per_sample):
+        return None
+    return Misfit(
+        "data_parallel_size",
+        f"{data} x domain_parallel_size {shape} is {data * per_sample}",
+        f", not the {processes}",
+        f"use data_parallel_size {world // per_sample} or auto",
+    )
 
 
 def start_group(

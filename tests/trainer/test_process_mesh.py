@@ -1,5 +1,6 @@
 """The processes of a Trainer, without a Trainer."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -11,9 +12,10 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import DisagreementError, HybridShardStrategy
 from lightning_shard.processes.torch_private.internals import open_groups
-from lightning_shard.trainer.processes import (
-    Processes,
+from lightning_shard.trainer.process_mesh import (
+    ProcessMesh,
     launcher_of,
+    misfit,
     print_on_first_only,
     started_nodes,
     tell_ranks,
@@ -25,20 +27,20 @@ CPU = torch.device("cpu")
 
 
 def joined(*sizes, **options):
-    processes = Processes(*sizes, **options)
+    processes = ProcessMesh(*sizes, **options)
     processes.join(TorchElasticEnvironment(), CPU)
     processes.arrange(CPU, per_node=dist.get_world_size())
     return processes
 
 
 def test_places_before_there_is_a_mesh():
-    processes = Processes("auto", (2, 3))
+    processes = ProcessMesh("auto", (2, 3))
     assert processes.domain_size == 6
     assert [processes.replica(rank) for rank in (0, 5, 6, 13)] == [0, 0, 1, 2]
     assert [processes.domain_rank(rank) for rank in (0, 5, 6, 13)] == [0, 5, 0, 1]
     assert processes.data_group is None
     with pytest.raises(RuntimeError, match="known once the processes have joined"):
-        _ = Processes(domain_parallel_size="auto").domain_size
+        _ = ProcessMesh(domain_parallel_size="auto").domain_size
 
 
 @pytest.mark.spmd(4)
@@ -71,10 +73,33 @@ def test_parameters_shared_within_a_part_of_the_processes():
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("sizes", [("auto", 3), (3, 2), (4, (2, 2)), (3, "auto")], ids=str)
-def test_sizes_that_do_not_fit_the_processes(sizes):
-    with pytest.raises(ValueError, match=r"parallel_size .* 4"):
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            ("auto", (3, 2)),
+            "domain_parallel_size 3 x 2 does not divide the 4 processes; use one of 1, 2, 4, or "
+            "start a multiple of 6 processes.",
+        ),
+        (
+            (3, 2),
+            "data_parallel_size 3 x domain_parallel_size 2 is 6, not the 4 processes; use "
+            "data_parallel_size 2 or auto.",
+        ),
+        ((4, (2, 2)), "4 x domain_parallel_size 2 x 2 is 16, not the 4 processes"),
+        ((3, "auto"), "data_parallel_size 3 x domain_parallel_size 1 is 3, not the 4 processes"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_the_processes(sizes, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
         joined(*sizes)
+
+
+def test_a_domain_of_two_for_one_process():
+    found = misfit(1, (2,), "auto")
+    assert (found.problem, found.remedy) == (" does not divide the 1 process", "use 1")
+    assert misfit(6, (3,), 2) is misfit(6, (3, 2), "auto") is None
 
 
 @pytest.mark.spmd(2)
@@ -87,7 +112,7 @@ def test_ranks_that_differ_all_hear_of_it():
 
 @pytest.mark.spmd(2)
 def test_a_group_without_the_cpu_cannot_offload():
-    processes = Processes()
+    processes = ProcessMesh()
     of_the_device_only = mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl")
     refused = pytest.raises(RuntimeError, match="make it with 'cpu:gloo,cuda:nccl'")
     with of_the_device_only, refused:

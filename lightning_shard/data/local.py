@@ -1,9 +1,10 @@
-"""The part of a tensor that one rank has read by itself, in a batch, in place of the whole one."""
+"""Holds the part of a tensor that one rank has read by itself, in place of the whole tensor."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
@@ -19,14 +20,20 @@ class LocalPart:
     Attributes:
         tensor: This rank's rows.
         shape: The global shape.
-        samples: Which samples they are of: the ranks of a domain must have read the same.
+        samples: The numbers of the samples; the ranks of a domain must have read the same ones.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     samples: tuple[int, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows, and of the whole tensor."""
+        return self.tensor.dtype
+
     def pin_memory(self) -> "LocalPart":
+        """Return the part with its rows in pinned memory, as a DataLoader asks for it."""
         return LocalPart(self.tensor.pin_memory(), self.shape, self.samples)
 
     def to(self, *args: Any, **kwargs: Any) -> "LocalPart":
@@ -34,12 +41,18 @@ class LocalPart:
         return LocalPart(self.tensor.to(*args, **kwargs), self.shape, self.samples)
 
     def split(self, mesh: DeviceMesh, dims: int | Sequence[int]) -> Tensor:
+        """Return the split tensor of which these rows are this rank's part.
+
+        Raises:
+            ValueError: The rows are not those that this rank has of a tensor of `shape`.
+        """
         return from_local(self.tensor, mesh, dims, self.shape)
 
 
 def _collate(
     parts: Sequence[LocalPart], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
 ) -> LocalPart:
+    """Put the parts of several samples together, with the samples along a new first dim."""
     shapes = sorted({part.shape for part in parts})
     if len(shapes) > 1:
         raise ValueError(

@@ -13,14 +13,14 @@ from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.agreement import DisagreementError
 
 
-def refuse_other_modules(
+def check_same_module(
     module: nn.Module, options: ShardingOptions, group: dist.ProcessGroup
 ) -> None:
     """Compare names, shapes and dtypes of the module, and how it is to be sharded.
 
     Args:
-        module: Of this rank.
-        options: Of this rank.
+        module: The module of this rank.
+        options: The options of this rank.
         group: All ranks that shard the module.
 
     Raises:

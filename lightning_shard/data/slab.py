@@ -1,6 +1,6 @@
-"""Lets a dataset read only this rank's part of each sample, and a batch say so.
+"""Finds the part of each sample that this rank reads, so that no rank reads the whole.
 
-A dataset asks `slab_of` once, in the process that trains, reads `slab.index` of every sample, and
+A dataset calls `slab_of` once, in the process that trains, reads `slab.index` of every sample, and
 returns `slab.part(rows, sample)`. These stay with the part through collation, workers, pinned
 memory and precision, until the strategy makes a `DomainTensor` of them.
 """
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.data.batch import LocalPart, dims_of
+from lightning_shard.data.local import LocalPart
+from lightning_shard.data.split import Dims, ShardDims, dims_of
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import domain_of
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Says which part of every sample's field this rank reads.
+    """The part of every sample's field that this rank reads.
 
     Attributes:
-        shape: Of the whole field of one sample, without the batch dim.
+        shape: The shape of the whole field of one sample, without the batch dim.
         index: This rank's rows along each dim; it may hold none where ranks are more than rows.
         is_split: Whether other ranks read other parts.
     """
@@ -43,23 +44,27 @@ class Slab:
 
 
 def slab_of(
-    trainer: Trainer | None,
+    trainer: Any,
     entry: str,
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
+    shard_dims: ShardDims = None,
 ) -> Slab:
-    """Find the part of each sample that this rank needs, by the strategy's mesh and `shard_dims`.
+    """Find the part of each sample that this rank needs, by the mesh and `shard_dims`.
 
     Call it where the processes are there: in `setup` or a dataloader hook of a data module. The
     slab itself goes anywhere, also to workers.
 
     Args:
-        trainer: Whose strategy splits the batch. Without one, or with a strategy that splits no
-            sample, the slab is the whole field.
+        trainer: The Trainer whose strategy splits the batch, or the domain mesh of a loop of your
+            own. With None, or with a strategy that splits no sample, the slab is the whole field.
         entry: The key of the batch under which the field will be (the position, in a tuple).
-        shape: Of the field of one sample, such as (C, H, W).
-        dtype: Of the field: by default only fields of floating point are split. Leave it out for
-            classes (1, H, W) of the extents of another entry (C, H, W): these are split with it.
+        shape: The shape of the field of one sample, such as (C, H, W).
+        dtype: The dtype of the field: by default only fields of floating point are split. Leave it
+            out for classes (1, H, W) of the extents of another entry (C, H, W): these are split
+            with it.
+        shard_dims: With a mesh, the dims of batches that it splits, see `HybridShardStrategy`. A
+            strategy has its own.
 
     Raises:
         ValueError: `shard_dims` names a dim that the field does not have, or that of the samples.
@@ -67,18 +72,22 @@ def slab_of(
     """
     shape = tuple(shape)
     whole = Slab(shape, tuple(slice(0, n) for n in shape), is_split=False)
+    mesh: DeviceMesh | None = trainer if isinstance(trainer, DeviceMesh) else None
     strategy: Any = getattr(trainer, "strategy", None)
-    if getattr(strategy, "domain_size", 1) == 1:
+    if getattr(strategy, "domain_size", 1) > 1:
+        if strategy.device_mesh is None:
+            raise RuntimeError(
+                f"which part of {entry!r} a rank reads is known once the trainer has started its "
+                "processes; make the dataset in setup() of the data module, not before fit."
+            )
+        mesh, shard_dims = strategy.domain_mesh, strategy.shard_dims
+    dims = dims_of(shard_dims, entry, 1 + len(shape), dtype, mesh.ndim) if mesh else None
+    if mesh is None or dims is None:
         return whole
-    if strategy.device_mesh is None:
-        raise RuntimeError(
-            f"which part of {entry!r} a rank reads is known once the trainer has started its "
-            "processes; make the dataset in setup() of the data module, not before fit."
-        )
-    mesh = strategy.domain_mesh
-    dims = dims_of(strategy.shard_dims, entry, 1 + len(shape), dtype, mesh.ndim)
-    if dims is None:
-        return whole
+    return Slab(shape, _index(mesh, entry, shape, dims), is_split=True)
+
+
+def _index(mesh: DeviceMesh, entry: str, shape: tuple[int, ...], dims: Dims) -> tuple[slice, ...]:
     grid = domain_of(mesh).grid
     splits = splits_of(1 + len(shape), grid.sizes, dims)
     if 0 in splits:
@@ -87,5 +96,4 @@ def slab_of(
             "part can be read; name dims from 1 on, or use data_parallel_size to share samples out."
         )
     layout = Layout.of((1, *shape), splits, grid)
-    bounds = [factor.bounds(grid) for (factor,) in layout.dims[1:]]
-    return Slab(shape, tuple(slice(*b) for b in bounds), is_split=True)
+    return tuple(slice(*factor.bounds(grid)) for (factor,) in layout.dims[1:])

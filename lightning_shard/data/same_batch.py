@@ -1,0 +1,68 @@
+"""Compares what the ranks of a domain have read: their parts must be of the same samples."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.data.local import LocalPart
+from lightning_shard.data.tree import named_leaves
+from lightning_shard.processes.simulated.turns import is_alone
+from lightning_shard.tensor.tensor import DomainTensor
+
+
+def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
+    """Compare what the ranks of the domain have read. All of them must call this.
+
+    Raises:
+        ValueError: They have read different samples, whose parts make up no field.
+    """
+    if is_alone():  # there is nobody to compare with
+        return
+    read = {
+        "".join(f"[{key!r}]" for key in path): identity_of(x)
+        for path, x in named_leaves(batch)
+        if isinstance(x, Tensor | LocalPart)
+    }
+    if found := first_difference(read, mesh):
+        ranks, entry = found
+        raise ValueError(
+            f"the ranks {ranks} share each sample, but read different batches (entry {entry}); "
+            "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
+            "which replica reads what) and draw augmentations from the same seed."
+        )
+
+
+def first_difference(values: Mapping[str, Any], mesh: DeviceMesh) -> tuple[list[int], str] | None:
+    """Compare values over the ranks of each mesh axis. All ranks must call this.
+
+    Returns:
+        The ranks of the first axis that differ, and the first name whose values do.
+    """
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        everywhere: list[Mapping[str, Any]] = [{}] * mesh.size(axis)
+        dist.all_gather_object(everywhere, values, group)
+        for name in dict.fromkeys(name for each in everywhere for name in each):
+            if any(each.get(name) != everywhere[0].get(name) for each in everywhere):
+                return dist.get_process_group_ranks(group), name
+    return None
+
+
+def identity_of(x: Tensor | LocalPart) -> tuple[Any, ...]:
+    """Return what is equal on all ranks that have the same samples: shape, dtype and a checksum."""
+    if isinstance(x, LocalPart):
+        return (x.shape, str(x.tensor.dtype), x.samples)
+    if isinstance(x, DomainTensor):
+        return (tuple(x.shape), str(x.dtype))
+    values = torch.view_as_real(x) if x.is_complex() else x
+    values = values.detach().cpu().contiguous()
+    return (
+        tuple(x.shape),
+        str(x.dtype),
+        zlib.crc32(values.flatten().view(torch.uint8).numpy().tobytes()),
+    )
