@@ -128,9 +128,7 @@ def _trace(task: Task, rank: int, device: Device | None, number: int | None) -> 
 class _Body:
     """The function of the rank; all ranks share this object."""
 
-    def __init__(
-        self, task: Task, ledger: Ledger, recorder: Recorder, number: int | None
-    ) -> None:
+    def __init__(self, task: Task, ledger: Ledger, recorder: Recorder, number: int | None) -> None:
         self._task, self._ledger, self._recorder = task, ledger, recorder
         self._is_fake = number is not None
         self.mode: Any = _Real(ledger) if number is None else _Fake(ledger, number)
