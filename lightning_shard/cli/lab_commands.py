@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_shard.cli import lightning_cli
-from lightning_shard.cli.checked import remember
 from lightning_shard.cli.config_checks import strategy_options
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.sources import Sources
@@ -88,7 +87,6 @@ class LabCLI(lightning_cli.ShardCLI):
         domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
         found = check(self.model, source, domain, **self.step)
         print(found)
-        remember(self.folder, self.resolved, self.step["shard_dims"], str(found))
         if not found.is_supported:
             sys.exit(1)
 

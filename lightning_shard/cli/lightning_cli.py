@@ -18,12 +18,11 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli.checked import recall
-from lightning_shard.cli.config_checks import check, strategy_options
+from lightning_shard.cli.config_checks import check
 from lightning_shard.cli.defaults import find_device, own_defaults
 from lightning_shard.cli.errors import SWITCHES, diagnose
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
+from lightning_shard.cli.hyper_parameters import hyperparameters, serve
 from lightning_shard.cli.names import import_short_names
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
 from lightning_shard.cli.sources import Sources, check_variables
@@ -138,22 +137,23 @@ class ShardCLI(LightningCLI):
         """Change resolved options of the trainer, in place."""
 
     def _parse_ckpt_path(self) -> None:
-        """Say which given values the hyperparameters in a checkpoint replace."""
-        command = str(self.config["subcommand"])
-        options = self.config[command]
+        """Let values in a checkpoint serve options that nobody gave; note where others differ."""
+        options = self.config[str(self.config["subcommand"])]
         path = options.get("ckpt_path")
         stored = hyperparameters(path, trusted=options.get("weights_only") is False)
         if not stored:
             return
-        before = dict(options["model"].items())
-        model = chosen(self.resolved["model"], stored, str(path))
+        differences = serve(options["model"], stored, self.state.given, str(path))
         try:
-            self.config = self.parser.parse_object({command: {"model": model}}, self.config)
-        except argparse.ArgumentError as err:
-            raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
-        for key, value in self.config[command]["model"].items():
-            if before.get(key, value) != value:
-                note(f"model.{key} is {value} as in ckpt_path, not {before[key]}")
+            self.parser.validate(self.config)
+        except (TypeError, KeyError) as err:
+            name = options["model"].class_path
+            raise UsageError(
+                f"hyperparameters in '{path}' are of other types than {name} takes; give the "
+                "options of the model in the configuration"
+            ) from err
+        for sentence in differences:
+            note(sentence)
 
     def before_instantiate_classes(self) -> None:
         """Watch what is built."""
@@ -178,25 +178,15 @@ class ShardCLI(LightningCLI):
                 f"test_after_fit is true but {name} has no test_step; add one, or set it to false"
             )
         if self.config["fit"]["report"]:
-            self._add_report()
+            add_once(self.trainer, RunReport(self.text))
         if self.config["fit"]["profile"]:
             add_once(self.trainer, StepProfile())
-
-    def _add_report(self) -> None:
-        shard_dims = strategy_options(self.config["fit"]["trainer"]).get("shard_dims")
-        checked = recall(self.trainer.default_root_dir, self.resolved, shard_dims)
-        add_once(self.trainer, RunReport(self.text, checked))
 
     @property
     def text(self) -> str:
         """All options of the subcommand, as YAML."""
         command = str(self.config["subcommand"])
         return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
-
-    @property
-    def resolved(self) -> dict[str, Any]:
-        """All options of the subcommand."""
-        return yaml.safe_load(self.text)
 
     @property
     def folder(self) -> str | None:
@@ -208,7 +198,7 @@ class ShardCLI(LightningCLI):
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
         # all ranks ask, since the folder of the logs is a collective
-        lines = list(self.state.last_words(self.trainer))
+        lines = self.state.last_words(self.trainer)
         if self.trainer.is_global_zero:
             print("\n".join(lines), file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,25 +111,32 @@ def _epoch_means(trainer: Trainer) -> dict[str, float]:
     return {k: v for k, v in without_steps.items() if k != "samples/s"}
 
 
-def checkpoint_lines(trainer: Trainer) -> list[str]:
-    """Where the best checkpoint lies and what it scored, and how to test and to resume."""
+def call_of_trainer(stage: str, checkpoint: str) -> str:
+    """How a program goes on from a checkpoint."""
+    return f"trainer.{stage}(module, data, ckpt_path={checkpoint!r})"
+
+
+def checkpoint_lines(
+    trainer: Trainer, call: Callable[[str, str], str] = call_of_trainer
+) -> list[str]:
+    """Where the best checkpoint lies and what it scored, and how to test and to resume.
+
+    Args:
+        trainer: That has kept them.
+        call: Says how a stage is run from a checkpoint.
+    """
     lines: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             best, score = callback.best_model_path, callback.best_model_score
             scored = "" if score is None else f" ({callback.monitor} {float(score):.4g})"
             if best:
-                lines += [
-                    f"Best checkpoint: {best}{scored}",
-                    f"Test: {_call('test', best)}",
-                ]
+                lines += [f"Best checkpoint: {best}{scored}", f"Test: {call('test', best)}"]
             if newest := callback.last_model_path or best:
-                lines.append(f"Resume: {_call('fit', newest)}")
+                lines.append(f"Resume: {call('fit', newest)}")
+    if any(isinstance(callback, ModelCheckpoint) for callback in trainer.checkpoint_callbacks):
+        return lines or ["No checkpoint was written."]
     return lines or ["No checkpoint was kept; add lightning.pytorch.callbacks.ModelCheckpoint."]
-
-
-def _call(stage: str, checkpoint: str) -> str:
-    return f"trainer.{stage}(module, data, ckpt_path={checkpoint!r})"
 
 
 def _command_line_speaks(trainer: Trainer) -> bool:
