@@ -221,7 +221,7 @@ def _as_lists(links: MeasuredLinks) -> list[Measured]:
     ]
 
 
-def words(found: Cluster) -> str:
+def table_of_rates(found: Cluster) -> str:
     """Return tables of the rates of kernels and of the times of collectives, as text."""
     ranks = f"{found.devices} ranks" if found.devices > 1 else "1 rank"
     lines = [f"{ranks} of {found.device.name}, {found.device.source}", ""]

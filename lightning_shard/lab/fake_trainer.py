@@ -8,6 +8,7 @@ mask chooses, the step runs on real tensors instead.
 """
 
 import copy
+import gc
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterable
@@ -51,6 +52,7 @@ _ITEM = "aten::_local_scalar_dense"
 _WHOLE_NUMBERS = (_aten.arange, _aten.randperm, _aten.scalar_tensor)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 NUMBER, OTHER_NUMBER = 1, 3  # for the two traces of a step that reads numbers
+COLLECT_EVERY = 64  # operations
 SAME = 0.01  # the largest relative difference of two traces that are taken for one
 
 
@@ -117,12 +119,28 @@ def _trace(task: Task, rank: int, device: Device | None, number: int | None) -> 
     ledger = Ledger(device)
     recorder = Recorder(rank, clock=lambda: ledger.seconds)
     body = _Body(task, ledger, recorder, number)
-    alone(body, processes=math.prod(task.mesh), rank=rank, listener=recorder)
+    with _collecting_by_operations():
+        alone(body, processes=math.prod(task.mesh), rank=rank, listener=recorder)
     follower = body.follower
     return Traced(
         recorder.steps[-1], ledger.peak, follower.activations, follower.split,
         number is None, body.mode.reads_numbers,
     )  # fmt: skip
+
+
+@contextmanager
+def _collecting_by_operations() -> Generator[None]:
+    """Collect garbage where `_note` does, so that equal steps hold equal memory.
+
+    Python collects it after as many new objects as this process happens to have made.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Body:
@@ -326,8 +344,11 @@ class _Fake(FakeTensorMode):
 
 
 def _note(ledger: Ledger, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
-    if not any(map(_holds_nothing, [*given, *tree_leaves(out)])):
-        ledger.note(func, args, kwargs, given, out)
+    if any(map(_holds_nothing, [*given, *tree_leaves(out)])):
+        return
+    ledger.note(func, args, kwargs, given, out)
+    if ledger.operations % COLLECT_EVERY == 0:
+        gc.collect(0)
 
 
 def _is_of_integers(func: Any, given: list[Tensor], leaves: list[Any], dtype: Any) -> bool:
@@ -394,6 +415,7 @@ class _Follow(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         ledger, own = self._ledger, [*pl_module.parameters()]
+        gc.collect(1)  # all objects that were made since the trace began
         self.split, self.activations = split_summary(batch), 0
         ledger.next_step()
         ledger.hold(_locals([*own, *pl_module.buffers()]), "parameters")

@@ -310,8 +310,8 @@ DEVICES: dict[str, Device] = {
 }
 _SAME = {"A100": "A100-80", "H100-SXM": "H100", "H100-80": "H100", "MI250": "MI250X"}
 
-# Bytes a second in one direction, of a data sheet. No maker gives latencies: these are usual times of
-# small collectives of NCCL, RCCL and gloo.
+# Bytes a second in one direction, from data sheets. No maker gives latencies: these are usual times
+# of small collectives of NCCL, RCCL and gloo.
 LINKS: dict[str, Link] = {
     "NVLink3": Link(300 * GB, 15e-6),  # 12 links of 25 GB/s
     "NVLink4": Link(450 * GB, 15e-6),  # 18 links of 25 GB/s

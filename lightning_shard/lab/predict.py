@@ -7,7 +7,7 @@ the rate of the slowest link among its ranks; the other ranks come to it when th
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -18,7 +18,7 @@ from lightning_shard.lab.batches import Data, first_batches
 from lightning_shard.lab.fake_trainer import Traced, traced
 from lightning_shard.lab.machine import Cluster, read_cluster
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
-from lightning_shard.lab.timeline import Replay, Replayed
+from lightning_shard.lab.timeline import Replay
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
 
@@ -236,7 +236,7 @@ def predict(
         trainer=trainer_options(predict, trainer),
     )  # fmt: skip
     found = traced(task, rank_inside(sizes), None if where is None else where.device)
-    sent = {name: 0 for name in ("parameters", "fields")}
+    sent = dict.fromkeys(("parameters", "fields"), 0)
     for each in found.timeline.collectives:
         sent["parameters" if each.name in _OF_PARAMETERS else "fields"] += each.sent
     return Prediction(

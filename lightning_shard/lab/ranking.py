@@ -244,7 +244,9 @@ def overlay(found: Ranking) -> str:
 
 
 def picture(found: Ranking) -> Any:
-    """Draw time and memory of the fastest setting of each mesh as bars.
+    """Draw time and memory of one setting of each mesh as bars.
+
+    The setting is the fastest that fits, or that of least memory where none does.
 
     Returns:
         A `Figure` of matplotlib.
@@ -254,8 +256,9 @@ def picture(found: Ranking) -> Any:
     """
     from matplotlib.figure import Figure  # of the extra `pictures`
 
-    first = {each.setting.mesh: each for each in reversed(found.too_large + found.candidates[::-1])}
-    shown = sorted(first.values(), key=lambda c: (not c.fits, -c.rate))[:SHOWN]
+    smallest_last = sorted(found.too_large, key=lambda c: -c.forecast.memory)
+    best = {each.setting.mesh: each for each in smallest_last + found.candidates[::-1]}
+    shown = sorted(best.values(), key=lambda c: (not c.fits, -c.rate))[:SHOWN]
     places = range(len(shown))
     figure = Figure((9, 1.6 + 0.3 * len(shown)), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True)

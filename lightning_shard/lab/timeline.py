@@ -69,6 +69,7 @@ class Ledger:
 
     Attributes:
         seconds: The time of all operations so far, on the device.
+        operations: The number of operations in this step.
         place: The part of the step that computes now, in words; set from outside.
     """
 
@@ -84,12 +85,12 @@ class Ledger:
         self._live: dict[int, _Memory] = {}
         self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
         self._all: list[_Memory] = []  # of this step
-        self._held = self._operation = self._peak_at = self._most = 0
+        self._held = self.operations = self._peak_at = self._most = 0
         self._peak_place = ""
 
     def next_step(self) -> None:
         """Begin a step, and forget the one before."""
-        self._operation = self._peak_at = self._most = 0
+        self.operations = self._peak_at = self._most = 0
         self._all = list(self._live.values())
         for memory in self._all:
             memory.sizes = [(0, memory.sizes[-1][1])]
@@ -117,13 +118,13 @@ class Ledger:
         """Move the memory of a tensor to the host, after the operations so far."""
         memory = self._see(x)
         self.seconds += memory.sizes[-1][1] / HOST_RATE
-        self._resize(memory, 0, self._operation)
+        self._resize(memory, 0, self.operations)
 
     def from_host(self, x: Tensor) -> None:
         """Move the memory of a tensor back from the host."""
         memory, size = self._see(x), x.untyped_storage().nbytes()
         self.seconds += size / HOST_RATE
-        self._resize(memory, size, self._operation)
+        self._resize(memory, size, self.operations)
 
     def note(self, operator: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
         """Count one operation.
@@ -135,7 +136,7 @@ class Ledger:
             given: The tensors among its arguments.
             out: Its result.
         """
-        self._operation += 1
+        self.operations += 1
         made = [x for x in (out if isinstance(out, list | tuple) else [out]) if _is_tensor(x)]
         known = {storage_key(x) for x in given}
         of_fsdp = operator.namespace == "fsdp"
@@ -149,14 +150,14 @@ class Ledger:
             self.seconds += self._cost(operator, args, kwargs, out, [*given, *made])
         self._count_resized(all_of_them=of_fsdp)
         if self._held > self._most:
-            self._most, self._peak_at, self._peak_place = self._held, self._operation, self.place
+            self._most, self._peak_at, self._peak_place = self._held, self.operations, self.place
 
     def _see(self, x: Tensor) -> _Memory:
         key = storage_key(x)
         found = self._live.get(key)
         if found is None:
             storage = x.untyped_storage()
-            found = self._live[key] = _Memory([(self._operation, storage.nbytes())])
+            found = self._live[key] = _Memory([(self.operations, storage.nbytes())])
             self._all.append(found)
             self._held += storage.nbytes()
             weakref.finalize(storage, self._forget, key)
@@ -165,7 +166,7 @@ class Ledger:
     def _forget(self, key: int) -> None:
         memory = self._live.pop(key)
         self._resized.pop(key, None)
-        self._resize(memory, 0, self._operation + 1)
+        self._resize(memory, 0, self.operations + 1)
 
     def _count_resized(self, *, all_of_them: bool) -> None:
         """Read the sizes of resizable storages again.
@@ -175,7 +176,7 @@ class Ledger:
         for memory in self._resized.values():
             if all_of_them or memory.sizes[-1][1]:
                 storage = memory.of()
-                self._resize(memory, 0 if storage is None else storage.nbytes(), self._operation)
+                self._resize(memory, 0 if storage is None else storage.nbytes(), self.operations)
 
     def _resize(self, memory: _Memory, size: int, operation: int) -> None:
         before = memory.sizes[-1][1]
