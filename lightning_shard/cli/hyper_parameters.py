@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.checkpoint.directory import REST
 from lightning_shard.checkpoint.torch_file import read_torch_file
-from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error
 
 SPEC = ("class_path", "init_args", "dict_kwargs")
@@ -49,7 +49,7 @@ def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def serve(model: Namespace, stored: Mapping[str, Any], given: Sources, path: str) -> list[str]:
+def serve(model: Namespace, stored: Mapping[str, Any], given: Given, path: str) -> list[str]:
     """Put stored values into the options of the model that nobody gave, in place.
 
     Args:
@@ -73,7 +73,7 @@ def serve(model: Namespace, stored: Mapping[str, Any], given: Sources, path: str
     return [*_serve(model, stored, given, "model")]
 
 
-def _serve(spec: Namespace, stored: Mapping[str, Any], given: Sources, key: str) -> Iterator[str]:
+def _serve(spec: Namespace, stored: Mapping[str, Any], given: Given, key: str) -> Iterator[str]:
     parts = [part for name in SPEC[1:] if isinstance(part := stored.get(name), Mapping)]
     flat = {name: value for part in (stored, *parts) for name, value in part.items()}
     made: Any = locate(spec.class_path)

@@ -168,22 +168,6 @@ def test_another_optimizer_starts_from_its_own_defaults(monkeypatch):
     assert (options["weight_decay"], options["lr"]) == (0.3, 1)
 
 
-def test_value_for_a_linked_option_is_refused(capsys, monkeypatch):
-    add = cli.ShardCLI.add_arguments_to_parser
-
-    def add_link(self, parser):
-        add(self, parser)
-        parser.link_arguments("trainer.max_steps", "model.init_args.modes")
-
-    monkeypatch.setattr(cli.ShardCLI, "add_arguments_to_parser", add_link)
-    code, lines = refusal(capsys, "--model.init_args.modes", "3")
-    assert code == 2
-    assert lines == [
-        "error: model.init_args.modes on the command line would be ignored: it is computed from "
-        "another option; remove it"
-    ]
-
-
 def test_fit_saves_its_options_and_resumes_in_place():
     Path("ckpt.yaml").write_text(
         "trainer:\n  logger: {class_path: CSVLogger, init_args: {save_dir: runs, version: 0}}\n"
