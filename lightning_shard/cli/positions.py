@@ -15,7 +15,7 @@ import yaml
 
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, nearest, nearest_file
 
-OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER")
+OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER", "CPU_SETTINGS")
 COMMAND_LINE = "on the command line"
 MAX_VALUES, MAX_LEVELS, MAX_BYTES = 100_000, 100, 2**24
 MERGE, PYTHON = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:python"
