@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.help import PAGES, PROGRAM, page
@@ -17,18 +16,8 @@ from lightning_shard.cli.positions import Given, read_given
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, nearest
 from lightning_shard.cli.words import BESIDE_FIT, WORDS, read_words
 
-if TYPE_CHECKING:
-    from lightning_shard.cli.lightning_cli import ShardCLI as ShardCLI
-
 LIGHTNING = ("fit", "validate", "test", "predict")
 COMMANDS = (*LIGHTNING, *BESIDE_FIT, *WORDS)
-
-
-def __getattr__(name: str) -> Any:
-    """Import the parser of Lightning's commands when it is used."""
-    if name != "ShardCLI":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("lightning_shard.cli.lightning_cli").ShardCLI
 
 
 def main(args: Sequence[str] | None = None) -> None:

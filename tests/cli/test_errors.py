@@ -11,6 +11,7 @@ from torch.optim import AdamW
 
 from lightning_shard.cli import main as cli
 from lightning_shard.cli import usage as report
+from lightning_shard.cli.lightning_cli import ShardCLI
 
 HERE = __name__
 BASE = f"""\
@@ -60,7 +61,7 @@ def one_quiet_process(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        cli.ShardCLI, "instantiate_classes", lambda self: pytest.fail("went on to build")
+        ShardCLI, "instantiate_classes", lambda self: pytest.fail("went on to build")
     )
     Path("base.yaml").write_text(BASE)
 

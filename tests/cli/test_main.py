@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.cli import main as cli
 from lightning_shard.cli import usage as report
+from lightning_shard.cli.lightning_cli import ShardCLI
 from tests.cli.test_errors import HybridShardStrategy as HybridShardStrategy
 
 HERE = __name__
@@ -152,9 +153,9 @@ def test_environment_variables_give_options(capsys, monkeypatch):
 def optimizer_of(monkeypatch, *words):
     """The optimizer's resolved options, seen where the classes would be built."""
     seen = []
-    monkeypatch.setattr(cli.ShardCLI, "instantiate_classes", lambda self: seen.append(self.config))
-    monkeypatch.setattr(cli.ShardCLI, "after_instantiate_classes", lambda self: None)
-    monkeypatch.setattr(cli.ShardCLI, "_run_subcommand", lambda self, name: None)
+    monkeypatch.setattr(ShardCLI, "instantiate_classes", lambda self: seen.append(self.config))
+    monkeypatch.setattr(ShardCLI, "after_instantiate_classes", lambda self: None)
+    monkeypatch.setattr(ShardCLI, "_run_subcommand", lambda self, name: None)
     cli.main(["fit", "--config", "base.yaml", *words])
     return seen[0]["fit"]["model"]["init_args"]["optimizer"]["init_args"]
 
