@@ -36,9 +36,9 @@ from lightning_shard.lab.batches import first_batches
 from lightning_shard.lab.fake_trainer import train
 from lightning_shard.lab.run import Task as Run
 from lightning_shard.lab.run import quiet
+from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Recorder, Timeline
 from lightning_shard.processes.forking import become_rank
-from lightning_shard.processes.simulate import alone
 
 # of a network on a mesh, for each step, what each rank did alone
 Timed = dict[tuple[str, Mesh], list[tuple[Timeline, ...]]]

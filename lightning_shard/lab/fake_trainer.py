@@ -32,8 +32,8 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp import offload as offload
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.run import Task, run_here
+from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Ledger, Peak, Recorder, Timeline
-from lightning_shard.processes.simulate import alone
 from lightning_shard.processes.torch_private.internals import (
     FakeTensor,
     FakeTensorMode,

@@ -18,7 +18,7 @@ from lightning_shard.lab.predict import predict
 from lightning_shard.lab.ranking import Candidate, Ranking, Setting
 from lightning_shard.lab.run import Mesh, samples_of, trainer_options
 from lightning_shard.processes.mesh import Sharding
-from lightning_shard.processes.torch_private.typed import is_mapping
+from lightning_shard.processes.narrow import is_mapping
 
 OTHER_MODES: tuple[Sharding, ...] = ("gradients", "none", "hybrid")
 TRIED_IN_ALL_MODES = 3  # of the fastest meshes

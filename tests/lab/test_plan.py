@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import lightning_shard
 from lightning_modules import TFNODarcy
 from lightning_shard.lab.predict import rank_inside
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests import training
 from tests.lab.test_check import Net, data
 
