@@ -32,16 +32,13 @@ class FieldFile:
         path: The file.
         group: The group that holds the arrays; ignored in a file that has no such group.
 
-    Attributes:
-        SUFFIXES: The ends of the names of such files.
-
     Example:
         >>> file = FieldFile("train.zarr")
         >>> count, shape = file.shapes(["x"])["x"]  # 1000, (3, 4096, 4096)
         >>> rows = file.read("x", 7, (slice(0, 3), slice(0, 1024), slice(0, 4096)))
     """
 
-    SUFFIXES = HDF5 + ZARR
+    SUFFIXES = HDF5 + ZARR  # the ends of the names of such files
 
     def __init__(self, path: str | Path, group: str = "") -> None:
         self.path, self.group = Path(path), group
