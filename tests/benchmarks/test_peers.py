@@ -11,11 +11,11 @@ from benchmarks import peer_calls, peer_on_cpus, peers, step_traffic
 from benchmarks.peer_networks import IN_FLOAT32
 from benchmarks.peers import StepCost
 from lightning_shard.trainer.profile.traffic import counted
-from tests.pairs import few
+from tests.pairs import choose
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", few(peers.NETWORKS, "tutorial CNN", "TFNO"))
+@pytest.mark.parametrize("name", choose(peers.NETWORKS, fast=["tutorial CNN", "TFNO"]))
 def test_ways_without_the_peer(name):
     """The split field gives the loss of one process, and each way is timed on all ranks."""
     assert peers.error_of(name, "lightning_shard", 64) < (1e-5 if name in IN_FLOAT32 else 1e-10)

@@ -83,7 +83,7 @@ def test_measures_on_links_of_the_kernel(tmp_path):
     options = ["--gigabits", "1", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, check=True, timeout=500,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert "| TFNO | 1x2 | 1 |" in done.stdout
     assert "| TFNO | 2x1 | unthrottled |" in done.stdout
