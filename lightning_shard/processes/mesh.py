@@ -5,6 +5,7 @@ the ranks that share one set of parameters.
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.device import carried
 from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_crossing
-from lightning_shard.processes.simulated.state import cached_per_rank
+from lightning_shard.processes.simulated.state import cached_per_rank, per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened
 
 Sharding = Literal["full", "gradients", "none", "hybrid"]
 _DATA = ("data", "replicate", "shard")  # axes that are never a domain
+
+_shared: tuple[dist.ProcessGroup | None, DeviceMesh] | None = None  # of which processes, and which
 
 
 def make_mesh(
@@ -93,7 +96,38 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
             f"{world}; change one, or give one of them as -1."
         )
     shape, names = tuple(filled.values()), tuple(filled)
-    return _made(device_type or carried(), shape, names, dist.group.WORLD)
+    mesh = _made(device_type or carried(), shape, names, dist.group.WORLD)
+    if find_mesh() is None:
+        share_mesh(mesh)
+    return mesh
+
+
+def share_mesh(mesh: DeviceMesh) -> None:
+    """Let `find_mesh` return this mesh to all code of this process."""
+    global _shared
+    _shared = (dist.group.WORLD, mesh)
+
+
+def find_mesh(*axes: str) -> DeviceMesh | None:
+    """Return the mesh that all code of this process shares, or axes of it by their names.
+
+    It is the strategy's in a Trainer. In a script it is the one that `init_mesh` made first. So
+    code of a library finds a group by its name alone: `find_mesh("domain").get_group()` is its
+    process group, `.size()` its number of ranks and `.get_local_rank()` the rank of this process.
+
+    Args:
+        axes: Names of axes, such as "domain"; without one the whole mesh is returned.
+
+    Returns:
+        The mesh. None if there is none yet, or if it has no axis of such a name.
+    """
+    if _shared is None or not dist.is_initialized() or _shared[0] is not dist.group.WORLD:
+        return None
+    mesh = _shared[1]
+    named = {*(mesh.mesh_dim_names or ())}
+    if named >= {"replicate", "shard"}:
+        named.add("data")  # which both make up
+    return (sub_mesh(mesh, axes) if axes else mesh) if named.issuperset(axes) else None
 
 
 @lru_cache(maxsize=64)
@@ -220,4 +254,5 @@ def _parameter_mesh(
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", "parts"))
 
 
+per_rank(sys.modules[__name__], "_shared")
 cached_per_rank(__name__, "_made", "_sub_mesh", "_flat_mesh", "_parameter_mesh")
