@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, is_list, is_mapping, nearest
 from lightning_shard.cli.yaml_places import Places, read_yaml, scalar_or_tree
 
-OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER")
+OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER", "CPU_SETTINGS")
 SPEC = ("class_path", "init_args", "dict_kwargs")
 COMMAND_LINE = "on the command line"
 

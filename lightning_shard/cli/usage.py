@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
-from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.process_info import rank_variables
+from lightning_shard.processes.variables import end_attempts
 
 ENV_PREFIX = "LIGHTNING_SHARD"
 SHORT_LIST = 12

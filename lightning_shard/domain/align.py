@@ -15,7 +15,8 @@ from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
-from lightning_shard.processes.torch_private.typed import is_dict, is_list, typed_torch
+from lightning_shard.processes.narrow import is_dict, is_list
+from lightning_shard.processes.torch_private.typed import typed_torch
 
 
 def subdomains(values: Any) -> list[Subdomain]:

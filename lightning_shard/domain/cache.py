@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.tracing import is_traced, real_values
-from lightning_shard.processes.torch_private.typed import is_list
+from lightning_shard.processes.narrow import is_list
 
 P = ParamSpec("P")
 R = TypeVar("R")

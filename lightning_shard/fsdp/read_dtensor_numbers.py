@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_shard.processes.agreement import store_of_attempt
 from lightning_shard.processes.simulated.turns import is_simulated
+from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import read_numbers_of_dtensors
 
 WAIT_S = 120.0  # for the other ranks

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.narrow import is_sequence
 from lightning_shard.processes.torch_private.internals import Operator, OperatorPacket
-from lightning_shard.processes.torch_private.typed import is_sequence
 
 Function = Callable[..., Any]
 R = TypeVar("R", bound=Function)

@@ -80,7 +80,7 @@ def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Genera
 def _replicas_of(
     mesh: DeviceMesh, domain: tuple[str, ...], _: dist.ProcessGroup | None
 ) -> dist.ProcessGroup:
-    """The group of this rank, whose ranks are called by their number in it, also as `src`."""
+    """Make this rank's group of replicas, whose ranks are numbered in it, also as `src`."""
     axes = [axis for axis, name in enumerate(mesh.mesh_dim_names or ()) if name in domain]
     places = mesh.mesh.movedim(axes, list(range(len(axes))))
     columns = [integers(c) for c in places.reshape(math.prod(places.shape[: len(axes)]), -1)]
@@ -109,9 +109,10 @@ def _install() -> None:
 
 
 def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.ProcessGroup]:
-    """`of_all`, which tells the group of the data replicas to a collective of the user's."""
+    """Wrap `of_all`: a user's collective without a group gets that of the data replicas."""
 
     def default_group() -> dist.ProcessGroup:
+        """Return the data replicas to a collective that a user's module calls without a group."""
         caller = sys._getframe(1)
         if _active is not None:
             given = caller.f_locals.get("group", ...)
@@ -123,9 +124,10 @@ def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.P
 
 
 def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """`resolve`, which refuses the group of all processes if a step of the user asks for it."""
+    """Wrap `resolve`: a user's step that names the group of all processes is refused."""
 
     def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
+        """Resolve a group that is not that of all processes, or is asked for by a library."""
         if (
             group is not None
             and group is _refused
@@ -144,7 +146,7 @@ def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asked_by_user(frame: FrameType | None) -> str | None:
-    """The collective that was called, if it was called by a module that is no infrastructure.
+    """Return the collective that was called, if a module that is no infrastructure called it.
 
     What torch.distributed.nn does in backward has no caller of its own; nobody else uses it.
     """

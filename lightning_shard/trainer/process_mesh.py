@@ -18,12 +18,13 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.processes.agreement import Check, agree, only_wait, store_of_attempt
-from lightning_shard.processes.attempts import end_attempts
+from lightning_shard.processes.agreement import Check, agree, only_wait
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sizes_of, sub_mesh
 from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.start import join
+from lightning_shard.processes.store import store_of_attempt
+from lightning_shard.processes.variables import end_attempts
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import (
     Launcher,

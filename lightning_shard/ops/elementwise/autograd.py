@@ -20,7 +20,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.registry import composes, implements
-from lightning_shard.processes.torch_private.typed import is_list
+from lightning_shard.processes.narrow import is_list
 
 Operand = Subdomain | Tensor
 _GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor

@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.registry import composes, listed, without_deprecated
-from lightning_shard.processes.torch_private.typed import is_sequence, linalg, typed_torch
+from lightning_shard.processes.narrow import is_sequence
+from lightning_shard.processes.torch_private.typed import linalg, typed_torch
 
 
 @composes(torch.trapezoid, torch.trapz)

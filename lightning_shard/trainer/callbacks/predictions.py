@@ -18,8 +18,8 @@ from lightning_shard.domain.align import simple
 from lightning_shard.domain.fetch import fetch
 from lightning_shard.domain.layout import Grid
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.narrow import is_dict, is_list
 from lightning_shard.processes.torch_private.internals import tree_map_only
-from lightning_shard.processes.torch_private.typed import is_dict, is_list
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 

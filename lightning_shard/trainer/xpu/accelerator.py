@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.processes.device import let_gloo_stand_beside
-from lightning_shard.processes.torch_private.typed import is_list
+from lightning_shard.processes.narrow import is_list
 from lightning_shard.trainer.precision import use_device
 from lightning_shard.trainer.xpu.random_isolation import isolate_random_numbers
 from lightning_shard.trainer.xpu.strategies import use_xpu
