@@ -5,11 +5,8 @@ that share one set of parameters.
 """
 
 import math
-<<<<<<< HEAD
-import sys
-=======
 import socket
->>>>>>> main
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -21,13 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.device import carried
-<<<<<<< HEAD
-from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_crossing
-from lightning_shard.processes.simulated.state import cached_per_rank, per_rank
-=======
 from lightning_shard.processes.process_info import launcher, process_info
-from lightning_shard.processes.simulated.state import cached_per_rank
->>>>>>> main
+from lightning_shard.processes.simulated.state import cached_per_rank, per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened
 from lightning_shard.processes.torch_private.typed import integers
@@ -266,9 +258,6 @@ def _parameter_mesh(
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", "parts"))
 
 
-<<<<<<< HEAD
-per_rank(sys.modules[__name__], "_shared")
-=======
 def own_node() -> str:
     """Name the node of this process."""
     return f"{socket.gethostname()}/{process_info().node if launcher().tells_nodes else 0}"
@@ -336,5 +325,5 @@ def why_crossing(ranks: Tensor, nodes: Sequence[str]) -> str | None:
     )
 
 
->>>>>>> main
+per_rank(sys.modules[__name__], "_shared")
 cached_per_rank(__name__, "_made", "_sub_mesh", "_flat_mesh", "_parameter_mesh")
