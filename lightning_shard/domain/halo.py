@@ -6,7 +6,6 @@ a rank's own rows begin at 0, and those before them have negative places.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch import Tensor
 from lightning_shard.domain.fetch import Needs, Span
 from lightning_shard.domain.layout import Grid, Layout, partition
 from lightning_shard.domain.wire import begin_all_to_all, packed
-from lightning_shard.processes.simulated.state import per_rank
 
 Box = tuple[Span, ...]  # the rows [low, high) of each of a few dims
 Mode = Literal["auto", "always", "never"]
@@ -28,7 +26,7 @@ Mode = Literal["auto", "always", "never"]
 # of the process, not a ContextVar: backward runs in threads that inherit no context
 _mode: Mode = "auto"
 _thinner = 1
-per_rank(sys.modules[__name__], "_mode", "_thinner")
+PROCESS_STATE = {"_mode": _mode, "_thinner": _thinner}
 
 
 @contextmanager

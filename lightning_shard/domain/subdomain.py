@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.layout import Grid, Layout
-from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened, storage_key, version_of
 
@@ -171,4 +170,4 @@ def _domain_of(mesh: DeviceMesh, _: ProcessGroup | None) -> Domain:
     return Domain(mesh)
 
 
-cached_per_rank(__name__, "_domain_of")
+PROCESS_STATE = {"_domain_of": _domain_of}

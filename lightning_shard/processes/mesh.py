@@ -6,7 +6,6 @@ that share one set of parameters.
 
 import math
 import socket
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.device import carried
 from lightning_shard.processes.process_info import launcher, process_info
-from lightning_shard.processes.simulated.state import cached_per_rank, per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened
 from lightning_shard.processes.torch_private.typed import integers
@@ -325,5 +323,11 @@ def why_crossing(ranks: Tensor, nodes: Sequence[str]) -> str | None:
     )
 
 
-per_rank(sys.modules[__name__], "_shared")
-cached_per_rank(__name__, "_made", "_sub_mesh", "_flat_mesh", "_parameter_mesh")
+# meshes and groups are those of one process
+PROCESS_STATE = {
+    "_made": _made,
+    "_sub_mesh": _sub_mesh,
+    "_flat_mesh": _flat_mesh,
+    "_parameter_mesh": _parameter_mesh,
+    "_shared": None,
+}

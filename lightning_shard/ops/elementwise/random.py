@@ -9,7 +9,6 @@ whole tensor, in the order of its memory, and keeps its part.
 """
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeGuard
@@ -24,7 +23,6 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.registry import implements
-from lightning_shard.processes.simulated.state import per_rank
 
 Operand = Subdomain | Tensor
 
@@ -36,7 +34,7 @@ Draw = Callable[[Tensor, torch.Generator | None], Any]
 # of the process, not a ContextVar: backward, which may draw again in a checkpoint, runs in threads
 # that inherit no context
 _exact = False
-per_rank(sys.modules[__name__], "_exact")
+PROCESS_STATE = {"_exact": _exact}  # what each process has of its own
 
 
 class use_exact_random:  # noqa: N801 - read as a function
