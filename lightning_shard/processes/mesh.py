@@ -25,7 +25,9 @@ from lightning_shard.processes.torch_private.typed import integers
 Sharding = Literal["full", "gradients", "none", "hybrid"]
 _DATA = ("data", "replicate", "shard")  # axes that are never a domain
 
-_shared: tuple[dist.ProcessGroup | None, DeviceMesh] | None = None  # of which processes, and which
+# the meshes that find_mesh returns, each with its processes
+_of_trainer: tuple[dist.ProcessGroup | None, DeviceMesh] | None = None
+_of_script: tuple[dist.ProcessGroup | None, DeviceMesh] | None = None
 
 
 def make_mesh(
@@ -98,21 +100,21 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
         )
     shape, names = tuple(filled.values()), tuple(filled)
     mesh = _made(device_type or carried(), shape, names, dist.group.WORLD)
-    if find_mesh() is None:
-        share_mesh(mesh)
+    global _of_script
+    _of_script = (dist.group.WORLD, mesh)
     return mesh
 
 
-def share_mesh(mesh: DeviceMesh) -> None:
-    """Let `find_mesh` return this mesh to all code of this process."""
-    global _shared
-    _shared = (dist.group.WORLD, mesh)
+def share_mesh(mesh: DeviceMesh | None) -> None:
+    """Let `find_mesh` return the mesh of a Trainer to all code of this process; None ends that."""
+    global _of_trainer
+    _of_trainer = None if mesh is None else (dist.group.WORLD, mesh)
 
 
 def find_mesh(*axes: str) -> DeviceMesh | None:
     """Return the mesh that all code of this process shares, or axes of it by their names.
 
-    It is the strategy's in a Trainer. In a script it is the one that `init_mesh` made first. So
+    While a Trainer runs it is the strategy's. In a script it is the last one of `init_mesh`. So
     code of a library finds a group by its name alone: `find_mesh("domain").get_group()` is its
     process group, `.size()` its number of ranks and `.get_local_rank()` the rank of this process.
 
@@ -122,9 +124,10 @@ def find_mesh(*axes: str) -> DeviceMesh | None:
     Returns:
         The mesh. None if there is none yet, or if it has no axis of such a name.
     """
-    if _shared is None or not dist.is_initialized() or _shared[0] is not dist.group.WORLD:
+    shared = _of_trainer or _of_script
+    if shared is None or not dist.is_initialized() or shared[0] is not dist.group.WORLD:
         return None
-    mesh = _shared[1]
+    mesh = shared[1]
     named = {*(mesh.mesh_dim_names or ())}
     if named >= {"replicate", "shard"}:
         named.add("data")  # which both make up
@@ -329,5 +332,6 @@ PROCESS_STATE = {
     "_sub_mesh": _sub_mesh,
     "_flat_mesh": _flat_mesh,
     "_parameter_mesh": _parameter_mesh,
-    "_shared": None,
+    "_of_trainer": None,
+    "_of_script": None,
 }

@@ -100,11 +100,11 @@ def test_named_groups_anywhere():
 @pytest.mark.spmd(4)
 def test_a_group_is_found_by_its_name_alone(monkeypatch):
     """Is it there, how large is it, which rank is this, and which ranks are in it?"""
-    monkeypatch.setattr(mesh, "_shared", None)
+    monkeypatch.setattr(mesh, "_of_script", None)
     assert find_mesh() is None
     assert find_mesh("domain") is None
+    init_mesh({"model": 4})
     made = init_mesh({"ensemble": 2, "domain": -1})
-    init_mesh({"model": 4})  # of a library: what others find stays
     assert find_mesh() is made
     assert find_mesh("model") is None
     assert find_mesh("domain", "model") is None
@@ -117,11 +117,12 @@ def test_a_group_is_found_by_its_name_alone(monkeypatch):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("sharding", ["full", "hybrid"])
 def test_code_of_a_library_finds_the_groups_of_a_trainer(sharding, monkeypatch):
-    monkeypatch.setattr(mesh, "_shared", None)
+    monkeypatch.setattr(mesh, "_of_script", None)
     found = []
 
     class Asks(torch.nn.Module):
         def forward(self, x):
+            init_mesh({"model": 4})  # of a script: what is found stays the Trainer's
             found.append([find_mesh(name).size() for name in ("data", "domain")])
             return x
 
@@ -131,6 +132,7 @@ def test_code_of_a_library_finds_the_groups_of_a_trainer(sharding, monkeypatch):
     runner = trainer((2,), strategy=strategy, limit_train_batches=1)
     runner.fit(module, loader("simple_cnn", torch.float32, 2, 4))
     assert found == [[2, 2]]
+    assert find_mesh("model").size() == 4, "after it the script's"
 
 
 def test_simulated_ranks_find_their_own():
