@@ -3,7 +3,6 @@
 Shapes: h of H latitudes, w of W longitudes, C levels.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.shared.series_files import SeriesFile, describe, open_series
+from lightning_shard import SeriesFile, open_series
 
 TIMES, LEVELS = ("valid_time", "time"), ("pressure_level", "level")
 LATITUDES, LONGITUDES = ("latitude", "lat"), ("longitude", "lon")
@@ -63,7 +62,6 @@ class Era5:
         self._every = _steps_of_six_hours(self._times, atmospheric)
         self.steps: int | None = (len(self._times) - 1) // self._every + 1
         self._described: dict[tuple[str, str], SeriesFile] = {}
-        self._opened: tuple[int, dict[str, Any]] = 0, {}
 
     def time(self, step: int) -> datetime:
         """When a state is."""
@@ -85,15 +83,15 @@ class Era5:
 
     def _read(self, kind: str, name: str, step: int, part: Sequence[slice]) -> Tensor:
         file = self._describe(kind, name)
-        values = file.read(self._open(kind), file.variables[0], 0, step, part)
+        values = file.read(file.variables[0], 0, step, part)
         return torch.from_numpy(values.astype("float32"))
 
     def _describe(self, kind: str, name: str) -> SeriesFile:
         """The file, with one variable; on the grid of the others."""
         if (kind, name) not in self._described:
             path, stored = Path(self.paths[kind]), self.names.get(name, name)
-            file = describe(path, [stored], self._select(kind), self._time)
-            dims = tuple(self._open(kind)[stored].dims)[-2:]
+            file = SeriesFile.describe(path, [stored], self._select(kind), self._time)
+            dims = tuple(file.open()[stored].dims)[-2:]
             grid = (len(self.latitudes), len(self.longitudes))
             if dims != (self._latitude, self._longitude) or file.extents != grid:
                 raise ValueError(
@@ -106,18 +104,6 @@ class Era5:
 
     def _select(self, kind: str) -> dict[str, list[int]] | None:
         return {self._level: list(self.levels)} if kind == "atmospheric" else None
-
-    def _open(self, kind: str) -> Any:
-        """An open file; each process has its own, since none may use that of another."""
-        if self._opened[0] != os.getpid():
-            self._opened = os.getpid(), {}
-        files = self._opened[1]
-        if kind not in files:
-            files[kind] = open_series(Path(self.paths[kind]), self._select(kind))
-        return files[kind]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": (0, {})}
 
 
 def _coordinate(opened: Any, names: Sequence[str], path: str) -> str:

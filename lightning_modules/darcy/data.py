@@ -25,9 +25,9 @@ from lightning_modules.darcy.files import (
     read_samples,
 )
 from lightning_modules.darcy.stats import DarcyStats, ensure_stats, read_stats, stats_of
-from lightning_modules.shared.fields import FieldDataset
 from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
+from lightning_shard import FieldDataset
 
 
 class _Pairs(Dataset[dict[str, Any]]):
@@ -159,7 +159,7 @@ class DarcyDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         (self._train,) = self._read("train", self.train_resolution, [self.num_train])
         if isinstance(self._train, FieldDataset):
-            path, group = self._train.path, self._train.group
+            path, group = self._train.file.path, self._train.file.group
             self.stats = read_stats(path, group, self.num_train, self.root)
         else:
             self.stats = stats_of(self._train.x, self._train.y)

@@ -28,14 +28,7 @@ from tqdm import tqdm
 
 from lightning_modules.darcy.solver import ConvergenceError, binary_coefficient, solve_darcy
 from lightning_modules.shared.cached import is_intact
-from lightning_modules.shared.field_files import (
-    HDF5,
-    ZARR,
-    field_shapes,
-    open_fields,
-    read_blocks,
-    write_fields,
-)
+from lightning_shard import FieldFile, write_fields
 
 Part = Literal["train", "test"]
 
@@ -150,7 +143,7 @@ def _is_intact(path: Path, recipe: DarcyRecipe) -> bool:
     if path.suffix == ".pt":
         return is_intact(path)
     try:
-        blocks = read_blocks(path, "xy", "", recipe.num_samples, CHUNK)
+        blocks = FieldFile(path).blocks("xy", recipe.num_samples, CHUNK)
         return sum(len(block["x"]) for block in blocks) == recipe.num_samples
     except (OSError, ValueError, KeyError):
         return False
@@ -171,7 +164,7 @@ def find_samples(source: Path, part: Part, resolution: int) -> Path:
     Raises:
         FileNotFoundError: If there is none; the message names the resolutions that are there.
     """
-    if source.suffix in HDF5 + ZARR:
+    if source.suffix in FieldFile.SUFFIXES:
         if not source.exists():
             raise FileNotFoundError(
                 f"the Darcy samples {source} do not exist; correct `source`, or leave it out to "
@@ -179,7 +172,9 @@ def find_samples(source: Path, part: Part, resolution: int) -> Path:
             )
         return source
     files = [
-        path for path in source.glob(f"darcy_{part}_*") if path.suffix in (".pt", *HDF5, *ZARR)
+        path
+        for path in source.glob(f"darcy_{part}_*")
+        if path.suffix in (".pt", *FieldFile.SUFFIXES)
     ]
     stem = f"darcy_{part}_{resolution}"
     for path in sorted(files):
@@ -231,13 +226,13 @@ def field_group(path: Path, part: Part, resolution: int, count: int) -> str:
         ValueError: If it holds fewer samples, other arrays, or another resolution.
     """
     wanted = f"{part}_{resolution}"
-    found = sorted(n for n in open_fields(path) if n.startswith(("train_", "test_")))
+    found = sorted(n for n in FieldFile(path).arrays if n.startswith(("train_", "test_")))
     if found and wanted not in found:
         raise FileNotFoundError(
             f"{path} has no group {wanted}, which the {part} samples at resolution {resolution} "
             f"need; it has {', '.join(found)}. Ask for one of these resolutions."
         )
-    shapes = field_shapes(path, ("x", "y"), wanted)
+    shapes = FieldFile(path, wanted).shapes(("x", "y"))
     stored = {name: (min(n, count), *shape) for name, (n, shape) in shapes.items()}
     check_shapes(path, part, resolution, count, stored)
     return wanted if found else ""

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_modules.shared.cached import is_intact, write_whole
-from lightning_modules.shared.field_files import read_blocks
+from lightning_shard import FieldFile
 
 CHUNK = 32  # samples in memory at once
 
@@ -80,7 +80,7 @@ def _kept(path: Path, group: str, count: int, root: Path) -> Path:
 def _stats_of_file(path: Path, group: str, count: int) -> DarcyStats:
     sums = {"x": np.zeros(3), "y": np.zeros(3)}  # of values, of their squares, and their number
     total = np.zeros(())
-    for block in read_blocks(path, ("x", "y"), group, count, CHUNK):
+    for block in FieldFile(path, group).blocks(("x", "y"), count, CHUNK):
         for name, values in block.items():
             wide = values.astype(np.float64)
             sums[name] += wide.sum(), np.square(wide).sum(), wide.size

@@ -10,8 +10,7 @@ from typing_extensions import override
 from lightning_modules.segmentation.phantoms import Phantoms
 from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
-from lightning_modules.shared.volumes import VolumeDataset
-from lightning_shard import slab_of
+from lightning_shard import VolumeDataset, slab_of
 
 Sample = dict[str, Any]
 
