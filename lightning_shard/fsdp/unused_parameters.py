@@ -16,16 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_shard.fsdp.same_blocks import NamedGather, same_blocks
 from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.processes.torch_private.internals import (
     after_backward,
     backward_pass,
     parameter_groups,
 )
+from lightning_shard.processes.torch_private.typed import named_modules
 
 
 class UnusedParameters:
-    """Fills in the gradients that are missing in the blocks of one module.
+    """Fills in the gradients that are missing in the blocks of one module, and keeps their order.
 
     Attributes:
         some: True if a rank has left out a parameter in the first backward; None before it.
@@ -40,15 +42,25 @@ class UnusedParameters:
         """
         self.some: bool | None = None
         self._group = group
-        found = [g for module in sharded_modules(root) for g in parameter_groups(module)]
+        self._order = same_blocks(group)
+        names = {module: name for name, module in named_modules(root)}
+        found: list[Any] = []
+        for module in sharded_modules(root):
+            name = repr(names[module]) if names[module] else "the module itself"
+            for each in parameter_groups(module):
+                found.append(each)
+                each.post_backward = self._filling(each, name)
+                if self._order is not None:
+                    gather = NamedGather(each._all_gather_comm, self._order, name)
+                    module.set_custom_all_gather(gather)
         self._parameters: list[Any] = [p for each in found for p in each.fsdp_params]
         self._filled: set[int] = set()
         self._used: set[int] = set()
         self._backward = -1
-        for each in found:
-            each.post_backward = self._filling(each, each.post_backward)
 
-    def _filling(self, group: Any, plain: Callable[..., None]) -> Callable[..., None]:
+    def _filling(self, group: Any, name: str) -> Callable[..., None]:
+        plain: Callable[..., None] = group.post_backward
+
         def post_backward(*args: Any) -> None:
             fills = group.reduce_grads and self.some is not False
             if fills:
@@ -57,6 +69,11 @@ class UnusedParameters:
                 if backward != self._backward:
                     self._backward = backward
                     after_backward(self._compare)
+            if self._order is not None and group.reduce_grads:
+                trained = [_has_gradient(p) for p in group.fsdp_params if _is_trained(p)]
+                if any(trained):
+                    some = "" if all(trained) else f" (only {trained.count(True)} parameters)"
+                    self._order.comes_to(f"reduces the gradients of {name}{some}")
             plain(*args)
 
         return post_backward
