@@ -75,7 +75,8 @@ class SameBlocks:
         self._next: dict[Any, str] = {}  # the event that follows a way through the module
         self._way = 0, 0  # the events of the step before, and since this one began, as numbers
         self._first, self._in_backward = "", False
-        self._count, self._waits = 0, ""
+        self._count = 0
+        self._status = 0, ""  # the count, and the event that is waited for; read by the thread
         self._prefix = f"blocks/{zlib.crc32(repr(self._ranks).encode())}/{self._number}"
 
     def comes_to(self, event: str) -> None:
@@ -99,6 +100,7 @@ class SameBlocks:
             self._next[self._way] = event
         self._way = self._way[0], hash((self._way[1], backward, event))
         self._count += 1
+        self._status = self._count, ""
 
     def close(self) -> None:
         """End the thread that answers."""
@@ -108,7 +110,7 @@ class SameBlocks:
 
     def _agree(self, event: str) -> None:
         key = f"{self._prefix}/{self._count}/{zlib.crc32(event.encode())}"
-        self._waits, began = event, time.monotonic()
+        self._status, began = (self._count, event), time.monotonic()
         if self._store.add(key, 1) == len(self._ranks):
             self._store.set(f"{key}/all", "")
         asked = False
@@ -116,7 +118,7 @@ class SameBlocks:
             if not asked:
                 self._store.set(f"{self._prefix}/asked", "")
                 asked = True
-            elif words := self._difference(event):
+            elif (words := self._difference(event)) and not self._store.check([f"{key}/all"]):
                 raise DisagreementError(
                     f"the ranks run different blocks: rank {self._rank} {event}, where {words}; "
                     "let all ranks run the same blocks in the same order: what a rank does not "
@@ -127,7 +129,7 @@ class SameBlocks:
                     f"rank {self._rank} {event}, and for {LIMIT_S:.0f} s not all ranks have come "
                     "to it."
                 )
-        self._waits = ""
+        self._status = self._count, ""
         if self._rank == self._ranks[0]:  # all have left the agreement before this one
             for old in self._old:
                 self._store.delete_key(old)
@@ -160,7 +162,7 @@ class SameBlocks:
     def _answer(self) -> None:
         """Write how far this rank has come, while another one asks."""
         if self._answers.check([f"{self._prefix}/asked"]):
-            status = json.dumps([self._count, self._waits])
+            status = json.dumps(self._status)
             self._answers.set(f"{self._prefix}/at/{self._rank}", status)
 
 
