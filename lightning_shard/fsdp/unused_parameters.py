@@ -43,7 +43,7 @@ class UnusedParameters:
         self.some: bool | None = None
         self._group = group
         self._order = same_blocks(group)
-        names = {module: name for name, module in named_modules(root)}
+        names: dict[Any, str] = {module: name for name, module in named_modules(root)}
         found: list[Any] = []
         for module in sharded_modules(root):
             name = repr(names[module]) if names[module] else "the module itself"
@@ -51,7 +51,7 @@ class UnusedParameters:
                 found.append(each)
                 each.post_backward = self._filling(each, name)
                 if self._order is not None:
-                    gather = NamedGather(each._all_gather_comm, self._order, name)
+                    gather: Any = NamedGather(each._all_gather_comm, self._order, name)
                     module.set_custom_all_gather(gather)
         self._parameters: list[Any] = [p for each in found for p in each.fsdp_params]
         self._filled: set[int] = set()
