@@ -30,6 +30,7 @@ WAYS = 100_000  # that are remembered
 LIMIT_S = 1800.0  # for a rank that neither comes nor passes
 
 _open: dict[tuple[int, ...], "SameBlocks"] = {}  # by ranks
+PROCESS_STATE = {"_open": _open}
 
 
 def same_blocks(group: dist.ProcessGroup) -> "SameBlocks | None":

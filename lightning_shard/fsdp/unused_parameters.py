@@ -21,6 +21,7 @@ from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.processes.torch_private.internals import (
     after_backward,
     backward_pass,
+    gather_of,
     parameter_groups,
 )
 from lightning_shard.processes.torch_private.typed import named_modules
@@ -51,7 +52,7 @@ class UnusedParameters:
                 found.append(each)
                 each.post_backward = self._filling(each, name)
                 if self._order is not None:
-                    gather: Any = NamedGather(each._all_gather_comm, self._order, name)
+                    gather: Any = NamedGather(gather_of(each), self._order, name)
                     module.set_custom_all_gather(gather)
         self._parameters: list[Any] = [p for each in found for p in each.fsdp_params]
         self._filled: set[int] = set()
@@ -94,7 +95,8 @@ class UnusedParameters:
         filled, used = self._filled, self._used
         self._filled, self._used = set(), set()
         if self.some is None:
-            self.some = bool(self._sum(torch.tensor([float(bool(filled))]))[0])
+            # a step that is predicted on fake tensors reads 1 from each
+            self.some = self._sum(torch.tensor([2.0 * bool(filled)]))[0] > 1
         if self.some:
             flags = torch.tensor([float(id(p) in used) for p in self._parameters])
             for p, number in zip(self._parameters, self._sum(flags), strict=True):

@@ -295,6 +295,11 @@ def parameter_groups(module: Any) -> list[Any]:
     return list(groups)
 
 
+def gather_of(group: Any) -> Any:
+    """Return the collective with which FSDP2 gathers a group of parameters."""
+    return group._all_gather_comm
+
+
 def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Find shape and offset of this rank's part of a DTensor; imported late, for it loads much."""
     path = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
