@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
     from lightning_shard.processes.errors import LightningShardError as LightningShardError
     from lightning_shard.processes.launch import launch as launch
+    from lightning_shard.processes.mesh import find_mesh as find_mesh
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
     from lightning_shard.processes.start import start_process_group as start_process_group
@@ -133,6 +134,7 @@ __all__ = [
     "clip_grad_value_",
     "crossing_edges",
     "curve_order",
+    "find_mesh",
     "from_local",
     "functional",
     "gather",
@@ -227,6 +229,7 @@ _MODULES = {
     "StuckError": "lab.simulated.turns",
     "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
+    "find_mesh": "processes.mesh",
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",

@@ -31,7 +31,7 @@ class Era5:
         atmospheric: A file of the variables at pressure levels, with the same times.
         static: A file of the variables that stay.
         levels: Pressure levels in hPa.
-        names: What a variable is called in the files, where that is not what ERA5 calls it.
+        names: The name of a variable in the files, where it is not ERA5's.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -64,20 +64,20 @@ class Era5:
         self._described: dict[tuple[str, str], SeriesFile] = {}
 
     def time(self, step: int) -> datetime:
-        """When a state is."""
+        """Return the time of a state."""
         seconds = self._times[step * self._every]
         return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
 
     def surface(self, name: str, step: int, rows: slice, columns: slice) -> Tensor:
-        """A part of a surface variable: (h, w)."""
+        """Return a part of a surface variable: (h, w)."""
         return self._read("surface", name, step * self._every, (rows, columns))[0]
 
     def upper(self, name: str, step: int, rows: slice, columns: slice) -> Tensor:
-        """A part of a variable at all levels: (C, h, w)."""
+        """Return a part of a variable at all levels: (C, h, w)."""
         return self._read("atmospheric", name, step * self._every, (rows, columns))
 
     def static(self, name: str) -> Tensor:
-        """All of a variable that stays: (H, W)."""
+        """Return all of a variable that stays: (H, W)."""
         whole = (slice(0, len(self.latitudes)), slice(0, len(self.longitudes)))
         return self._read("static", name, 0, whole)[0]
 
@@ -117,7 +117,7 @@ def _coordinate(opened: Any, names: Sequence[str], path: str) -> str:
 
 
 def _steps_of_six_hours(times: Sequence[int], path: str) -> int:
-    """How many steps of a file six hours are."""
+    """Count the steps of a file in six hours."""
     gaps = {b - a for a, b in pairwise(times)}
     gap = gaps.pop() if len(gaps) == 1 else 0
     if gap <= 0 or STEP_H * 3600 % gap:

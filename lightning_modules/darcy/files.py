@@ -37,7 +37,7 @@ CHUNK = 32  # samples solved together; the result does not depend on it
 
 @dataclass(frozen=True)
 class DarcyRecipe:
-    """Everything that determines the content of one generated file.
+    """Holds everything that determines the content of one generated file.
 
     Attributes:
         part: "train" or "test"; the two never share random numbers.
@@ -60,14 +60,14 @@ class DarcyRecipe:
     version: int = 1
 
     def path(self, root: Path, suffix: str = ".pt") -> Path:
-        """File of this recipe in the cache folder `root`."""
+        """Return the file of this recipe in the cache folder `root`."""
         key = json.dumps(dataclasses.asdict(self), sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         return root / f"darcy_{self.part}_{self.resolution}_{digest}{suffix}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all samples."""
+        """The bytes of all samples."""
         return 2 * 4 * self.num_samples * self.resolution**2
 
     def generate(self) -> Iterator[dict[str, np.ndarray]]:
@@ -86,9 +86,9 @@ def ensure_cached(recipe: DarcyRecipe, root: Path, suffix: str = ".pt") -> None:
     """Generate the file of `recipe` in `root`, unless an intact one is there.
 
     Args:
-        recipe: What to generate.
+        recipe: The file to generate.
         root: Folder of the cache; made if missing.
-        suffix: Of the file, which says its format: .pt, .h5 or .zarr.
+        suffix: The end of the file's name, which says its format: .pt, .h5 or .zarr.
 
     Raises:
         OSError: If the file cannot be written; nothing of it is left then.
@@ -139,7 +139,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_intact(path: Path, recipe: DarcyRecipe) -> bool:
-    """Whether all of a file is there, and fits its checksums."""
+    """Return True if all of a file is there, and fits its checksums."""
     if path.suffix == ".pt":
         return is_intact(path)
     try:
@@ -150,7 +150,7 @@ def _is_intact(path: Path, recipe: DarcyRecipe) -> bool:
 
 
 def find_samples(source: Path, part: Part, resolution: int) -> Path:
-    """File of `source` that holds one part at one resolution.
+    """Find the file of `source` that holds one part at one resolution.
 
     Args:
         source: An HDF5 file or a Zarr group, or a folder with files `darcy_{part}_{resolution}`
@@ -219,7 +219,7 @@ def read_samples(path: Path, part: Part, resolution: int, count: int) -> tuple[T
 
 
 def field_group(path: Path, part: Part, resolution: int, count: int) -> str:
-    """The group of a file of fields that holds one part at one resolution; "": it has no groups.
+    """Find the group of a file with one part at one resolution; "" for a file without groups.
 
     Raises:
         FileNotFoundError: If its groups are of other resolutions.

@@ -1,6 +1,6 @@
-"""What a model may know of the Darcy training set before training.
+"""Computes the statistics of the Darcy training set that a model may use.
 
-Of a file that is too large for memory this takes one pass, and is kept in the cache folder.
+A file that is too large for memory is read once, and its statistics are kept in the cache folder.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ CHUNK = 32  # samples in memory at once
 
 @dataclass(frozen=True)
 class DarcyStats:
-    """Of the training set.
+    """Holds statistics of the training set.
 
     Attributes:
         x_mean: Mean of the coefficient over samples and nodes.
@@ -40,7 +40,7 @@ class DarcyStats:
 
 
 def stats_of(x: Tensor, y: Tensor) -> DarcyStats:
-    """The statistics of samples in memory, (S, 1, H, W) each."""
+    """Compute the statistics of samples in memory, (S, 1, H, W) each."""
     return DarcyStats(
         x_mean=x.mean().item(),
         x_std=x.std().item(),
@@ -67,7 +67,7 @@ def ensure_stats(path: Path, group: str, count: int, root: Path) -> None:
 
 
 def read_stats(path: Path, group: str, count: int, root: Path) -> DarcyStats:
-    """What `ensure_stats` has kept."""
+    """Read the statistics that `ensure_stats` has kept."""
     return DarcyStats(**torch.load(_kept(path, group, count, root), weights_only=True))
 
 

@@ -1,4 +1,4 @@
-"""Loaders of pairs of states from files of simulations and of weather."""
+"""Loads pairs of states from files of simulations and of weather."""
 
 from typing import Any
 
@@ -6,17 +6,18 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 from lightning_shard import SeriesDataset
 
 
 class SeriesDataModule(LightningDataModule):
-    """Loaders of `SeriesDataset`, one for each stage; without normalization.
+    """Serves loaders of `SeriesDataset`, one for each stage; without normalization.
 
     Args:
         train: Files or folders of the training samples.
-        val: Of the validation samples, if there are any.
-        test: Of the test samples, if there are any; `predict` reads them, too.
+        val: Files or folders of the validation samples, if there are any.
+        test: Files or folders of the test samples, if there are any; `predict` reads them, too.
         variables: See `SeriesDataset`, like the arguments up to `spatial_dims`.
         inputs: Steps in `x`.
         outputs: Steps in `y`.
@@ -26,6 +27,7 @@ class SeriesDataModule(LightningDataModule):
         spatial_dims: Number of spatial dims, where the file does not say it.
         batch_size: Samples per data-parallel rank and step.
         num_workers: Worker processes per loader.
+        pin_memory: True puts batches into page-locked memory where there is an accelerator.
 
     Raises:
         ValueError: A number is too small.
@@ -45,13 +47,15 @@ class SeriesDataModule(LightningDataModule):
         spatial_dims: int = 2,
         batch_size: int = 1,
         num_workers: int = 0,
+        pin_memory: bool = True,
     ) -> None:
         super().__init__()
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers)
         self.save_hyperparameters()
         self.paths = {"train": train, "val": val, "test": test}
-        self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_size = batch_size
+        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         self.options: dict[str, Any] = {
             "variables": variables, "inputs": inputs, "outputs": outputs, "every": every,
             "select": select, "time": time, "spatial_dims": spatial_dims,
@@ -82,10 +86,4 @@ class SeriesDataModule(LightningDataModule):
         return self.test_dataloader()
 
     def _loader(self, name: str, *, shuffle: bool = False) -> DataLoader[dict[str, Any]]:
-        return DataLoader(
-            self.datasets[name],
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+        return make_loader(self.datasets[name], self.batch_size, shuffle=shuffle, **self.loading)
