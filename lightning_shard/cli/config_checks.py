@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest, nearest_file
-from lightning_shard.processes.device import accelerators, device_of
+from lightning_shard.processes.device import accelerators, device_of, sees_own_device_only
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 from lightning_shard.trainer.process_mesh import domain_that_is_left, misfit
@@ -141,6 +141,10 @@ def _check_devices(trainer: Any, given: Sources) -> None:
             f"trainer.accelerator is '{trainer.accelerator}'{_at(given, 'trainer.accelerator')} "
             f"but this machine has no {kind} device; use cpu or auto"
         )
+    started = _started()
+    if started and wanted == started.local_world_size and _sees_own_device(trainer, started):
+        trainer.devices = 1  # Lightning counts those that this process sees
+        return
     if wanted is not None and wanted > available:
         raise UsageError(
             f"trainer.devices asks for {wanted} {kind} devices{_at(given, 'trainer.devices')} "
@@ -152,6 +156,8 @@ def _check_processes(trainer: Any, given: Sources) -> None:
     devices, started = _count(trainer.devices), _started()
     if devices is None or started is None or "trainer.devices" not in given:
         return
+    if devices == 1 and _sees_own_device(trainer, started):
+        devices = started.local_world_size
     nodes = trainer.num_nodes
     if _sizes(trainer)[0] == "auto":  # the nodes that an elastic launcher has are enough
         nodes = max(1, started.world_size // devices)
@@ -166,6 +172,12 @@ def _check_processes(trainer: Any, given: Sources) -> None:
             f"{started.world_size}; use {'devices auto' if rest else fix}, or start {asked} with "
             f"{by}"
         )
+
+
+def _sees_own_device(trainer: Any, started: ProcessInfo) -> bool:
+    """Return whether each process of this node sees one device only, its own."""
+    kind = _device_kind(trainer.accelerator, guess=True)
+    return kind is not None and sees_own_device_only(kind, started.local_world_size)
 
 
 def _sizes(trainer: Any) -> tuple[Any, Any]:
@@ -216,7 +228,7 @@ def _check_contradictions(trainer: Any, given: Sources) -> None:
 
 def _world(trainer: Any) -> tuple[int | None, str]:
     if started := _started():
-        return started.world_size, f"{launcher().world_size} {started.world_size}"
+        return started.world_size, f"{launcher().world_size or 'processes'} {started.world_size}"
     devices = _count(trainer.devices)
     if devices is None and trainer.devices == "auto":
         kind = _device_kind(trainer.accelerator, guess=True)
