@@ -254,7 +254,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID",
         nodes="FLUX_JOB_NNODES",
         needed=("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"),
-        command="flux run", address_option="flux run --env=MASTER_ADDR=<host of rank 0> ...",
+        command="flux", address_option="flux run --env=MASTER_ADDR=<host of rank 0> ...",
         source="https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/"
                "flux-environment.html",
     ),

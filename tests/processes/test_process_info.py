@@ -319,25 +319,25 @@ def test_device_where_a_group_of_the_cpu_runs():
 
 
 TABLE = "lightning_shard.processes.process_info.LAUNCHERS"
-FLUX = Launcher(
-    "flux", "flux run", read_numbers,
-    rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID",
-    local_world_size="FLUX_JOB_NTASKS_LOCAL", needed=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    address_option="flux run --env MASTER_ADDR=<host of rank 0> ...", tells_nodes=True,
+STARTER = Launcher(  # that there is not
+    "starter", "starter run", read_numbers,
+    rank="STARTER_RANK", world_size="STARTER_SIZE", local_rank="STARTER_LOCAL_ID",
+    local_world_size="STARTER_LOCAL_SIZE", needed=("STARTER_RANK", "STARTER_SIZE"),
+    address_option="starter run --env MASTER_ADDR=<host of rank 0> ...", tells_nodes=True,
 )  # fmt: skip
 
 
 def test_a_row_is_all_that_a_new_launcher_needs(environment, monkeypatch):
-    monkeypatch.setattr(TABLE, (FLUX, *LAUNCHERS))
-    environment({"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"})
-    assert process_info().launcher == "flux"
+    monkeypatch.setattr(TABLE, (STARTER, *LAUNCHERS))
+    environment({"STARTER_RANK": "3", "STARTER_SIZE": "4"})
+    assert process_info().launcher == "starter"
     assert own_node() == f"{socket.gethostname()}/0"
     assert belongs_to_a_group()
     assert not is_first_rank()
     found = environment_of_launcher(LightningEnvironment())
     assert isinstance(found, LauncherEnvironment)
     assert (found.global_rank(), found.world_size(), found.main_port) == (3, 4, process_info().port)
-    with pytest.raises(ValueError, match="flux run started 4 processes, but the Trainer has"):
+    with pytest.raises(ValueError, match="starter run started 4 processes, but the Trainer has"):
         check_processes(found, 2, 1)
 
 
