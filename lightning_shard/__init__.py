@@ -24,10 +24,21 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
+    from lightning_shard.lab.calibrate import calibrate as calibrate
     from lightning_shard.lab.certificate import Certificate as Certificate
     from lightning_shard.lab.certify import certify as certify
     from lightning_shard.lab.check import check as check
-    from lightning_shard.lab.forecast import plan as plan
+    from lightning_shard.lab.machine import Cluster as Cluster
+    from lightning_shard.lab.machine import read_cluster as read_cluster
+    from lightning_shard.lab.predict import Prediction as Prediction
+    from lightning_shard.lab.predict import plan as plan
+    from lightning_shard.lab.predict import predict as predict
+    from lightning_shard.lab.ranking import Candidate as Candidate
+    from lightning_shard.lab.ranking import Ranking as Ranking
+    from lightning_shard.lab.ranking import Setting as Setting
+    from lightning_shard.lab.search import best as best
+    from lightning_shard.lab.simulate import simulate as simulate
+    from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -41,8 +52,6 @@ if TYPE_CHECKING:
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
-    from lightning_shard.processes.simulate import simulate as simulate
-    from lightning_shard.processes.simulated.turns import StuckError as StuckError
     from lightning_shard.processes.start import start_process_group as start_process_group
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
     from lightning_shard.tensor import functional as functional
@@ -74,7 +83,9 @@ __version__ = "0.1.0"
 
 # for tools that read names without importing them; a test compares the three lists of this page
 __all__ = [
+    "Candidate",
     "Certificate",
+    "Cluster",
     "DeviceTimer",
     "DisagreementError",
     "DomainTensor",
@@ -82,10 +93,13 @@ __all__ = [
     "HybridShardStrategy",
     "Layout",
     "LightningShardError",
+    "Prediction",
     "PredictionWriter",
     "ProcessInfo",
+    "Ranking",
     "RunReport",
     "SamplesPerSecond",
+    "Setting",
     "ShardingOptions",
     "Slab",
     "StepProfile",
@@ -97,6 +111,8 @@ __all__ = [
     "XPUAccelerator",
     "allow_function",
     "allow_gather",
+    "best",
+    "calibrate",
     "certify",
     "check",
     "clip_grad_norm_",
@@ -115,9 +131,11 @@ __all__ = [
     "ordered_graph",
     "parallelize",
     "plan",
+    "predict",
     "predictions_in_order",
     "process_info",
     "radius",
+    "read_cluster",
     "register_rule",
     "save_weights",
     "shard",
@@ -180,8 +198,8 @@ _MODULES = {
     "UnsafeFileError": "checkpoint.errors",
     # processes and meshes
     "launch": "processes.launch",
-    "simulate": "processes.simulate",
-    "StuckError": "processes.simulated.turns",
+    "simulate": "lab.simulate",
+    "StuckError": "lab.simulated.turns",
     "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
     "process_info": "processes.process_info",
@@ -192,7 +210,16 @@ _MODULES = {
     "check": "lab.check",
     "certify": "lab.certify",
     "Certificate": "lab.certificate",
-    "plan": "lab.forecast",
+    "plan": "lab.predict",
+    "predict": "lab.predict",
+    "Prediction": "lab.predict",
+    "best": "lab.search",
+    "Ranking": "lab.ranking",
+    "Candidate": "lab.ranking",
+    "Setting": "lab.ranking",
+    "read_cluster": "lab.machine",
+    "calibrate": "lab.calibrate",
+    "Cluster": "lab.machine",
 }
 
 # opt_einsum (under neuraloperator) takes its backend from the package of its operands' class

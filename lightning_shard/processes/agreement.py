@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_shard.processes.errors import LightningShardError
-from lightning_shard.processes.simulated.turns import is_alone, pause
 from lightning_shard.processes.store import no_answer
 
 STAY_S = 2.0  # of rank 0, after a difference was found
@@ -63,8 +62,6 @@ def agree(
         DisagreementError: Two ranks differ; the first difference.
         TimeoutError: A rank is missing after `timeout_s`.
     """
-    if is_alone():  # there is nobody to ask
-        return
     text = json.dumps({"the number of processes": str(world_size), **same})
     store.set(f"{name}/{rank}/facts", text)
     store.set(f"{name}/{rank}", json.dumps([_digest(text), device, devices]))
@@ -102,7 +99,7 @@ def _stay_until_read(store: Any, name: str, world_size: int) -> None:
     """Wait until the others know what is wrong: rank 0 may hold the store, which ends with it."""
     deadline = time.monotonic() + STAY_S
     while store.add(f"{name}/read", 0) < world_size - 1 and time.monotonic() < deadline:
-        pause(0.05)
+        time.sleep(0.05)
 
 
 def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
@@ -184,7 +181,7 @@ def _wait(store: Any, key: str, deadline: float, check: Callable[[], None]) -> N
         if now > next_check:
             check()
             next_check = time.monotonic() + CHECK_S
-        pause(pause_s)
+        time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
 
 

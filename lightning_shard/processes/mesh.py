@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.device import carried
 from lightning_shard.processes.process_info import launcher, process_info
-from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened
 from lightning_shard.processes.torch_private.typed import integers
@@ -291,4 +290,10 @@ def why_crossing(ranks: Tensor, nodes: Sequence[str]) -> str | None:
     )
 
 
-cached_per_rank(__name__, "_made", "_sub_mesh", "_flat_mesh", "_parameter_mesh")
+# meshes and groups are those of one process
+PROCESS_STATE = {
+    "_made": _made,
+    "_sub_mesh": _sub_mesh,
+    "_flat_mesh": _flat_mesh,
+    "_parameter_mesh": _parameter_mesh,
+}

@@ -28,7 +28,6 @@ import torch.distributed.nn.functional as differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.mesh import domain_axes
-from lightning_shard.processes.simulated.state import cached_per_rank, per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import number_in_group, replace_internal
 from lightning_shard.processes.torch_private.typed import integers
@@ -46,7 +45,6 @@ _CARRIERS = {
 # of the process, not a ContextVar: backward runs in threads that inherit none
 _active: dist.ProcessGroup | None = None
 _refused: dist.ProcessGroup | None = None  # all processes
-per_rank(sys.modules[__name__], "_active", "_refused")
 
 
 @contextlib.contextmanager
@@ -164,4 +162,4 @@ def _asked_by_user(frame: FrameType | None) -> str | None:
     return None
 
 
-cached_per_rank(__name__, "_replicas_of")
+PROCESS_STATE = {"_active": _active, "_refused": _refused, "_replicas_of": _replicas_of}

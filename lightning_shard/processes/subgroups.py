@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.torch_private.internals import splits
 
 
@@ -48,4 +47,4 @@ def _writing_group(timeout_s: float, _: dist.ProcessGroup | None) -> dist.Proces
     return group
 
 
-cached_per_rank(__name__, "_writing_group")
+PROCESS_STATE = {"_writing_group": _writing_group}

@@ -11,8 +11,11 @@ from torch.distributed.nn.functional import all_gather
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.failures.failure import Failure
-from lightning_shard.processes.failures.failure_watch import FailureWatch, watch_ranks
-from lightning_shard.processes.simulated.turns import is_simulated
+from lightning_shard.processes.failures.failure_watch import (
+    FailureWatch,
+    is_of_processes,
+    watch_ranks,
+)
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.reduce import divide, reduce
 
@@ -35,12 +38,12 @@ class Peers:
         self._alone: bool | None = None  # whether only this rank fails; None: not asked yet
 
     def watch(self, timeout_s: float = 1800.0) -> None:
-        """Follow the failures of other ranks, until `pause_watch` or `close`; no simulated ones.
+        """Follow the failures of other ranks, until `pause_watch` or `close`, of processes.
 
         Args:
             timeout_s: Seconds without an answer of rank 0's store, after which this process ends.
         """
-        if is_simulated() or dist.get_world_size() == 1:
+        if dist.get_world_size() == 1 or not is_of_processes():
             return
         if self._watch is None or self._watch.rests:
             self._watch, self._alone = watch_ranks(dist.get_rank(), timeout_s=timeout_s), None

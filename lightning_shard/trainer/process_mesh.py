@@ -22,7 +22,6 @@ from lightning_shard.processes.agreement import Check, agree, only_wait
 from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
 from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
 from lightning_shard.processes.process_info import process_info
-from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.variables import end_attempts
@@ -46,9 +45,7 @@ TRAINER_OPTIONS = (
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
 
 _comparisons = 0  # the ranks make theirs in the same order
-per_rank(sys.modules[__name__], "_comparisons")
-for _decorator in _RANK_ZERO:
-    per_rank(_decorator, "rank")
+PROCESS_STATE = {"_comparisons": _comparisons}
 
 
 class ProcessMesh:

@@ -66,6 +66,18 @@ def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
     return FailureWatch(rank, timeout_s=timeout_s)
 
 
+def is_of_processes() -> bool:
+    """Return whether the store of the process group joins processes.
+
+    A store in the memory of this process joins its threads, which all end with it.
+    """
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
+        store = store.underlying_store
+    # torch documents both
+    return isinstance(store, dist.TCPStore | dist.FileStore)  # pyright: ignore[reportPrivateImportUsage]
+
+
 class FailureWatch:
     """Watches the ranks of the default process group, in threads, until `close`."""
 

@@ -99,7 +99,7 @@ INTERNALS = {
         "modules' collectives number replicas from 0",
     "torch.distributed._functional_collectives._resolve_group|_resolve_group_name":
         "modules' functional collectives count replicas",
-    # ranks that are threads (processes/simulated)
+    # ranks that are threads (lab/simulated)
     "torch.distributed.distributed_c10d._world": "a simulated rank has its own process groups",
     "torch.distributed.distributed_c10d._pg_map": "the same",
     "torch.distributed.distributed_c10d._pg_names": "the same",

@@ -16,9 +16,9 @@ from torch.profiler import record_function
 
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops import name_of, rule_for
-from lightning_shard.processes.byte_counter import Traffic, counted
 from lightning_shard.processes.torch_private.typed import named_modules
 from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.profile.traffic import Traffic, counted
 
 MODULE, FUNCTION, COLLECTIVE, WAIT = "module ", "split ", "collective ", "wait for a collective"
 
