@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
-    from lightning_shard.lab.certificate import Certificate as Certificate
-    from lightning_shard.lab.certify import certify as certify
-    from lightning_shard.lab.check import check as check
+    from lightning_shard.lab.compare import certify as certify
+    from lightning_shard.lab.compare import check as check
     from lightning_shard.lab.forecast import plan as plan
+    from lightning_shard.lab.result import Certificate as Certificate
     from lightning_shard.lab.simulate import simulate as simulate
     from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
@@ -189,9 +189,9 @@ _MODULES = {
     "DisagreementError": "processes.agreement",
     "LightningShardError": "processes.errors",
     # a step, rehearsed on this machine
-    "check": "lab.check",
-    "certify": "lab.certify",
-    "Certificate": "lab.certificate",
+    "check": "lab.compare",
+    "certify": "lab.compare",
+    "Certificate": "lab.result",
     "plan": "lab.forecast",
 }
 

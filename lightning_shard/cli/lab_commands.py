@@ -23,8 +23,7 @@ from lightning_shard.cli.sources import Sources
 from lightning_shard.cli.usage import UsageError, as_usage_error, is_list
 from lightning_shard.lab import best_report
 from lightning_shard.lab.best import best
-from lightning_shard.lab.certify import certify
-from lightning_shard.lab.check import check
+from lightning_shard.lab.compare import certify, check
 from lightning_shard.lab.forecast import plan
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import predict
@@ -85,7 +84,7 @@ class LabCLI(lightning_cli.ShardCLI):
     def _check(self, source: Any) -> None:
         alone = math.prod(self.domain) == 1
         domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
-        found = check(self.model, source, domain, **self.step)
+        found = check(self.model, source, (1, *domain), **self.step)
         print(found)
         if not found.is_supported:
             sys.exit(1)
