@@ -24,10 +24,20 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
+    from lightning_shard.lab.calibrate import calibrate as calibrate
     from lightning_shard.lab.compare import certify as certify
     from lightning_shard.lab.compare import check as check
-    from lightning_shard.lab.forecast import plan as plan
+    from lightning_shard.lab.machine import Cluster as Cluster
+    from lightning_shard.lab.machine import read_cluster as read_cluster
+    from lightning_shard.lab.predict import Prediction as Prediction
+    from lightning_shard.lab.predict import plan as plan
+    from lightning_shard.lab.predict import predict as predict
+    from lightning_shard.lab.ranking import Candidate as Candidate
+    from lightning_shard.lab.ranking import Ranking as Ranking
+    from lightning_shard.lab.ranking import Setting as Setting
     from lightning_shard.lab.result import Certificate as Certificate
+    from lightning_shard.lab.result import Check as Check
+    from lightning_shard.lab.search import best as best
     from lightning_shard.lab.simulate import simulate as simulate
     from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
@@ -74,7 +84,10 @@ __version__ = "0.1.0"
 
 # for tools that read names without importing them; a test compares the three lists of this page
 __all__ = [
+    "Candidate",
     "Certificate",
+    "Check",
+    "Cluster",
     "DeviceTimer",
     "DisagreementError",
     "DomainTensor",
@@ -82,10 +95,13 @@ __all__ = [
     "HybridShardStrategy",
     "Layout",
     "LightningShardError",
+    "Prediction",
     "PredictionWriter",
     "ProcessInfo",
+    "Ranking",
     "RunReport",
     "SamplesPerSecond",
+    "Setting",
     "ShardingOptions",
     "Slab",
     "StepProfile",
@@ -97,6 +113,8 @@ __all__ = [
     "XPUAccelerator",
     "allow_function",
     "allow_gather",
+    "best",
+    "calibrate",
     "certify",
     "check",
     "clip_grad_norm_",
@@ -115,9 +133,11 @@ __all__ = [
     "ordered_graph",
     "parallelize",
     "plan",
+    "predict",
     "predictions_in_order",
     "process_info",
     "radius",
+    "read_cluster",
     "register_rule",
     "save_weights",
     "shard",
@@ -192,7 +212,17 @@ _MODULES = {
     "check": "lab.compare",
     "certify": "lab.compare",
     "Certificate": "lab.result",
-    "plan": "lab.forecast",
+    "Check": "lab.result",
+    "plan": "lab.predict",
+    "predict": "lab.predict",
+    "Prediction": "lab.predict",
+    "best": "lab.search",
+    "Ranking": "lab.ranking",
+    "Candidate": "lab.ranking",
+    "Setting": "lab.ranking",
+    "read_cluster": "lab.machine",
+    "calibrate": "lab.calibrate",
+    "Cluster": "lab.machine",
 }
 
 # opt_einsum (under neuraloperator) takes its backend from the package of its operands' class

@@ -19,10 +19,10 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.checkpoint.directory import REST
 from lightning_shard.checkpoint.torch_file import read_torch_file
-from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.messages import SPEC
+from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error
 
-SPEC = ("class_path", "init_args", "dict_kwargs")
 NUMBERS = (bool, int, float, types.NoneType)
 CONTAINERS = (list, tuple, set, dict, Sequence, Iterable, Mapping, Union, types.UnionType)
 ANYTHING = (Any, object, list, tuple, dict)
@@ -49,7 +49,7 @@ def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def serve(model: Namespace, stored: Mapping[str, Any], given: Sources, path: str) -> list[str]:
+def serve(model: Namespace, stored: Mapping[str, Any], given: Given, path: str) -> list[str]:
     """Put stored values into the options of the model that nobody gave, in place.
 
     Args:
@@ -73,7 +73,7 @@ def serve(model: Namespace, stored: Mapping[str, Any], given: Sources, path: str
     return [*_serve(model, stored, given, "model")]
 
 
-def _serve(spec: Namespace, stored: Mapping[str, Any], given: Sources, key: str) -> Iterator[str]:
+def _serve(spec: Namespace, stored: Mapping[str, Any], given: Given, key: str) -> Iterator[str]:
     parts = [part for name in SPEC[1:] if isinstance(part := stored.get(name), Mapping)]
     flat = {name: value for part in (stored, *parts) for name, value in part.items()}
     made: Any = locate(spec.class_path)
@@ -83,7 +83,7 @@ def _serve(spec: Namespace, stored: Mapping[str, Any], given: Sources, key: str)
         path = then.get("class_path") if isinstance(then, Mapping) else ""
         if isinstance(value, Namespace) and path == value.get("class_path"):
             yield from _serve(value, then, given, option)
-        elif then is value or _equal(value, then):
+        elif then is value or _text(then) == _text(value):
             continue
         elif option in given or not _is_value(then, hints.get(name)):
             yield f"{option} is {_shown(value)}, but was {_shown(then)} where ckpt_path was saved"
@@ -128,12 +128,8 @@ def _members(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
-    return isinstance(a, (*NUMBERS, str)) and isinstance(b, (*NUMBERS, str)) and a == b
+def _text(value: Any) -> str:
+    return repr([*value] if isinstance(value, tuple) else value)
 
 
 def _shown(value: Any) -> str:

@@ -17,19 +17,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_shard.cli import lightning_cli
-from lightning_shard.cli.config_checks import strategy_options
+from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_options
+from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
-from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.usage import UsageError, as_usage_error, is_list
-from lightning_shard.lab import best_report
-from lightning_shard.lab.best import best
+from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.lab.compare import certify, check
-from lightning_shard.lab.forecast import plan
-from lightning_shard.lab.machine import Cluster
-from lightning_shard.lab.predict import predict
+from lightning_shard.lab.predict import plan
+from lightning_shard.lab.search import best
+from lightning_shard.trainer.process_mesh import domain_that_is_left
 
 
-def run(args: Sequence[str], given: Sources, own: argparse.Namespace) -> None:
+def run(args: Sequence[str], given: Given, own: argparse.Namespace) -> None:
     """Try on this machine what `fit` would train.
 
     Args:
@@ -55,11 +53,15 @@ class LabCLI(lightning_cli.ShardCLI):
         self, args: Sequence[str], state: RunState, own: argparse.Namespace, command: str
     ) -> None:
         self.own, self.command = own, command
-        self.processes, self.domain = _sizes(state.given)
         super().__init__(args, state)
 
     def after_parsing(self, trainer: Any) -> None:
         """Let the config run in this process; what it asks for may not be here."""
+        self.processes = (count_of(trainer.devices) or 0) * trainer.num_nodes
+        domain, data = sizes_of(trainer)
+        if domain == "auto":
+            domain = domain_that_is_left(self.processes, data) if self.processes else 2
+        self.domain = tuple(domain) if isinstance(domain, list | tuple) else (domain or 1,)
         shard_dims = strategy_options(trainer).get("shard_dims")
         precision = {} if trainer.precision is None else {"precision": trainer.precision}
         self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # what changes it
@@ -70,16 +72,14 @@ class LabCLI(lightning_cli.ShardCLI):
         getattr(self, f"_{self.command}")(self.datamodule or self.model.train_dataloader())
 
     def _plan(self, source: Any) -> None:
-        if self.own.cluster is None:
-            processes = self.processes or math.prod(self.domain)
-            print(plan(self.model, source, processes, self.domain, **self.step))
-        elif self.own.best:
+        if self.own.best:
             found = best(self.model, source, self.own.cluster, **self.step)
-            print(best_report.words(found))
-            written = best_report.save(found, self.own.output or self.folder or ".")
+            print(found)
+            written = found.save(self.own.output or self.folder or ".")
             print(f"written to {written}", file=sys.stderr)
         else:
-            self._predict(source, self.own.cluster)
+            mesh = self._mesh()
+            print(plan(self.model, source, mesh, cluster=self.own.cluster, **self.step))
 
     def _check(self, source: Any) -> None:
         alone = math.prod(self.domain) == 1
@@ -89,15 +89,21 @@ class LabCLI(lightning_cli.ShardCLI):
         if not found.is_supported:
             sys.exit(1)
 
-    def _predict(self, source: Any, cluster: Cluster) -> None:
-        ranks = math.prod(self.domain)
-        if cluster.devices % ranks:
+    def _mesh(self) -> tuple[int, ...]:
+        """Return the mesh of the cluster, or of the processes that the config asks for."""
+        ranks, cluster = math.prod(self.domain), self.own.cluster
+        count = (self.processes or ranks) if cluster is None else cluster.devices
+        if count % ranks == 0:
+            return (count // ranks, *self.domain)
+        if cluster is not None:
             raise UsageError(
-                f"the {cluster.devices} devices must be a multiple of the {ranks} ranks that share "
+                f"the {count} devices must be a multiple of the {ranks} ranks that share "
                 "a sample; change --cluster or domain_parallel_size"
             )
-        mesh = (cluster.devices // ranks, *self.domain)
-        print(predict(self.model, source, cluster, mesh, **self.step))
+        raise ValueError(
+            f"the {count} processes must be a multiple of the {ranks} ranks that share a "
+            "sample; change processes or domain_parallel_size."
+        )
 
     def _certify(self, source: Any) -> None:
         digest = hashlib.sha256(self.text.encode()).hexdigest()
@@ -116,24 +122,3 @@ class LabCLI(lightning_cli.ShardCLI):
         print(f"written to {page}", file=sys.stderr)
         if not found.is_equal:
             sys.exit(1)
-
-
-def _sizes(given: Sources) -> tuple[int, tuple[int, ...]]:
-    """The processes of all nodes, 0 where the config gives no number, and the ranks of a domain."""
-    sizes = given.value("trainer.strategy.domain_parallel_size", 1)
-    nodes = _whole("num_nodes", given.value("trainer.num_nodes", 1))
-    devices = given.value("trainer.devices", "auto")
-    count = len(devices) if is_list(devices) else devices
-    processes = count * nodes if isinstance(count, int) and count > 0 else 0
-    if sizes == "auto":
-        replicas = given.value("trainer.strategy.data_parallel_size", "auto")
-        replicas = 1 if replicas == "auto" else _whole("data_parallel_size", replicas)
-        sizes = max(1, processes // replicas) if processes else 2
-    each = sizes if is_list(sizes) else [sizes]
-    return processes, tuple(_whole("domain_parallel_size", size) for size in each)
-
-
-def _whole(name: str, size: object) -> int:
-    if not isinstance(size, int) or size < 1:
-        raise UsageError(f"{name} must be a whole number from 1 on; got {size!r}")
-    return size

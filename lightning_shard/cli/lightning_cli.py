@@ -4,28 +4,28 @@ The optimizer is made after sharding. A mistake in what was typed exits with 2. 
 until the first batch is done exits with 1, and those after it keep their traceback.
 """
 
-import argparse
+import inspect
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli.config_checks import check
-from lightning_shard.cli.defaults import find_device, own_defaults
-from lightning_shard.cli.errors import SWITCHES, diagnose
+from lightning_shard.cli.config_checks import check, check_numbers, find_device
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.hyper_parameters import hyperparameters, serve
-from lightning_shard.cli.names import import_short_names
+from lightning_shard.cli.messages import Parser, Refusal, explain, import_short_names
+from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.sources import Sources, check_variables
 from lightning_shard.cli.usage import (
     ENV_PREFIX,
     UsageError,
@@ -39,6 +39,14 @@ from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecon
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import add_once
 from lightning_shard.trainer.strategy import HybridShardStrategy
+
+# options of ours that are true or false, and only used by fit: the default, and what help says
+SWITCHES = {
+    "test_after_fit": (False, "Run the test loaders on the final weights when fit ends."),
+    "profile": (False, "Record three steps of all ranks, and print where the time goes."),
+    "report": (True, "Write report.html about the run into its log directory."),
+}
+VALUES = (bool, int, float, str, list, tuple, type(None))  # which are no classes
 
 
 class SaveConfig(SaveConfigCallback):
@@ -91,6 +99,7 @@ class ShardCLI(LightningCLI):
                 "callbacks": [state, SamplesPerSecond()],
             },
             parser_kwargs={"prog": command if command == "lightning-shard" else PROGRAM},
+            parser_class=Parser,
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -116,21 +125,22 @@ class ShardCLI(LightningCLI):
             self.config = parser.parse_args(args)
             return
         command, given = args[0], self.state.given
-        import_short_names(given)
-        known = {*self._parser(command).get_defaults().keys(branches=True)}
-        check_variables(self.names, known)
+        own: Any = self._parser(command)
+        import_short_names(option.text for option in given.options)
+        check_variables(self.names, own.get_defaults().keys(branches=True))
+        Parser.refusals.clear()
         try:
             self.config = parser.parse_args(args)
-        except argparse.ArgumentError as err:
-            import_short_names()
-            top = {key.split(".")[0] for key in known}
-            raise diagnose(given, top, str(err), command) from err
+        except Refusal as err:
+            raise explain(err, given, command, own) from err
         config = self.config[command]
         if command != "fit" and not config.get("ckpt_path"):
             note("without ckpt_path the weights are those of a new model")
+        check_numbers(config, given)
         self.after_parsing(config.trainer)
         find_device(config.trainer)
-        own_defaults(config, given, self._parser(command))
+        for key in ("model", "data", "trainer.strategy"):
+            _own_defaults(config.get(key), given, key)
         check(config, given)
 
     def after_parsing(self, trainer: Any) -> None:
@@ -190,7 +200,7 @@ class ShardCLI(LightningCLI):
 
     @property
     def folder(self) -> str | None:
-        """Of the run."""
+        """The folder into which this run writes."""
         return self.config["fit"]["trainer"]["default_root_dir"]
 
     def after_fit(self) -> None:
@@ -203,9 +213,27 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
+def _own_defaults(spec: Any, given: Given, key: str) -> None:
+    """Give a class that the user chose its own defaults, in place.
+
+    The parser keeps those of the former class where both have an argument: after AdamW,
+    `--model.optimizer SGD` trains with AdamW's weight_decay of 0.01 (jsonargparse 4.53).
+    """
+    if not isinstance(spec, Namespace) or "class_path" not in spec or key not in given:
+        return
+    made: Any = locate(spec.class_path)
+    own = inspect.signature(made).parameters
+    for name, value in vars(spec.get("init_args") or Namespace()).items():
+        default = own[name].default if name in own else None
+        if f"{key}.{name}" in given:
+            _own_defaults(value, given, f"{key}.{name}")
+        elif name in own and isinstance(default, VALUES):
+            spec.init_args[name] = default
+
+
 def run(
     args: Sequence[str],
-    given: Sources,
+    given: Given,
     make: Callable[[Sequence[str], RunState], ShardCLI] = ShardCLI,
 ) -> None:
     """Run a subcommand of Lightning.

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.positions import Given
 from lightning_shard.trainer.callbacks.epoch_report import checkpoint_lines, duration
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
@@ -31,7 +31,7 @@ class RunState(Callback):
 
     has_last_words = True  # which EpochReport leaves to the command line
 
-    def __init__(self, given: Sources) -> None:
+    def __init__(self, given: Given) -> None:
         self.given = given
         self.stepped = False
         self.error: Exception | None = None

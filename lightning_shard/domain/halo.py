@@ -25,27 +25,24 @@ Mode = Literal["auto", "always", "never"]
 
 # of the process, not a ContextVar: backward runs in threads that inherit no context
 _mode: Mode = "auto"
-_thinner = 1
-PROCESS_STATE = {"_mode": _mode, "_thinner": _thinner}
+PROCESS_STATE = {"_mode": _mode}
 
 
 @contextmanager
-def overlapping(mode: Mode, thinner: int = 1) -> Generator[None]:
+def overlapping(mode: Mode) -> Generator[None]:
     """Choose, while open, whether rules compute while rows travel; on all ranks alike.
 
     Args:
         mode: "auto" decides by the sizes. "always" does it wherever it is possible, and "never"
             waits for the rows first. Results differ by rounding only.
-        thinner: How many times thinner "auto" takes the parts to be: a rehearsal decides as the
-            ranks of a larger domain will.
     """
-    global _mode, _thinner
-    before: tuple[Mode, int] = _mode, _thinner
-    _mode, _thinner = mode, thinner
+    global _mode
+    before: Mode = _mode
+    _mode = mode
     try:
         yield
     finally:
-        _mode, _thinner = before
+        _mode = before
 
 
 def overlap_mode() -> Mode:
@@ -54,19 +51,19 @@ def overlap_mode() -> Mode:
 
 
 def thinness() -> int:
-    """How many times thinner parts count; 0 where no part is too thin."""
-    return 0 if _mode == "always" else _thinner
+    """Return by which factor "auto" takes parts to be thinner; 0 lets no part be too thin."""
+    return 0 if _mode == "always" else 1
 
 
 @dataclass(frozen=True)
 class Halo:
-    """Which boxes travel, seen from one rank.
+    """The boxes of rows that travel between ranks, seen from one rank.
 
     Attributes:
         dims: The dims that a box has rows of.
         axes: The mesh axes along which ranks talk.
-        sends: For each peer the box of my rows that it needs.
-        receives: For each peer the box of its rows that I need, by my places.
+        sends: The box of this rank's rows that each peer needs.
+        receives: The box of each peer's rows that this rank needs, by this rank's places.
     """
 
     dims: tuple[int, ...]
@@ -77,10 +74,10 @@ class Halo:
 
 @lru_cache(maxsize=4096)
 def halo_of(layout: Layout, needs: tuple[tuple[int, Needs], ...]) -> Halo:
-    """What travels.
+    """Compute which boxes this rank sends and receives.
 
     Args:
-        layout: Of the split tensor; each of the dims below has one factor.
+        layout: The layout of the split tensor; each of the dims below has one factor.
         needs: Split dims, each with the one span of global rows that each rank along it needs.
     """
     dims = tuple(dim for dim, _ in needs)
@@ -190,7 +187,7 @@ def add_framed(
 def _common(
     x: Tensor, dims: Sequence[int], frame: Box, parts: dict[Box, Tensor]
 ) -> Generator[tuple[Tensor, Tensor]]:
-    """For each box the rows that it shares with the frame: those of `x`, and the box's own."""
+    """Pair the rows of the frame with those of each box that shares some with it."""
     for box, part in parts.items():
         shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(frame, box, strict=True))
         if all(low < high for low, high in shared):

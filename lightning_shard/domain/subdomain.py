@@ -33,6 +33,11 @@ class Domain:
                 self._groups[tuple(range(mesh.ndim))] = flattened(mesh).get_group()
 
     def group(self, axes: tuple[int, ...]) -> ProcessGroup:
+        """Return the process group of these mesh axes: one axis, or all of them.
+
+        Raises:
+            NotImplementedError: These axes have no common group.
+        """
         if axes not in self._groups:
             raise NotImplementedError(
                 f"mesh axes {axes} of a {len(self.grid.sizes)}-axis domain mesh have no common "
@@ -50,11 +55,11 @@ class Copied:
     known how. After the second the rows are stale.
 
     Attributes:
-        parent: What they were taken from; a copy itself, where it says so.
-        version: How often the memory that the first parent lies in had been written then.
+        parent: The part from which they were taken, which may be a copy itself.
+        version: Number of writes to the memory of the first parent until then.
         rows: The copy.
         index: The rows are those of `parent[index]`; None where no index says which they are.
-        factor: What the parent has is as many times larger.
+        factor: The parent's values are this many times larger.
         taken: The local tensor that the user indexed, the index, and the local rows that he got.
     """
 
@@ -72,7 +77,7 @@ class Copied:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the source has been written since."""
+        """True once the source has been written after the rows were taken."""
         return self.version != version_of(self.source)
 
 
@@ -103,14 +108,17 @@ class Subdomain:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The global shape."""
         return self.layout.shape
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return self.layout.ndim
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the local tensor."""
         return self.local.dtype
 
     def read(self) -> "Subdomain":
@@ -138,9 +146,9 @@ class Subdomain:
 
         Args:
             local: The rows.
-            layout: How they are split.
-            moved: Whether any rank got rows of another; the same on all ranks.
-            index: What chooses them in this tensor, if they can be written back there.
+            layout: The split of the rows.
+            moved: True if any rank got rows of another; the same on all ranks.
+            index: The index that chooses them in this tensor, if they can be written back there.
             factor: By what they are multiplied then.
         """
         if not moved:

@@ -107,33 +107,3 @@ def _one(loader: Any) -> list[Any]:
 
 def _owner(module: LightningModule, data: Data) -> LightningDataModule | LightningModule:
     return data if isinstance(data, LightningDataModule) else module
-
-
-def _only(items: list[Any]) -> Any:
-    return items[0]
-
-
-def feed(
-    module: LightningModule,
-    data: LightningDataModule | None,
-    stage: Stage,
-    batches: list[Any],
-    times: int = 1,
-) -> dict[str, Any]:
-    """What makes a Trainer run on these batches, each so many times in a row.
-
-    A module may ask its data module for more.
-    """
-    loaders = [_loader(batch, stage, times) for batch in batches]
-    given: Any = loaders[0] if len(loaders) == 1 else loaders
-    if data is None:
-        return {"train_dataloaders" if stage == "fit" else "dataloaders": given}
-    setattr(data, STEPS[stage][1], lambda: given)
-    return {"datamodule": data}
-
-
-def _loader(batch: Any, stage: Stage, times: int) -> DataLoader[Any]:
-    dataset: Any = [batch] * times  # a list serves as a dataset
-    if stage == "predict":  # its samples are numbered, for which there must be a batch sampler
-        return DataLoader(dataset, batch_size=1, collate_fn=_only)
-    return DataLoader(dataset, batch_size=None)

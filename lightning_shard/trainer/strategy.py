@@ -44,6 +44,7 @@ from lightning_shard.trainer.host import (
     tell_mesh,
 )
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
+from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.metrics_once import count_domains_once
 from lightning_shard.trainer.ordered_batches import unfinished_step
 from lightning_shard.trainer.parameter_counts import count_pairs_once
@@ -140,6 +141,7 @@ class HybridShardStrategy(NotCompiled):
             backend=process_group_backend,
         )
         self.peers = Peers(self._is_interrupted)
+        self.logged = LoggedValues(self.peers)
         self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
         self.steps = Steps(whole_until_backward=options.mode == "gradients")
@@ -301,6 +303,7 @@ class HybridShardStrategy(NotCompiled):
             device=self.root_device,
         )
         if self.world_size > 1:
+            self.logged.follow(self._module.trainer, self._module, self.root_device)
             say_what_was_not_saved(
                 self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )
@@ -492,6 +495,8 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self.logged.reduces(tensor, reduce_op):
+            return self.logged.reduce(tensor, group, reduce_op, self.domain_size)
         return self.peers.reduce(
             tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
         )
@@ -571,6 +576,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def teardown(self) -> None:
         self._while_set_up.close()
+        self.logged.forget()
         self.samples.end_stage()
         self.saver.finish(together_with_all=not self.peers.is_disconnected())
         self.peers.pause_watch()

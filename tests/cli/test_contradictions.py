@@ -48,8 +48,7 @@ class Logged(Net):
     [
         (
             ["--trainer.gradient_clip_val=-1"],
-            "trainer.gradient_clip_val is -1 (on the command line), but a norm cannot be negative; "
-            "use a number from 0 on, or null",
+            "trainer.gradient_clip_val must be 0 or more; got -1 (on the command line)",
         ),
         (
             [
@@ -79,7 +78,7 @@ def test_an_unknown_variable(capsys, monkeypatch):
     ("option", "expected"),
     [
         ("domain_parallel_size=two", "domain_parallel_size must be "),
-        ("domain_size=2", "unknown option 'trainer.strategy.init_args.domain_size'"),
+        ("domain_size=2", "unknown option 'trainer.strategy.domain_size'"),
     ],
 )
 def test_options_of_the_strategy_that_nobody_names(capsys, option, expected):

@@ -27,6 +27,7 @@ from lightning_modules.t5.tokenizer import load_tokenizer
 from lightning_shard import load_weights
 from lightning_shard.checkpoint.dcp_reader import read_dcp
 from lightning_shard.cli import main as cli
+from lightning_shard.cli.lightning_cli import ShardCLI
 from lightning_shard.processes.process_info import rank_variables
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 from tests.cli.test_main import BASE as MAIN_BASE
@@ -160,7 +161,7 @@ def test_hyperparameters_choose_nothing(name, kind, capsys, monkeypatch):
 def built(monkeypatch, words):
     """The model that `fit` builds, and its options."""
     seen = []
-    monkeypatch.setattr(cli.ShardCLI, "_run_subcommand", lambda self, _: seen.append(self))
+    monkeypatch.setattr(ShardCLI, "_run_subcommand", lambda self, _: seen.append(self))
     cli.main([*map(str, words), "--trainer.logger=false"])
     return seen[0].model, seen[0].config["fit"]["model"]["init_args"].as_dict()
 

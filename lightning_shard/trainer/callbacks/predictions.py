@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch
 from lightning_shard.domain.layout import Grid
 from lightning_shard.domain.subdomain import Subdomain
@@ -198,7 +198,7 @@ def _whole_chunks(x: Subdomain) -> tuple[Tensor, list[slice]]:
     for dim, extent in enumerate(x.shape):
         axes = x.layout.axes(dim)
         if axes:
-            x = simple(x, dim)
+            x = one_factor(x, dim)
             bounds = list(_bounds(extent, x.layout.grid, axes))
             local = fetch(x, dim, tuple((b,) if b[0] < b[1] else () for b in bounds))
             where[dim] = slice(*bounds[x.layout.grid.index(axes)])
