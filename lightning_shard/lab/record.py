@@ -118,12 +118,11 @@ def record(
     """
     body = partial(record_here, look=look, nudged=nudged, allowed=allowed)
     records = on_each_rank(body, task)
-    first, each = records[0], math.prod(task.mesh[1:])
-    first.losses = [
-        math.fsum(losses) / len(records)
-        for losses in zip(*(r.losses for r in records), strict=True)
-    ]
-    first.values = [values for r in records[::each] for values in r.values]
+    replicas = records[:: math.prod(task.mesh[1:])]  # the first rank of each
+    first = records[0]
+    losses = zip(*(r.losses for r in replicas), strict=True)
+    first.losses = [math.fsum(each) / len(replicas) for each in losses]
+    first.values = [values for r in replicas for values in r.values]
     return first
 
 
