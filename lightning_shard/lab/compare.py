@@ -236,9 +236,10 @@ def _joined(replicas: Sequence[Mapping[str, Value]], expected: Mapping[str, Valu
         whole = expected.get(name)
         if isinstance(parts[0], str) or len(set(map(type, parts))) > 1:
             return parts[0] if all(part == parts[0] for part in parts) else str(parts)
-        is_of_samples = isinstance(parts[0], Tensor) and isinstance(whole, Tensor) and whole.ndim
-        if is_of_samples and parts[0].ndim and len(whole) == sum(map(len, parts)):
-            return torch.cat(parts)
+        if isinstance(whole, Tensor) and isinstance(parts[0], Tensor):
+            samples = sum(len(part) for part in parts) if parts[0].ndim else -1
+            if whole.ndim and len(whole) == samples:
+                return torch.cat(parts)
         return sum(parts) / len(parts)
 
     common = [name for name in replicas[0] if all(name in values for values in replicas)]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass
 class Traffic:
-    """What was sent: bytes, and collectives called."""
+    """Counts of bytes sent and of collectives called."""
 
     bytes: int = 0
     calls: int = 0
@@ -119,13 +119,13 @@ SENT: dict[str, Callable[..., int]] = {
 
 
 def sent_bytes(name: str, data: Any, place: int, ranks: int) -> int:
-    """What a rank sends in a collective, by the algorithm of least traffic.
+    """Return the bytes that a rank sends in a collective, by the algorithm of least traffic.
 
     Args:
-        name: Of the collective, as a group of simulated ranks calls it.
-        data: What the rank brings to it.
-        place: Of the rank in the group.
-        ranks: Of the group.
+        name: The name of the collective, as `torch.distributed.ProcessGroup` has it.
+        data: The tensors, and sizes in rows, that the rank gives to it.
+        place: The place of the rank in the group.
+        ranks: The number of ranks in the group.
     """
     match name:
         case "all_reduce":
