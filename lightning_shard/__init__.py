@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
     from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.data.readers.field_dataset import FieldDataset as FieldDataset
+    from lightning_shard.data.readers.field_file import FieldFile as FieldFile
+    from lightning_shard.data.readers.field_file import write_fields as write_fields
+    from lightning_shard.data.readers.series_dataset import SeriesDataset as SeriesDataset
+    from lightning_shard.data.readers.series_file import SeriesFile as SeriesFile
+    from lightning_shard.data.readers.series_file import open_series as open_series
+    from lightning_shard.data.readers.volumes import VolumeDataset as VolumeDataset
+    from lightning_shard.data.readers.volumes import VolumeFile as VolumeFile
     from lightning_shard.data.slab import Slab as Slab
     from lightning_shard.data.slab import slab_of as slab_of
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
@@ -51,6 +59,7 @@ if TYPE_CHECKING:
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
     from lightning_shard.processes.errors import LightningShardError as LightningShardError
     from lightning_shard.processes.launch import launch as launch
+    from lightning_shard.processes.mesh import find_mesh as find_mesh
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
     from lightning_shard.processes.start import start_process_group as start_process_group
@@ -92,6 +101,8 @@ __all__ = [
     "DisagreementError",
     "DomainTensor",
     "EpochReport",
+    "FieldDataset",
+    "FieldFile",
     "HybridShardStrategy",
     "Layout",
     "LightningShardError",
@@ -101,6 +112,8 @@ __all__ = [
     "Ranking",
     "RunReport",
     "SamplesPerSecond",
+    "SeriesDataset",
+    "SeriesFile",
     "Setting",
     "ShardingOptions",
     "Slab",
@@ -110,6 +123,8 @@ __all__ = [
     "Subdomain",
     "UnsafeFileError",
     "UnsupportedOperationError",
+    "VolumeDataset",
+    "VolumeFile",
     "XPUAccelerator",
     "allow_function",
     "allow_gather",
@@ -121,6 +136,7 @@ __all__ = [
     "clip_grad_value_",
     "crossing_edges",
     "curve_order",
+    "find_mesh",
     "from_local",
     "functional",
     "gather",
@@ -130,6 +146,7 @@ __all__ = [
     "load_weights",
     "local_map",
     "no_sync",
+    "open_series",
     "ordered_graph",
     "parallelize",
     "plan",
@@ -148,6 +165,7 @@ __all__ = [
     "start_process_group",
     "use_exact_random",
     "whole_parameters",
+    "write_fields",
 ]
 
 # the module of each public name, by theme
@@ -164,8 +182,6 @@ _MODULES = {
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",
     "DeviceTimer": "trainer.callbacks.device_timer",
     "StepProfile": "trainer.callbacks.step_profile",
-    "Slab": "data.slab",
-    "slab_of": "data.slab",
     # split tensors
     "DomainTensor": "tensor.tensor",
     "shard": "tensor.placement",
@@ -176,6 +192,17 @@ _MODULES = {
     "allow_gather": "tensor.escape",
     "allow_function": "tensor.autograd_function",
     "split_inputs": "fsdp.split_inputs",
+    # files of fields, of which a rank reads its part
+    "slab_of": "data.slab",
+    "Slab": "data.slab",
+    "FieldDataset": "data.readers.field_dataset",
+    "FieldFile": "data.readers.field_file",
+    "write_fields": "data.readers.field_file",
+    "SeriesDataset": "data.readers.series_dataset",
+    "SeriesFile": "data.readers.series_file",
+    "open_series": "data.readers.series_file",
+    "VolumeDataset": "data.readers.volumes",
+    "VolumeFile": "data.readers.volumes",
     # points and graphs
     "curve_order": "points.curve",
     "crossing_edges": "points.curve",
@@ -204,6 +231,7 @@ _MODULES = {
     "StuckError": "lab.simulated.turns",
     "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
+    "find_mesh": "processes.mesh",
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
