@@ -324,7 +324,7 @@ class Certificate:
             name: [(step + 1.0, value) for step, value in enumerate(values) if value > 0]
             for name, values in lines.items()
         }
-        drawn = chart(points, "step", "relative difference of the weights")
+        drawn = chart(points, "step", "difference of weights")
         return drawn or '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
 
     def save(self, folder: str | Path) -> Path:
