@@ -148,8 +148,8 @@ class Device:
     per_call: Rate
     source: Text
     kernels: dict[Kernel, Rates] = field(default_factory=dict[str, Rates])
-    bandwidths: Annotated[list[tuple[Rate, Rate]], _growing(0)] = field(
-        default_factory=list[tuple[float, float]]
+    bandwidths: Annotated[list[tuple[Annotated[int, _ABOVE_0], Rate]], _growing(0)] = field(
+        default_factory=list[tuple[int, float]]
     )
 
     def __post_init__(self) -> None:

@@ -246,7 +246,7 @@ def predict(
     )  # fmt: skip
 
 
-def _times(found: Traced, cluster: Cluster | None) -> dict[str, float]:
+def _times(found: Traced, cluster: Cluster | None) -> dict[str, Any]:
     """Return the times of a `Prediction`; none without a cluster."""
     if cluster is None:
         return {}
