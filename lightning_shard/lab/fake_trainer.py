@@ -65,8 +65,8 @@ class Traced:
         peak: The moment at which it holds most memory.
         activations: Bytes that forward keeps for backward.
         split: The entries of the batch that are split, and those that stay whole.
-        is_measured: Whether the step ran on real tensors.
-        reads_numbers: Whether the step read a number of a fake tensor.
+        is_measured: True if the step ran on real tensors.
+        reads_numbers: True if the step read a number of a fake tensor.
     """
 
     timeline: Timeline

@@ -83,7 +83,7 @@ Measured = tuple[Text, Count, Annotated[list[tuple[Bytes, Seconds, Seconds]], _g
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank brings to a collective.
+    """One rank's part in a collective.
 
     Attributes:
         name: Its name in torch.distributed, such as "all_reduce".
@@ -148,8 +148,8 @@ class Device:
     per_call: Rate
     source: Text
     kernels: dict[Kernel, Rates] = field(default_factory=dict[str, Rates])
-    bandwidths: Annotated[list[tuple[Rate, Rate]], _growing(0)] = field(
-        default_factory=list[tuple[float, float]]
+    bandwidths: Annotated[list[tuple[Annotated[int, _ABOVE_0], Rate]], _growing(0)] = field(
+        default_factory=list[tuple[int, float]]
     )
 
     def __post_init__(self) -> None:
@@ -212,7 +212,7 @@ class Cluster:
         """Return the slowest link among neighbouring ranks.
 
         Args:
-            ranks: How many ranks lie from the first of the group to its last, both counted.
+            ranks: The number of ranks from the first of the group to its last, both counted.
         """
         return self.inside if ranks <= self.per_node else self.between
 

@@ -50,7 +50,7 @@ class Prediction:
         activations: Bytes that forward keeps for backward.
         sent_for_parameters: Bytes that the rank sends in collectives of FSDP2.
         sent_for_fields: Bytes that it sends within its domain: halos, modes and sums.
-        is_measured: Whether the step ran on real tensors, since it needs numbers.
+        is_measured: True if the step ran on real tensors, since it needs numbers.
         alone: The peak of bytes of one process without any sharding; None if it was not traced.
         seconds: The time of the step; NaN without a cluster, as the times below.
         compute: Seconds of computation.
@@ -162,8 +162,8 @@ def plan(
         shard_dims: The dims that are split; see `HybridShardStrategy`.
         cluster: The machines, such as "8x8xH100", whose time is predicted, too.
         sharding: The mode of `ShardingOptions`.
-        activation_checkpointing: Whether activations of blocks are computed again in backward.
-        activation_offload: Whether they lie in the host's memory until backward.
+        activation_checkpointing: If true, activations of blocks are computed again in backward.
+        activation_offload: If true, they lie in the host's memory until backward.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Raises:
@@ -209,8 +209,8 @@ def predict(
         cluster: The machines on which it would run, such as "8x8xH100"; None: no time is predicted.
         shard_dims: The dims that are split; see `HybridShardStrategy`.
         sharding: The mode of `ShardingOptions`.
-        activation_checkpointing: Whether activations of blocks are computed again in backward.
-        activation_offload: Whether they lie in the host's memory until backward.
+        activation_checkpointing: If true, activations of blocks are computed again in backward.
+        activation_offload: If true, they lie in the host's memory until backward.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Raises:
@@ -246,7 +246,7 @@ def predict(
     )  # fmt: skip
 
 
-def _times(found: Traced, cluster: Cluster | None) -> dict[str, float]:
+def _times(found: Traced, cluster: Cluster | None) -> dict[str, Any]:
     """Return the times of a `Prediction`; none without a cluster."""
     if cluster is None:
         return {}

@@ -40,8 +40,8 @@ class Setting:
     Attributes:
         mesh: The number of data replicas, and of ranks along each split dim.
         sharding: The mode of `ShardingOptions`.
-        activation_checkpointing: Whether activations of blocks are computed again in backward.
-        activation_offload: Whether they lie in the host's memory until backward.
+        activation_checkpointing: If true, activations of blocks are computed again in backward.
+        activation_offload: If true, they lie in the host's memory until backward.
     """
 
     mesh: Mesh
@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def growth(self) -> float:
-        """How many times more points a field may have until the memory is full."""
+        """The factor by which a field may have more points until the memory is full."""
         return (self.memory_of_device - self.states) / max(self.forecast.memory - self.states, 1)
 
 

@@ -171,7 +171,7 @@ class Ledger:
     def _count_resized(self, *, all_of_them: bool) -> None:
         """Read the sizes of resizable storages again.
 
-        Those that are empty can only have grown just before an operation of FSDP2.
+        Empty ones can only have grown just before an operation of FSDP2.
         """
         for memory in self._resized.values():
             if all_of_them or memory.sizes[-1][1]:

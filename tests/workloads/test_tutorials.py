@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from lightning_modules import MNISTNet
+from lightning_modules import MNISTNet, SummarizationDataModule
 from lightning_modules.t5 import docstrings
 from lightning_shard.cli import main as cli
 from tests import training
@@ -219,6 +219,19 @@ def test_cnn_on_two_by_two_ranks():
         )
         dist.barrier()
         assert list(Path("outputs").rglob("metrics.csv"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_a_new_folder")
+def test_the_packages_of_t5_have_as_many_pairs():
+    """Shortened as above the config would not notice."""
+    config = yaml.safe_load((ROOT / "configs" / "tutorials" / "t5.yaml").read_text())
+    options = dict(config["data"]["init_args"])
+    corpus = docstrings.Docstrings(**options.pop("corpus")["init_args"])
+    data = SummarizationDataModule(corpus, **options)
+    assert {split: len(pairs) for split, pairs in data._read().items()} == {
+        "train": 1500, "val": 300, "test": 300,
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("in_a_new_folder")
