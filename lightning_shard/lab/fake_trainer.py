@@ -25,7 +25,6 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -35,6 +34,7 @@ from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Ledger, Peak, Recorder, Timeline
 from lightning_shard.processes.torch_private.internals import (
+    DispatchMode,
     FakeTensor,
     FakeTensorMode,
     base_of,
@@ -263,7 +263,7 @@ def _as_fake(x: Any) -> Any:
     return torch.empty(x.shape, dtype=x.dtype)
 
 
-class _Real(TorchDispatchMode):
+class _Real(DispatchMode):
     """Counts operations on real tensors."""
 
     is_in_step = reads_numbers = False
