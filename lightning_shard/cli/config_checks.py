@@ -20,19 +20,12 @@ from lightning_shard.trainer.process_mesh import domain_that_is_left, misfit
 
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 LEAST = {  # Lightning takes smaller numbers and fails later, or not at all
-    "seed_everything": 0,
-    "trainer.accumulate_grad_batches": 1,
-    "trainer.check_val_every_n_epoch": 1,
-    "trainer.gradient_clip_val": 0,
-    "trainer.max_epochs": -1,
-    "trainer.max_steps": -1,
-    "trainer.num_nodes": 1,
-}
-SIZES = (
-    "trainer.strategy.domain_parallel_size",
-    "trainer.strategy.data_parallel_size",
-    "trainer.devices",
-)
+    "seed_everything": 0, "trainer.accumulate_grad_batches": 1,
+    "trainer.check_val_every_n_epoch": 1, "trainer.gradient_clip_val": 0,
+    "trainer.max_epochs": -1, "trainer.max_steps": -1, "trainer.num_nodes": 1,
+    "trainer.strategy.domain_parallel_size": 1, "trainer.strategy.data_parallel_size": 1,
+    "trainer.devices": 1,
+}  # fmt: skip
 
 
 def find_device(trainer: Any) -> None:
@@ -63,9 +56,9 @@ def check_numbers(config: Any, given: Given) -> None:
             f"{_at(given, 'trainer.devices')}"
         )
     sizes = (*sizes_of(config.trainer), count_of(words))
-    values = {key: config.get(key) for key in LEAST} | dict(zip(SIZES, sizes, strict=True))
-    for key, value in values.items():
-        numbers, least = value if isinstance(value, (list, tuple)) else [value], LEAST.get(key, 1)
+    values = (*(config.get(key) for key in [*LEAST][:-3]), *sizes)
+    for (key, least), value in zip(LEAST.items(), values, strict=True):
+        numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(n, int | float) and n < least for n in numbers):
             raise UsageError(f"{key} must be {least} or more; got {value}{_at(given, key)}")
 
@@ -136,8 +129,7 @@ def _check_files(config: Any, given: Given) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as err:
-            key = "trainer.default_root_dir"
-            why = f"cannot be made: {err.strerror}"
+            key, why = "trainer.default_root_dir", f"cannot be made: {err.strerror}"
             raise UsageError(f"{key} '{folder}'{_at(given, key)} {why}") from err
 
 
@@ -170,8 +162,9 @@ def _check_processes(trainer: Any, given: Given) -> None:
         fix = "devices auto" if world % local else f"devices {local} and num_nodes {world // local}"
         by = launcher().title
         raise UsageError(
-            f"{key} asks for {_plural(asked)} (devices {devices} x num_nodes {trainer.num_nodes})"
-            f"{_at(given, key)} but {by} started {world}; use {fix}, or start {asked} with {by}"
+            f"{key} asks for {asked} process{'es' * (asked > 1)} (devices {devices} x num_nodes "
+            f"{trainer.num_nodes}){_at(given, key)} but {by} started {world}; use {fix}, or start "
+            f"{asked} with {by}"
         )
 
 
@@ -197,7 +190,7 @@ def _world(trainer: Any) -> tuple[int | None, str]:
     devices = count_of(trainer.devices)
     if devices is None and trainer.devices == "auto":
         kind = _device_kind(trainer.accelerator, guess=True)
-        if kind is None and trainer.accelerator != "cpu" and trainer.accelerator != "auto":
+        if kind is None and trainer.accelerator not in ("cpu", "auto"):
             return None, ""
         devices = device_of(kind or "cpu").module.device_count()
     if devices is None:
@@ -225,7 +218,3 @@ def _started() -> ProcessInfo | None:
 def _at(given: Given, key: str) -> str:
     place = given.place(key)
     return f" ({place})" if place else ""
-
-
-def _plural(processes: int) -> str:
-    return "1 process" if processes == 1 else f"{processes} processes"

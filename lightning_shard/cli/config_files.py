@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, nearest
 
+WORKLOADS = "lightning_modules"  # the package whose classes and configs have short names
 TUTORIALS = "tutorials"  # the folder whose configs are named with it
 
 
@@ -18,15 +19,13 @@ def named_configs() -> dict[str, Path]:
 
     They are in the wheel, or beside the package in a checkout.
     """
-    spec = importlib.util.find_spec("lightning_modules")
+    spec = importlib.util.find_spec(WORKLOADS)
     for place in spec.submodule_search_locations or [] if spec else []:
         for here in (Path(place) / "configs", Path(place).parent / "configs"):
             if (here / "tfno_darcy.yaml").is_file():
                 found = sorted([*here.glob("*.yaml"), *here.glob("overlays/*.yaml")])
-                nested = sorted(here.glob(f"{TUTORIALS}/*.yaml"))
-                return {path.stem: path for path in found} | {
-                    f"{TUTORIALS}/{path.stem}": path for path in nested
-                }
+                nested = {f"{TUTORIALS}/{p.stem}": p for p in here.glob(f"{TUTORIALS}/*.yaml")}
+                return {path.stem: path for path in found} | nested
     return {}
 
 

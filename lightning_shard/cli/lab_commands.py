@@ -1,11 +1,7 @@
 """`python -m lightning_shard check|plan|certify --config a.yaml`: training tried on this machine.
 
-`check` trains one step in one process and on two ranks that share each sample, compares them, and
-names the functions that have no rule; it exits with 1 if the module cannot train so. `plan`
-predicts what each of the ranks that the config asks for will hold and send; with `--cluster` also
-the time of a step there, and with `--best` of the best mesh. `certify` trains some
-steps on several meshes, and writes a certificate; it exits with 1 if one differs. All run on the
-CPU, take the options of `fit`, and use its model and the first batches of its data.
+All run on the CPU, take the options of `fit`, and use its model and the first batches of its data.
+help.py says what each does.
 """
 
 import argparse

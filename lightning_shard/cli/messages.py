@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_shard.cli.config_files import WORKLOADS
 from lightning_shard.cli.positions import COMMAND_LINE, Given, Option, bare
 from lightning_shard.cli.usage import UsageError, nearest
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -84,17 +85,15 @@ def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> Usa
         command: The subcommand.
         parser: That of the subcommand.
     """
-    inside, text, key = refusal.parser, refusal.inner, refusal.key
-    if not key:
-        inside = parser
+    text, key = refusal.inner, refusal.key
+    inside = refusal.parser if key else parser
     hint = f"all options: python -m lightning_shard {command} --help all"
     if found := UNKNOWN.match(text):
         name, choices = _unknown(found[1], inside)
         option = _option(given, key, name, refusal)
-        elsewhere = (*parser.names, *_of_strategy(), *(bare(o.key) for o in given.options))
-        below = [other for other in elsewhere if other.endswith(f".{name}")]
-        if below and not key:
-            return _unknown_option(option, f"; did you mean '{below[0]}'?", hint)
+        strategy = (f"trainer.strategy.{n}" for n in HybridShardStrategy.__init__.__annotations__)
+        elsewhere = (*parser.names, *strategy, *(bare(o.key) for o in given.options))
+        below = [other for other in elsewhere if other.endswith(f".{name}") and not key]
         if key and not choices:  # of a class that takes no options
             named = given.last(f"{key}.class_path")
             if named is None:
@@ -102,7 +101,9 @@ def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> Usa
             if not inspect.isclass(locate(named.text)):
                 return _class(named, named.text, "it is not a class", [], given)
         leaf = name.rpartition(".")[2]
-        return _unknown_option(option, nearest(leaf, SPEC, "") or nearest(leaf, choices), hint)
+        close = nearest(leaf, SPEC, "") or nearest(leaf, choices)
+        close = f"; did you mean '{below[0]}'?" if below else close
+        return UsageError(f"unknown option '{option.key}' {option.where}{close}", hint)
     if found := NO_VALUE.search(text):
         return UsageError(f"the option '{found[1]}' has no value {COMMAND_LINE}")
     if found := REQUIRED.search(text):
@@ -114,7 +115,7 @@ def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> Usa
         for below in given.options:
             owner, _, leaf = below.key.rpartition(".")
             if owner == option.key and leaf not in SPEC and (close := nearest(leaf, SPEC[:1], "")):
-                return _unknown_option(below, close, hint)
+                return UsageError(f"unknown option '{below.key}' {below.where}{close}", hint)
         return _value(option, getattr(action, "_typehint", Any), text, given)
     return UsageError(flat(text), "; ".join(given.mentioned(text)))  # as another version says it
 
@@ -141,15 +142,6 @@ def _unknown(name: str, parser: Parser) -> tuple[str, list[str]]:
         if part not in choices:
             return start + part, [*choices]
     return name, []
-
-
-def _unknown_option(option: Option, close: str, hint: str) -> UsageError:
-    return UsageError(f"unknown option '{option.key}' {option.where}{close}", hint)
-
-
-def _of_strategy() -> list[str]:
-    options = HybridShardStrategy.__init__.__annotations__
-    return [f"trainer.strategy.{name}" for name in options]
 
 
 def _missing(names: list[str], given: Given, key: str) -> UsageError:
@@ -193,10 +185,9 @@ def _class(option: Option, path: str, why: str, bases: list[type], given: Given)
     if module:
         with suppress(Exception):  # said in `why`
             known &= {*dir(importlib.import_module(module))}
-    named = [
-        o for o in given.options if o.text == path and bare(o.key).startswith(bare(option.key))
-    ]
-    option = named[-1] if named else option
+    for named in given.options:
+        if named.text == path and bare(named.key).startswith(bare(option.key)):
+            option = named
     why = re.sub(r"^a subclass|^Expected '.*' to be a subclass", "it is not a subclass", why)
     why = f": {why}".replace("<class '", "").replace("'>.", "") if why else ""
     close = nearest(name, known) if name not in known and "/" not in path else ""
@@ -260,12 +251,9 @@ def _word(part: Any) -> str:
     kind, inner = get_origin(part), get_args(part)
     if kind in (list, tuple, Sequence) and inner:
         return f"a list of {_word(inner[0]).removeprefix('an ').removeprefix('a ')}s"
-    classes = classes_of(part)
-    return (
-        f"the class_path of a {classes[0].__name__}"
-        if classes
-        else WORDS.get(kind or part, str(part))
-    )
+    if classes := classes_of(part):
+        return f"the class_path of a {classes[0].__name__}"
+    return WORDS.get(kind or part, str(part))
 
 
 def _family(base: type) -> Iterator[type]:
@@ -281,8 +269,8 @@ def import_short_names(words: Iterable[str] | None = None) -> None:
     Args:
         words: Those that the user wrote; None for all.
     """
-    if importlib.util.find_spec("lightning_modules"):
-        workloads = importlib.import_module("lightning_modules")
+    if importlib.util.find_spec(WORKLOADS):
+        workloads = importlib.import_module(WORKLOADS)
         for name in dir(workloads) if words is None else {*dir(workloads)} & {*words}:
             with suppress(ModuleNotFoundError):  # said where the class is used
                 getattr(workloads, name)

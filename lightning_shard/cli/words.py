@@ -34,33 +34,27 @@ def meshes(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-SWITCH: dict[str, Any] = {"action": "store_true"}
-WORDS: dict[str, dict[str, dict[str, Any]]] = {  # of each command, as argparse knows them
+Table = dict[str, dict[str, dict[str, Any]]]  # by command, as argparse knows them
+SWITCH, PATH = {"action": "store_true"}, {"type": Path}
+WORDS: Table = {
     "ops": {"name": {"nargs": "?", "default": ""}, "--markdown": SWITCH},
-    "inspect": {"checkpoint": {"type": Path}, "--trusted": SWITCH},
+    "inspect": {"checkpoint": PATH, "--trusted": SWITCH},
     "export": {
-        "checkpoint": {"type": Path},
-        "out": {"type": Path},
-        "--strip": {"metavar": "PREFIX", "default": ""},
+        "checkpoint": PATH, "out": PATH, "--strip": {"metavar": "PREFIX", "default": ""},
         "--trusted": SWITCH,
     },
     "doctor": {},
     "calibrate": {
         "--output": {"type": Path, "default": Path("machine.json")},
-        "--processes": {"type": whole_number},
-        "--device": {},
+        "--processes": {"type": whole_number}, "--device": {},
     },
-}
-BESIDE_FIT: dict[str, dict[str, dict[str, Any]]] = {  # of commands that take the options of fit
+}  # fmt: skip
+BESIDE_FIT: Table = {  # commands that take the options of fit, too
     "check": {},
-    "plan": {
-        "--best": SWITCH, "--cluster": {}, "--price": {"type": float}, "--output": {"type": Path},
-    },
+    "plan": {"--best": SWITCH, "--cluster": {}, "--price": {"type": float}, "--output": PATH},
     "certify": {
         "--meshes": {"type": meshes, "default": "1x1,1x2,2x2,1x4"},
-        "--steps": {"type": whole_number, "default": 50},
-        "--output": {"type": Path},
-        "--simulated": SWITCH,
+        "--steps": {"type": whole_number, "default": 50}, "--output": PATH, "--simulated": SWITCH,
     },
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Values of a checkpoint's hyperparameters, for options of the model that nobody gave.
+"""Values of options that nobody gave: defaults of the class that was chosen, or a checkpoint's.
 
 What is typed or stands in a config wins, and a note says where the checkpoint differs. Where an
 option takes a class or a function, the parser imports and calls what a text names. A checkpoint may
@@ -27,6 +27,8 @@ NUMBERS = (bool, int, float, types.NoneType)
 CONTAINERS = (list, tuple, set, dict, Sequence, Iterable, Mapping, Union, types.UnionType)
 ANYTHING = (Any, object, list, tuple, dict)
 WORD = r"[\w -]*"  # neither the path of a class, nor YAML
+VALUES = (*NUMBERS, str, list, tuple)
+Stored = Mapping[str, Any]
 
 
 def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
@@ -49,20 +51,56 @@ def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def serve(model: Namespace, stored: Mapping[str, Any], given: Given, path: str) -> list[str]:
-    """Put stored values into the options of the model that nobody gave, in place.
+def fill_in(spec: Any, given: Given, key: str, stored: Stored | None = None) -> Iterator[str]:
+    """Change the options of a class that nobody gave, in place.
+
+    After AdamW, `--model.optimizer SGD` would train with AdamW's weight_decay of 0.01: the parser
+    keeps the values of the former class where both have an argument (jsonargparse 4.53).
 
     Args:
-        model: The resolved options of the model.
-        stored: The hyperparameters in the checkpoint.
+        spec: The resolved options, with the class's path.
         given: What the user wrote.
-        path: The checkpoint, for messages.
+        key: The dotted key of `spec`.
+        stored: The hyperparameters of the class in a checkpoint.
 
-    Returns:
-        A sentence for each option whose value differs.
+    Yields:
+        A sentence for each option whose value in the checkpoint is another one.
+    """
+    if not isinstance(spec, Namespace) or "class_path" not in spec:
+        return
+    flat = dict(stored or {})
+    for part in SPEC[1:]:
+        flat |= inner if isinstance(inner := flat.pop(part, None), dict) else {}
+    made: Any = locate(spec.class_path)
+    values, own = spec.get("init_args") or Namespace(), inspect.signature(made).parameters
+    for name, value in vars(values).items():
+        option = f"{key}.{name}"
+        if name in own and key in given and option not in given:
+            default = own[name].default
+            value = values[name] = default if isinstance(default, VALUES) else value
+        then = flat.get(name, value)
+        path = then.get("class_path", "") if isinstance(then, Mapping) else None
+        if isinstance(value, Namespace) and (then is value or path == value.get("class_path")):
+            yield from fill_in(value, given, option, then if path else None)
+        elif then is value or _shown(then) == _shown(value):
+            continue
+        elif option not in given and _serves(then, made, name):
+            values[name] = then
+            yield f"{option} is {_shown(then):.80} as in ckpt_path; by default it is {value!r:.80}"
+        else:
+            words = f"{option} is {_shown(value):.80}, but was {_shown(then):.80} where"
+            yield f"{words} ckpt_path was saved"
+    if flat and inspect.Parameter.VAR_KEYWORD in (parameter.kind for parameter in own.values()):
+        names = {name for name in flat if isinstance(name, str) and name[:1] != "_"}
+        more = {n: flat[n] for n in names.difference(vars(values), SPEC) if _is_value(flat[n], Any)}
+        spec["dict_kwargs"] = {**more, **(spec.get("dict_kwargs") or {})}
+
+
+def check_model(model: Namespace, stored: Stored, path: str) -> None:
+    """Compare the model of the configuration with the one that saved a checkpoint.
 
     Raises:
-        UsageError: The checkpoint was saved by another model.
+        UsageError: They differ.
     """
     saved_by = stored.get("_class_path", stored.get("class_path", model.class_path))
     if str(saved_by).rpartition(".")[2] != model.class_path.rpartition(".")[2]:
@@ -70,39 +108,19 @@ def serve(model: Namespace, stored: Mapping[str, Any], given: Given, path: str) 
             f"'{path}' was saved by the model {saved_by!r}, but the configuration names "
             f"{model.class_path}; give the configuration of that run"
         )
-    return [*_serve(model, stored, given, "model")]
 
 
-def _serve(spec: Namespace, stored: Mapping[str, Any], given: Given, key: str) -> Iterator[str]:
-    parts = [part for name in SPEC[1:] if isinstance(part := stored.get(name), Mapping)]
-    flat = {name: value for part in (stored, *parts) for name, value in part.items()}
-    made: Any = locate(spec.class_path)
-    hints, values = _hints(made), spec.get("init_args") or Namespace()
-    for name, value in vars(values).items():
-        option, then = f"{key}.{name}", flat.get(name, value)
-        path = then.get("class_path") if isinstance(then, Mapping) else ""
-        if isinstance(value, Namespace) and path == value.get("class_path"):
-            yield from _serve(value, then, given, option)
-        elif then is value or _text(then) == _text(value):
-            continue
-        elif option in given or not _is_value(then, hints.get(name)):
-            yield f"{option} is {_shown(value)}, but was {_shown(then)} where ckpt_path was saved"
-        else:
-            values[name] = then
-            yield f"{option} is {_shown(then)} as in ckpt_path; by default it is {_shown(value)}"
-    kinds = [parameter.kind for parameter in inspect.signature(made).parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        names = {name for name in flat if isinstance(name, str) and name[:1] != "_"}
-        more = {n: flat[n] for n in names.difference(hints, SPEC) if _is_value(flat[n], Any)}
-        spec["dict_kwargs"] = {**more, **(spec.get("dict_kwargs") or {})}
-
-
-def _hints(made: Any) -> dict[str, Any]:
-    """Return the type hints that the parser finds for the arguments of a class or function."""
+def _serves(value: Any, made: Any, name: str) -> bool:
+    """Whether an argument of a class or function may have a value that a file chooses."""
     parser: Any = ArgumentParser(exit_on_error=False)
     add = parser.add_class_arguments if inspect.isclass(made) else parser.add_function_arguments
     add(made, fail_untyped=False, sub_configs=True)
-    return {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
+    hints = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
+    with suppress(Exception):  # whatever the parser raises for a value of another type
+        if is_value := _is_value(value, hints.get(name)):
+            parser.validate(Namespace({name: value}), skip_required=True)
+        return is_value
+    return False
 
 
 def _is_value(value: Any, hint: Any) -> bool:
@@ -120,19 +138,14 @@ def _is_value(value: Any, hint: Any) -> bool:
 
 def _members(hint: Any) -> Iterator[Any]:
     """The types in a hint, without those of literals, of which no class is made."""
-    kind = get_origin(hint)
-    if kind in CONTAINERS:
+    if get_origin(hint) in CONTAINERS:
         for part in get_args(hint):
             yield from _members(part)
-    elif kind is not Literal:
+    elif get_origin(hint) is not Literal:
         yield hint
 
 
-def _text(value: Any) -> str:
-    return repr([*value] if isinstance(value, tuple) else value)
-
-
 def _shown(value: Any) -> str:
-    """A value for a note; a class by its path."""
+    """Return a value in words: a class by its path, and a tuple as a list."""
     path = value.get("class_path") if isinstance(value, Mapping | Namespace) else None
-    return f"{value if path is None else path!r:.80}"
+    return repr([*value] if isinstance(value, tuple) else value if path is None else path)
