@@ -64,7 +64,7 @@ def check_numbers(config: Any, given: Given) -> None:
 
 
 def check(config: Any, given: Given) -> None:
-    """Refuse what cannot run here; arguments as those of `check_numbers`."""
+    """Refuse devices, names, files and meshes that cannot run here, as `check_numbers` does."""
     trainer = config.trainer
     _check_names(trainer, given)
     _check_devices(trainer, given)
@@ -82,13 +82,13 @@ def check(config: Any, given: Given) -> None:
 
 
 def strategy_options(trainer: Any) -> Any:
-    """The arguments of the strategy in the resolved options of the trainer."""
+    """Return the arguments of the strategy in the resolved options of the trainer."""
     strategy = trainer.strategy
     return {} if isinstance(strategy, str) else strategy.get("init_args") or {}
 
 
 def sizes_of(trainer: Any) -> tuple[Any, Any]:
-    """domain_parallel_size and data_parallel_size; None where the strategy is not ours."""
+    """Return domain_parallel_size and data_parallel_size; None for a strategy of others."""
     named = "" if isinstance(trainer.strategy, str) else str(trainer.strategy.get("class_path"))
     if not named.endswith("HybridShardStrategy"):
         return None, None
@@ -97,7 +97,7 @@ def sizes_of(trainer: Any) -> tuple[Any, Any]:
 
 
 def count_of(devices: Any) -> int | None:
-    """Number of devices asked for on one node; None if Lightning chooses."""
+    """Count the devices that the option asks for on one node; None if Lightning chooses."""
     if isinstance(devices, str) and not devices.isdigit():
         numbers = [part for part in devices.split(",") if part.strip()]
         return len(numbers) if "," in devices else None
@@ -199,7 +199,7 @@ def _world(trainer: Any) -> tuple[int | None, str]:
 
 
 def _device_kind(accelerator: Any, guess: bool = False) -> str | None:
-    """The type of the devices asked for; None for the CPU, Apple's GPU, and what is not known."""
+    """Return the type of the devices asked for; None for the CPU, Apple's GPU and other names."""
     rows = accelerators()
     if accelerator in [row.type for row in rows]:
         return accelerator
@@ -210,7 +210,7 @@ def _device_kind(accelerator: Any, guess: bool = False) -> str | None:
 
 
 def _started() -> ProcessInfo | None:
-    """This process among those that a launcher has started; None where the Trainer starts them."""
+    """Describe this process among those of a launcher; None where the Trainer starts them."""
     with as_usage_error(ValueError):
         return process_info() if launcher().starts_all else None
 

@@ -1,7 +1,4 @@
-"""Where config files are: `--config tfno_darcy` names one that came with the package.
-
-`--config tutorials/t5` names one of its folder `tutorials`.
-"""
+"""The configs that came with the package: `--config tfno_darcy` or `--config tutorials/t5`."""
 
 import importlib.util
 import os
@@ -15,7 +12,7 @@ TUTORIALS = "tutorials"  # the folder whose configs are named with it
 
 
 def named_configs() -> dict[str, Path]:
-    """The configs that came with the package, by their bare names.
+    """Find the configs that came with the package, by their bare names.
 
     They are in the wheel, or beside the package in a checkout.
     """
@@ -30,7 +27,7 @@ def named_configs() -> dict[str, Path]:
 
 
 def find_configs(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with paths in place of bare names of configs.
+    """Put paths in place of bare names of configs into the words of a command line.
 
     A bare name has neither a suffix nor a folder other than `tutorials`, and no file of the working
     directory has it.

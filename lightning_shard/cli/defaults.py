@@ -36,7 +36,7 @@ def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
 
     Args:
         path: The option ckpt_path.
-        trusted: Whether weights_only is false; then hyperparameters that are objects are left out.
+        trusted: Whether weights_only is false; a file of objects then has no hyperparameters.
 
     Raises:
         UsageError: The file cannot be read.
@@ -97,11 +97,7 @@ def fill_in(spec: Any, given: Given, key: str, stored: Stored | None = None) -> 
 
 
 def check_model(model: Namespace, stored: Stored, path: str) -> None:
-    """Compare the model of the configuration with the one that saved a checkpoint.
-
-    Raises:
-        UsageError: They differ.
-    """
+    """Raise a UsageError if another model than that of the configuration saved a checkpoint."""
     saved_by = stored.get("_class_path", stored.get("class_path", model.class_path))
     if str(saved_by).rpartition(".")[2] != model.class_path.rpartition(".")[2]:
         raise UsageError(
@@ -111,7 +107,7 @@ def check_model(model: Namespace, stored: Stored, path: str) -> None:
 
 
 def _serves(value: Any, made: Any, name: str) -> bool:
-    """Whether an argument of a class or function may have a value that a file chooses."""
+    """Return whether an argument of a class or function may take a value from a file."""
     parser: Any = ArgumentParser(exit_on_error=False)
     add = parser.add_class_arguments if inspect.isclass(made) else parser.add_function_arguments
     add(made, fail_untyped=False, sub_configs=True)
@@ -124,7 +120,7 @@ def _serves(value: Any, made: Any, name: str) -> bool:
 
 
 def _is_value(value: Any, hint: Any) -> bool:
-    """Whether a value chooses nothing but itself where this type is expected."""
+    """Return whether a value chooses nothing but itself where this type is expected."""
     if isinstance(value, Mapping):
         return not {*SPEC} & {*value} and _is_value([*value, *value.values()], hint)
     if isinstance(value, list | tuple):
@@ -137,7 +133,7 @@ def _is_value(value: Any, hint: Any) -> bool:
 
 
 def _members(hint: Any) -> Iterator[Any]:
-    """The types in a hint, without those of literals, of which no class is made."""
+    """Yield the types in a hint, without literals, of which no class is made."""
     if get_origin(hint) in CONTAINERS:
         for part in get_args(hint):
             yield from _members(part)

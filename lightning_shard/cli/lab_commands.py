@@ -28,24 +28,18 @@ from lightning_shard.trainer.process_mesh import domain_that_is_left
 
 
 def run(args: Sequence[str], given: Given, own: argparse.Namespace) -> None:
-    """Try on this machine what `fit` would train.
-
-    Args:
-        args: The command, and its options of `fit`.
-        given: What these and the environment give.
-        own: The options of the command that `fit` does not have.
-    """
+    """Try on this machine what `fit` would train; `own` has the options that `fit` lacks."""
     make = functools.partial(LabCLI, own=own, command=args[0])
     lightning_cli.run(["fit", *args[1:]], given, make)
 
 
 class LabCLI(lightning_cli.ShardCLI):
-    """Builds the model and the data of `fit`, and tries their training on the CPU of this machine.
+    """Build the model and the data of `fit`, and try their training on the CPU of this machine.
 
     Args:
         args: The words of the command line.
-        state: Knows what was given.
-        own: The options of the command that `fit` does not have.
+        state: Follows how far the run is.
+        own: The options of the command that `fit` lacks.
         command: `check`, `plan` or `certify`.
     """
 
@@ -56,7 +50,7 @@ class LabCLI(lightning_cli.ShardCLI):
         super().__init__(args, state)
 
     def after_parsing(self, trainer: Any) -> None:
-        """Let the config run in this process; what it asks for may not be here."""
+        """Let the config run in this process, whatever machines it asks for."""
         self.processes = (count_of(trainer.devices) or 0) * trainer.num_nodes
         domain, data = sizes_of(trainer)
         if domain == "auto":

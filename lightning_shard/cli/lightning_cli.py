@@ -52,10 +52,9 @@ class SaveConfig(SaveConfigCallback):
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 (Path(folder) / self.config_filename).write_text(text, encoding="utf-8")
         options = yaml.safe_load(text)
+        parts = {key: options[key] for key in ("trainer", "model", "data") if key in options}
         for logger in trainer.loggers:
-            logger.log_hyperparams(
-                {key: options[key] for key in ("trainer", "model", "data") if key in options}
-            )
+            logger.log_hyperparams(parts)
 
 
 class ShardCLI(LightningCLI):
@@ -63,7 +62,7 @@ class ShardCLI(LightningCLI):
 
     Args:
         args: The words of the command line.
-        state: Knows what was given, and is told when batches begin to flow.
+        state: Follows how far the run is.
     """
 
     def __init__(self, args: Sequence[str], state: RunState) -> None:
@@ -97,14 +96,13 @@ class ShardCLI(LightningCLI):
         return super().init_parser(**own, exit_on_error=False, allow_abbrev=False, **kwargs)
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add the options that are ours."""
+        """Add the options that LightningCLI does not have."""
         for name, (default, text) in SWITCHES.items():
-            parser.add_argument(
-                f"--{name}", type=bool, nargs="?", const=True, default=default, help=text
-            )
+            how = {"type": bool, "nargs": "?", "const": True, "default": default, "help": text}
+            parser.add_argument(f"--{name}", **how)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse, and check the result; every mistake becomes a UsageError."""
+        """Parse the words and check the result; every mistake becomes a UsageError."""
         if not args or args[0] not in self.names:  # help, or a variable names the subcommand
             self.config = parser.parse_args(args)
             return
@@ -126,8 +124,7 @@ class ShardCLI(LightningCLI):
         path = config.get("ckpt_path")
         stored = hyperparameters(path, trusted=config.get("weights_only") is False)
         check_model(config.model, stored, str(path))
-        for key in ("model", "data", "trainer.strategy"):
-            part = stored if key == "model" else {}
+        for key, part in (("model", stored), ("data", None), ("trainer.strategy", None)):
             for sentence in fill_in(config.get(key), given, key, part):
                 note(sentence)
         check(config, given)
@@ -139,7 +136,7 @@ class ShardCLI(LightningCLI):
         """Leave the checkpoint's hyperparameters alone, which `parse_arguments` has read."""
 
     def before_instantiate_classes(self) -> None:
-        """Watch what is built."""
+        """Keep the error that a constructor raises, which the parser would replace."""
         self.parser.add_instantiator(self.state.build, object)
 
     def after_instantiate_classes(self) -> None:
@@ -167,7 +164,7 @@ class ShardCLI(LightningCLI):
 
     @property
     def text(self) -> str:
-        """All options of the subcommand, as YAML."""
+        """The options of the subcommand, as YAML."""
         command = str(self.config["subcommand"])
         return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
 
@@ -195,8 +192,8 @@ def run(
 
     Args:
         args: The words of the command line.
-        given: What these and the environment give.
-        make: Builds and runs what they say.
+        given: The options in these words, in files and in the environment.
+        make: Makes the parser, which builds and runs the Trainer.
     """
     state = RunState(given)
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse

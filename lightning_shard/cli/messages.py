@@ -1,6 +1,6 @@
-"""Why the parser refused, in one sentence: the option, its place and the nearest valid name.
+"""A sentence on what the parser refused: the option, its place and the nearest valid name.
 
-jsonargparse makes a parser for each class that a config names, and each tells its refusal to
+jsonargparse makes a parser for each class that a config names, and each gives its refusal to
 `error`, innermost first. The outermost text is nested and names no file; the innermost one says
 what is wrong, and its parser knows what would be right.
 """
@@ -45,7 +45,7 @@ WORDS: dict[Any, str] = {
 
 
 class Refusal(argparse.ArgumentError):
-    """The text of a parser, and of the innermost parser inside it: itself, its text, its key."""
+    """A refusal of a parser, with the innermost parser that refused, its text and its key."""
 
     def __init__(self, text: str, parser: "Parser", inner: str, key: str) -> None:
         super().__init__(None, text)
@@ -53,12 +53,12 @@ class Refusal(argparse.ArgumentError):
 
 
 class Parser(LightningArgumentParser):
-    """Raises its refusals, and remembers those of the parsers inside it."""
+    """A parser that raises its refusals, and keeps those of the parsers inside it."""
 
     refusals: ClassVar[list[Refusal]] = []
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise what this parser refuses; the text of `message` has that of an inner one in it."""
+        """Raise a Refusal; the message contains that of the inner parser which refused first."""
         text = flat(message)
         known = [refusal for refusal in self.refusals if refusal.text in text]
         refusal = Refusal(message, self, message, "")
@@ -72,7 +72,7 @@ class Parser(LightningArgumentParser):
 
     @property
     def names(self) -> list[str]:
-        """The dotted options."""
+        """The dotted names of the options."""
         return [action.dest for action in self._actions if action.dest not in PARSER_ONLY]
 
 
@@ -80,10 +80,10 @@ def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> Usa
     """Turn a refusal into one sentence.
 
     Args:
-        refusal: Of the parser of the command line.
+        refusal: The error of the whole command line's parser.
         given: What the user wrote.
         command: The subcommand.
-        parser: That of the subcommand.
+        parser: The parser of the subcommand.
     """
     text, key = refusal.inner, refusal.key
     inside = refusal.parser if key else parser
@@ -121,12 +121,12 @@ def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> Usa
 
 
 def flat(text: str) -> str:
-    """A text in one line, as outer parsers indent that of inner ones."""
+    """Join a text to one line, since outer parsers indent the text of inner ones."""
     return " ".join(text.split())
 
 
 def _option(given: Given, key: str, name: str, refusal: Refusal, text: str = "") -> Option:
-    """As the user wrote it."""
+    """Find an option as the user wrote it."""
     path = f"{key}.{name}".lstrip(".")
     classes = re.findall(r"class_path[ =]'([^']+)'", refusal.text.partition(flat(refusal.inner))[0])
     of = classes[-1].rpartition(".")[2] if classes else ""
@@ -134,7 +134,7 @@ def _option(given: Given, key: str, name: str, refusal: Refusal, text: str = "")
 
 
 def _unknown(name: str, parser: Parser) -> tuple[str, list[str]]:
-    """The first part of a dotted name that a parser does not know, and what it knows there."""
+    """Find the first part of a dotted name that a parser lacks, and the names that it has there."""
     parts = name.split(".")
     for depth, part in enumerate(parts):
         start = "".join(f"{part}." for part in parts[:depth])
@@ -209,7 +209,7 @@ def _import_problem(path: str) -> str:
 
 
 def describe(hint: Any) -> str:
-    """A type hint in words."""
+    """Put a type hint into words."""
     choices = literals(hint)
     parts = [part for part in flatten(hint) if get_origin(part) is not Literal]
     if {int, float} & {*parts}:
@@ -221,13 +221,13 @@ def describe(hint: Any) -> str:
 
 
 def literals(hint: Any) -> list[str]:
-    """The words that a type hint lists."""
+    """Return the words that a type hint lists."""
     listed = (get_args(part) for part in flatten(hint) if get_origin(part) is Literal)
     return list(dict.fromkeys(str(value) for values in listed for value in values))
 
 
 def flatten(hint: Any) -> Iterator[Any]:
-    """The members of a union, nested ones too."""
+    """Yield the members of a union, nested ones too."""
     inner = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
     for part in inner:
         yield from flatten(part)
@@ -236,7 +236,7 @@ def flatten(hint: Any) -> Iterator[Any]:
 
 
 def classes_of(hint: Any) -> list[type]:
-    """The classes that a hint accepts, or that what it accepts returns."""
+    """Return the classes that a hint accepts, or that the callables which it accepts return."""
     found: list[type] = []
     for part in flatten(hint):
         kind, inner = get_origin(part), get_args(part)
@@ -264,11 +264,7 @@ def _family(base: type) -> Iterator[type]:
 
 
 def import_short_names(words: Iterable[str] | None = None) -> None:
-    """Import the classes of the workloads that may be named without their module.
-
-    Args:
-        words: Those that the user wrote; None for all.
-    """
+    """Import classes of the workloads, which then need no module: those in `words`, or all."""
     if importlib.util.find_spec(WORKLOADS):
         workloads = importlib.import_module(WORKLOADS)
         for name in dir(workloads) if words is None else {*dir(workloads)} & {*words}:

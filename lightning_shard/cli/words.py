@@ -1,4 +1,4 @@
-"""What is typed after commands of ours, read before torch is imported: one table for argparse."""
+"""The words after commands that Lightning does not have, read before torch is imported."""
 
 import argparse
 import os
@@ -15,14 +15,14 @@ PER_CORE = 16  # ranks, which more than share a core
 
 
 def whole_number(text: str) -> int:
-    """A number from 1 on."""
+    """Read a number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number from 1 on")
     return int(text)
 
 
 def meshes(text: str) -> tuple[tuple[int, ...], ...]:
-    """Of each mesh the data replicas, and the ranks along each split dim."""
+    """Read meshes: the number of data replicas, then of ranks along each split dim."""
     found: list[tuple[int, ...]] = []
     for word in text.split(","):
         sizes = word.strip().split("x")
@@ -60,15 +60,15 @@ BESIDE_FIT: Table = {  # commands that take the options of fit, too
 
 
 class Parser(argparse.ArgumentParser):
-    """Its help is a page of help.py, and its refusals are one sentence."""
+    """A parser whose help is a page of help.py, and whose refusals are one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise it."""
+        """Raise a UsageError."""
         raise UsageError(message, self.format_usage().strip())
 
 
 def read_words(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read what follows a command; what is left are options of `fit`.
+    """Read the words after a command, and return those that are left: options of `fit`.
 
     Raises:
         UsageError: There are other words, no such checkpoint or folder, or a value that cannot be.
