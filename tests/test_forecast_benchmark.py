@@ -8,6 +8,12 @@ import pytest
 
 from benchmarks import slow_links
 from benchmarks.forecast import by_network, merged, rank_correlation, regret, report, rows, summary
+from lightning_shard import launch
+from lightning_shard.lab.batches import first_batches
+from lightning_shard.lab.calibrate import measured_links
+from lightning_shard.lab.run import Task as Run
+from lightning_shard.lab.timeline import Replay
+from tests.lab.test_check import Net, data
 
 
 def case(mesh, seconds, predicted=None, network="CNN"):
@@ -48,6 +54,25 @@ def test_new_cases_replace_old_ones(tmp_path):
 def test_picture(tmp_path):
     report({"machine": "a machine", "cases": MEASURED}, tmp_path)
     assert (tmp_path / "forecast.png").stat().st_size > 1000
+
+
+def timed_and_measured():
+    """Run on each rank of a mesh of two: timelines of two steps, and the costs of collectives."""
+    from benchmarks.forecast_runs import timed_alone
+
+    run = Run(Net(), None, first_batches(Net(), data(), "fit"), (1, 2))
+    return timed_alone(run, 2), measured_links([2])
+
+
+@pytest.mark.slow
+def test_steps_of_all_ranks_are_timed_and_replayed():
+    (first, links), (second, _) = launch(timed_and_measured, processes=2)
+    steps = [*zip(first, second, strict=True)]
+    assert [[line.rank for line in ranks] for ranks in steps] == [[0, 1]] * 2
+    for ranks in steps:
+        for line, found in zip(ranks, Replay(ranks, links.cost).run(), strict=True):
+            assert found.seconds >= line.computed > 0
+            assert found.busy > 0
 
 
 @pytest.mark.slow

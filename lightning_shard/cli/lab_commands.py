@@ -17,13 +17,10 @@ from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_optio
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.usage import UsageError, as_usage_error
-from lightning_shard.lab import best_report
-from lightning_shard.lab.best import best
 from lightning_shard.lab.certify import certify
 from lightning_shard.lab.check import check
-from lightning_shard.lab.forecast import plan
-from lightning_shard.lab.machine import Cluster
-from lightning_shard.lab.predict import predict
+from lightning_shard.lab.predict import plan
+from lightning_shard.lab.search import best
 from lightning_shard.trainer.process_mesh import domain_that_is_left
 
 
@@ -66,16 +63,14 @@ class LabCLI(lightning_cli.ShardCLI):
         getattr(self, f"_{self.command}")(self.datamodule or self.model.train_dataloader())
 
     def _plan(self, source: Any) -> None:
-        if self.own.cluster is None:
-            processes = self.processes or math.prod(self.domain)
-            print(plan(self.model, source, processes, self.domain, **self.step))
-        elif self.own.best:
+        if self.own.best:
             found = best(self.model, source, self.own.cluster, **self.step)
-            print(best_report.words(found))
-            written = best_report.save(found, self.own.output or self.folder or ".")
+            print(found)
+            written = found.save(self.own.output or self.folder or ".")
             print(f"written to {written}", file=sys.stderr)
         else:
-            self._predict(source, self.own.cluster)
+            mesh = self._mesh()
+            print(plan(self.model, source, mesh, cluster=self.own.cluster, **self.step))
 
     def _check(self, source: Any) -> None:
         alone = math.prod(self.domain) == 1
@@ -85,15 +80,21 @@ class LabCLI(lightning_cli.ShardCLI):
         if not found.is_supported:
             sys.exit(1)
 
-    def _predict(self, source: Any, cluster: Cluster) -> None:
-        ranks = math.prod(self.domain)
-        if cluster.devices % ranks:
+    def _mesh(self) -> tuple[int, ...]:
+        """Return the mesh of the cluster, or of the processes that the config asks for."""
+        ranks, cluster = math.prod(self.domain), self.own.cluster
+        count = (self.processes or ranks) if cluster is None else cluster.devices
+        if count % ranks == 0:
+            return (count // ranks, *self.domain)
+        if cluster is not None:
             raise UsageError(
-                f"the {cluster.devices} devices must be a multiple of the {ranks} ranks that share "
+                f"the {count} devices must be a multiple of the {ranks} ranks that share "
                 "a sample; change --cluster or domain_parallel_size"
             )
-        mesh = (cluster.devices // ranks, *self.domain)
-        print(predict(self.model, source, cluster, mesh, **self.step))
+        raise ValueError(
+            f"the {count} processes must be a multiple of the {ranks} ranks that share a "
+            "sample; change processes or domain_parallel_size."
+        )
 
     def _certify(self, source: Any) -> None:
         digest = hashlib.sha256(self.text.encode()).hexdigest()

@@ -165,7 +165,9 @@ def _ties_kept(root: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
         owners = {owner[m] for m in modules}
         enclosing = next(b for b, parts in inside.items() if parts.issuperset(modules))
         if enclosing not in owners:
-            least = min(owners, key=lambda b: sum(p.numel() for p in b.parameters()))
+            # of equal ones the first in the module: a set has another order on each rank
+            in_order = [block for block in inside if block in owners]
+            least = min(in_order, key=lambda b: sum(p.numel() for p in b.parameters()))
             return _ties_kept(root, [b for b in chosen if b is not least])
     return chosen
 

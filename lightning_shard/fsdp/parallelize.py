@@ -39,6 +39,7 @@ from lightning_shard.fsdp.shard_block import (
     shard_block,
     with_complex_parameters,
 )
+from lightning_shard.fsdp.unused_parameters import UnusedParameters
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import replica_world
@@ -259,6 +260,10 @@ def _average_plain_gradients(work: _Work) -> None:
     average_plain_gradients(work.module, work.plain, work.group)
 
 
+def _reduce_unused_parameters(work: _Work) -> None:
+    UnusedParameters(work.module, work.group)
+
+
 def _prefetch(work: _Work) -> None:
     prefetch(work.module, work.options.prefetch)
 
@@ -316,6 +321,7 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _store_as_pairs,  # before parameters are grouped by dtype
     _split_spectral_weights,  # these are sharded over fewer ranks, before the others are grouped
     _shard,
+    _reduce_unused_parameters,  # of all groups, once there is none more to make
     _materialize,  # of the meta device only shards get memory, so after they are sharded
     _average_plain_gradients,  # its hooks belong to the parameters that have memory
     _prefetch,  # it links the blocks, so all must be sharded

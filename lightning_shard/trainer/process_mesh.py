@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.agreement import Check, agree, only_wait
 from lightning_shard.processes.device import default_backend, device_of
-from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
+from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sizes_of, sub_mesh
 from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.variables import end_attempts
@@ -175,6 +175,7 @@ class ProcessMesh:
             data = self._data_size(dist.get_world_size())
             shared_by = per_node if self.shard_size == "node" else self.shard_size
             self.mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
+        share_mesh(self.mesh)
         return self.mesh
 
     def _data_size(self, world: int) -> int:

@@ -30,7 +30,7 @@ from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
-from lightning_shard.processes.mesh import Sharding
+from lightning_shard.processes.mesh import Sharding, share_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
@@ -576,6 +576,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def teardown(self) -> None:
         self._while_set_up.close()
+        share_mesh(None)
         self.logged.forget()
         self.samples.end_stage()
         self.saver.finish(together_with_all=not self.peers.is_disconnected())

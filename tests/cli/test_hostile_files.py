@@ -22,9 +22,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_modules.shared.field_files import open_fields
 from lightning_modules.t5.tokenizer import load_tokenizer
-from lightning_shard import load_weights
+from lightning_shard import FieldFile, load_weights
 from lightning_shard.checkpoint.dcp_reader import read_dcp
 from lightning_shard.cli import main as cli
 from lightning_shard.cli.lightning_cli import ShardCLI
@@ -383,7 +382,7 @@ def test_codecs_of_zarr(codec):
     (Path("a.zarr/x/c/0/0/0")).mkdir(parents=True)
     Path("a.zarr/x/c/0/0/0/0").write_bytes(pickle.dumps(Calls(os.system, TOUCH)))
     with pytest.raises((ValueError, KeyError, TypeError)):
-        open_fields(Path("a.zarr"))["x"][:]
+        FieldFile("a.zarr").arrays["x"][:]
 
 
 @pytest.mark.parametrize("key", ["auto_map", "tokenizer_class", "chat_template", "tokenizer_file"])

@@ -52,7 +52,11 @@ def chart(lines: Mapping[str, Points], x_label: str, y_label: str) -> str:
     import matplotlib as mpl
 
     # the salt makes the names in one picture differ from those in another of the same page
-    options = {"svg.fonttype": "none", "svg.hashsalt": repr(lines), "font.family": "sans-serif"}
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": repr(lines),
+        "font.family": "sans-serif",
+    }
     with mpl.rc_context(options):
         figure = _figure(shown, x_label, y_label)
         written = io.StringIO()

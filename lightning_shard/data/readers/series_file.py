@@ -1,4 +1,4 @@
-"""Files of simulations and weather: which variables they hold, and a part of one at one time.
+"""Reads files of simulations and weather: a part of a variable at one time.
 
 Known are HDF5 files of the Well and of PDEBench, and what xarray opens: NetCDF and Zarr.
 
@@ -6,6 +6,7 @@ Shapes: N trajectories of T steps in one file, C components of a variable.
 References: the Well's page "Data format"; Takamoto et al., "PDEBench", 2022.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -15,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_modules.shared.field_files import HDF5, ZARR, inside, open_hdf5
-from lightning_modules.shared.optional import optional
+from lightning_shard.data.readers.field_file import HDF5, ZARR, inside, open_hdf5
+from lightning_shard.data.readers.opened import OpenFile, optional
 
 NETCDF = (".nc", ".nc4", ".netcdf")
 
@@ -32,7 +33,7 @@ class Variable:
     """How an array of a file holds a field.
 
     Attributes:
-        name: Of the array, with that of its group: "t0_fields/density".
+        name: The name of the array, with that of its group: "t0_fields/density".
         dims: A letter for each of its dims: N (trajectory), T (step), C (components), S (space);
             and - for a spatial dim that the array lacks, since the field is constant along it.
         shape: The extent of each of these dims, 1 for those that it lacks.
@@ -44,11 +45,11 @@ class Variable:
 
     @property
     def components(self) -> int:
-        """C, the product of all dims of components."""
+        """The number C of components, over all dims of components."""
         return math.prod(self.extents("C"))
 
     def extents(self, dims: str) -> list[int]:
-        """Extents of the dims with one of these letters."""
+        """Return the extents of the dims with one of these letters."""
         return [n for dim, n in zip(self.dims, self.shape, strict=True) if dim in dims]
 
     def read(self, array: Any, trajectory: int, step: int, part: Sequence[slice]) -> np.ndarray:
@@ -80,15 +81,21 @@ class Variable:
 
 @dataclass(frozen=True)
 class SeriesFile:
-    """What one file holds.
+    """A file of simulations or weather, made by `SeriesFile.describe`; it travels to workers.
 
     Attributes:
-        path: Of the file.
-        variables: Those that were asked for, in that order.
-        trajectories: Number N.
-        steps: Number T of each trajectory.
-        extents: Of the spatial dims.
+        path: The file.
+        variables: The variables that were asked for, in that order.
+        trajectories: The number N.
+        steps: The number T of steps of each trajectory.
+        extents: The extents of the spatial dims.
         seeds: The group of each trajectory, if they have groups of their own.
+        open: Returns the open file of this process: the root of HDF5, or an `xarray.Dataset`.
+
+    Example:
+        >>> file = SeriesFile.describe("era5.zarr", ["geopotential"], {"level": [500, 850]})
+        >>> file.extents  # (721, 1440)
+        >>> file.read(file.variables[0], 0, 7, (slice(0, 181), slice(0, 1440)))  # (2, 181, 1440)
     """
 
     path: Path
@@ -96,16 +103,18 @@ class SeriesFile:
     trajectories: int
     steps: int
     extents: tuple[int, ...]
-    seeds: tuple[str, ...] = ()
+    seeds: tuple[str, ...]
+    open: OpenFile
 
     def read(
-        self, opened: Any, variable: Variable, trajectory: int, step: int, part: Sequence[slice]
+        self, variable: Variable, trajectory: int, step: int, part: Sequence[slice]
     ) -> np.ndarray:
-        """Read (C, *part) of a variable from the open file.
+        """Read (C, *part) of a variable at one step of one trajectory.
 
         Raises:
             ValueError: It is damaged, or outside of the file.
         """
+        opened = self.open()
         name = f"{self.seeds[trajectory]}/{variable.name}" if self.seeds else variable.name
         try:
             array = inside(opened, name, self.path) if self.path.suffix in HDF5 else opened[name]
@@ -116,18 +125,73 @@ class SeriesFile:
                 f"({error}); restore the file."
             ) from error
 
+    @classmethod
+    def describe(
+        cls,
+        path: str | Path,
+        names: Sequence[str] | None = None,
+        select: Mapping[str, Sequence[Any]] | None = None,
+        time: str = "time",
+        spatial_dims: int = 2,
+    ) -> "SeriesFile":
+        """Find what a file holds.
 
-def open_series(path: Path, select: Mapping[str, Sequence[Any]] | None = None) -> Any:
+        Args:
+            path: The file.
+            names: The names of the variables; by default all that vary with time.
+            select: Coordinates to keep, for NetCDF and Zarr: `{"level": [500, 850]}`.
+            time: The dim of steps, for NetCDF and Zarr.
+            spatial_dims: The number of spatial dims, where the file does not say it.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It cannot be read, lacks a variable, or its variables do not fit together.
+        """
+        path, seeds = Path(path), ()
+        opened = open_series(path, select)
+        try:
+            if path.suffix not in HDF5:
+                found = _of_xarray(opened, time, spatial_dims)
+            elif "n_spatial_dims" in opened.attrs:
+                found = _of_the_well(opened, path)
+            else:
+                found, seeds = _of_pdebench(opened, path, spatial_dims)
+        finally:
+            opened.close()
+        if names is None:
+            names = [name for name, variable in found.items() if "T" in variable.dims]
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(f"{path} has no variable {missing[0]!r}; it has {sorted(found)}.")
+        if not names:
+            raise ValueError(
+                f"{path} has no variable that varies along {time!r}; it has {sorted(found)}. Name "
+                "the dim of steps, or variables."
+            )
+        if path.suffix not in HDF5:
+            grids = {
+                tuple(d for d in opened[name].dims if d != time)[-spatial_dims:] for name in names
+            }
+            _only(path, names, "spatial dims", grids)
+        variables = [found[name] for name in names]
+        extents = _extents(path, variables)
+        trajectories = len(seeds) or _of_all(path, variables, "numbers of trajectories", "N")
+        steps = _of_all(path, variables, "numbers of steps", "T")
+        opener = OpenFile(functools.partial(open_series, path, select))
+        return cls(path, tuple(variables), trajectories, steps, extents, seeds, opener)
+
+
+def open_series(path: str | Path, select: Mapping[str, Sequence[Any]] | None = None) -> Any:
     """Open a file: the root of HDF5, or an xarray.Dataset that reads what is indexed.
 
     Args:
-        path: Of the file.
-        select: Coordinates to keep, for xarray: {"level": [500, 850]}.
+        path: The file.
+        select: Coordinates to keep, for NetCDF and Zarr: `{"level": [500, 850]}`.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: It is damaged, of another format, or without these coordinates.
     """
+    path = Path(path)
     known = HDF5 + ZARR + NETCDF
     if not path.exists():
         raise FileNotFoundError(f"the file of fields {path} does not exist; check its name.")
@@ -145,7 +209,7 @@ def open_series(path: Path, select: Mapping[str, Sequence[Any]] | None = None) -
 
 
 def _open_xarray(path: Path) -> Any:
-    xarray = optional("xarray", f"the file {path}")
+    xarray = optional("xarray", f"the file {path}", "xarray")
     engine = "zarr"
     if path.suffix in NETCDF:
         engine = "scipy"  # NetCDF 3
@@ -160,75 +224,25 @@ def _open_xarray(path: Path) -> Any:
         raise OSError(error) from error
 
 
-def describe(
-    path: Path,
-    names: Sequence[str] | None = None,
-    select: Mapping[str, Sequence[Any]] | None = None,
-    time: str = "time",
-    spatial_dims: int = 2,
-) -> SeriesFile:
-    """Find what a file holds.
-
-    Args:
-        path: Of the file.
-        names: Of the variables; by default all that vary with time.
-        select: Coordinates to keep, for xarray.
-        time: The dim of steps, for xarray.
-        spatial_dims: Number of spatial dims, where the file does not say it.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It cannot be read, lacks a variable, or its variables do not fit together.
-    """
-    opened, seeds = open_series(path, select), ()
-    try:
-        if path.suffix not in HDF5:
-            found = _of_xarray(opened, time, spatial_dims)
-        elif "n_spatial_dims" in opened.attrs:
-            found = _of_the_well(opened, path)
-        else:
-            found, seeds = _of_pdebench(opened, path, spatial_dims)
-    finally:
-        opened.close()
-    if names is None:
-        names = [name for name, variable in found.items() if "T" in variable.dims]
-    if missing := [name for name in names if name not in found]:
-        raise ValueError(f"{path} has no variable {missing[0]!r}; it has {sorted(found)}.")
-    if not names:
-        raise ValueError(
-            f"{path} has no variable that varies along {time!r}; it has {sorted(found)}. Name the "
-            "dim of steps, or variables."
-        )
-    if path.suffix not in HDF5:
-        grids = {tuple(d for d in opened[name].dims if d != time)[-spatial_dims:] for name in names}
-        _only(path, names, "spatial dims", grids)
-    return _fitting(path, [found[name] for name in names], seeds)
-
-
-def _fitting(path: Path, variables: Sequence[Variable], seeds: tuple[str, ...]) -> SeriesFile:
-    """Put variables together that lie on one grid and have the same steps."""
+def _extents(path: Path, variables: Sequence[Variable]) -> tuple[int, ...]:
+    """Return the extents of the grid on which all variables lie."""
     names = [variable.name for variable in variables]
-
-    def of_all(what: str, dims: str) -> int:
-        extents = {n for variable in variables for n in variable.extents(dims)}
-        return _only(path, names, what, extents or {1})
-
     space = _only(path, names, "numbers of spatial dims", {len(v.extents("S-")) for v in variables})
-    extents = [
+    found = [
         {v.extents("S-")[i] for v in variables if [d for d in v.dims if d in "S-"][i] == "S"}
         for i in range(space)
     ]
-    grid = tuple(
-        _only(path, names, f"extents of spatial dim {i}", n) for i, n in enumerate(extents)
-    )
-    trajectories = len(seeds) or of_all("numbers of trajectories", "N")
-    return SeriesFile(
-        path, tuple(variables), trajectories, of_all("numbers of steps", "T"), grid, seeds
-    )
+    return tuple(_only(path, names, f"extents of spatial dim {i}", n) for i, n in enumerate(found))
+
+
+def _of_all(path: Path, variables: Sequence[Variable], what: str, dims: str) -> int:
+    """Return the extent that all variables have along a dim; 1 where none has it."""
+    extents = {n for variable in variables for n in variable.extents(dims)}
+    return _only(path, [variable.name for variable in variables], what, extents or {1})
 
 
 def _only(path: Path, names: Sequence[str], what: str, found: Collection[Any]) -> Any:
-    """The one value that all variables have.
+    """Return the one value that all variables have.
 
     Raises:
         ValueError: They have several.
@@ -242,7 +256,7 @@ def _only(path: Path, names: Sequence[str], what: str, found: Collection[Any]) -
 
 
 def _of_xarray(opened: Any, time: str, spatial_dims: int) -> dict[str, Variable]:
-    """Arrays with enough dims; those before the spatial ones are components."""
+    """Find arrays with enough dims; those before the spatial ones are components."""
     found: dict[str, Variable] = {}
     for name, array in opened.data_vars.items():
         others = [dim for dim in array.dims if dim != time]
@@ -254,7 +268,7 @@ def _of_xarray(opened: Any, time: str, spatial_dims: int) -> dict[str, Variable]
 
 
 def _of_the_well(root: Any, path: Path) -> dict[str, Variable]:
-    """Scalar, vector and tensor fields."""
+    """Find scalar, vector and tensor fields."""
     space = int(root.attrs["n_spatial_dims"])
     found: dict[str, Variable] = {}
     for order, group in enumerate(("t0_fields", "t1_fields", "t2_fields")):
@@ -278,7 +292,7 @@ def _of_the_well(root: Any, path: Path) -> dict[str, Variable]:
 def _of_pdebench(
     root: Any, path: Path, spatial_dims: int
 ) -> tuple[dict[str, Variable], tuple[str, ...]]:
-    """Arrays with names of PDEBench, at the root or in a group for each trajectory."""
+    """Find arrays with names of PDEBench, at the root or in a group for each trajectory."""
     seeds = tuple(sorted(name for name in root if "data" in getattr(root[name], "keys", dict)()))
     group = inside(root, seeds[0], path) if seeds else root
     grid = group.get("grid", group)

@@ -18,9 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 from zarr.storage import LocalStore
 
 import lightning_shard
-from lightning_modules import FieldDataset
-from lightning_modules.shared.field_files import write_fields
-from lightning_shard import DomainTensor, HybridShardStrategy, slab_of
+from lightning_shard import DomainTensor, FieldDataset, HybridShardStrategy, slab_of, write_fields
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch

@@ -1,4 +1,4 @@
-"""Files of fields, HDF5 or Zarr: opened, read and written a part of a sample at a time.
+"""Opens, reads and writes files of fields, HDF5 or Zarr, a part of a sample at a time.
 
 Both formats hold arrays (S, C, *spatial) in small blocks with checksums: a part is read without its
 neighbours, and damaged bytes raise an error.
@@ -6,6 +6,7 @@ neighbours, and damaged bytes raise an error.
 Shapes: S samples of C channels.
 """
 
+import functools
 import io
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,47 +16,101 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_modules.shared.optional import optional
+from lightning_shard.data.readers.opened import OpenFile, optional
 
 HDF5, ZARR = (".h5", ".hdf5"), (".zarr",)
 BLOCKS = 16  # along each dim of a field, so that the parts of up to as many ranks overlap little
 EDGE = 8  # nodes that a block has at least
 
 
-def field_shapes(
-    path: Path, names: Sequence[str], group: str = ""
-) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """The number of samples and the shape (C, *spatial) of a sample, for each array of a file.
+class FieldFile:
+    """An HDF5 file (.h5, .hdf5) or a Zarr group (.zarr) of arrays (S, C, *spatial), to read.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file cannot be read, or lacks an array.
+    Each process opens it when it reads first, so a `FieldFile` may travel to worker processes.
+
+    Args:
+        path: The file.
+        group: The group that holds the arrays; ignored in a file that has no such group.
+
+    Example:
+        >>> file = FieldFile("train.zarr")
+        >>> count, shape = file.shapes(["x"])["x"]  # 1000, (3, 4096, 4096)
+        >>> rows = file.read("x", 7, (slice(0, 3), slice(0, 1024), slice(0, 4096)))
     """
-    with _opened(path, group) as arrays:
-        if missing := [name for name in names if name not in arrays]:
-            where = f", at its root or in a group {group}" if group else ""
-            raise ValueError(
-                f"{path} needs datasets {' and '.join(names)}{where}, but has no {missing[0]}; got "
-                f"{sorted(arrays)}. Rename them, or read another file."
-            )
-        stored = {name: tuple(arrays[name].shape) for name in names}
-    return {
-        name: (shape[0], shape[1:] if len(shape) > 3 else (1, *shape[1:]))
-        for name, shape in stored.items()
-    }
+
+    SUFFIXES = HDF5 + ZARR  # the ends of the names of such files
+
+    def __init__(self, path: str | Path, group: str = "") -> None:
+        self.path, self.group = Path(path), group
+        self._open = OpenFile(functools.partial(_open_fields, self.path, group))
+
+    @property
+    def arrays(self) -> Any:
+        """The open arrays by name.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is of another format, or damaged.
+        """
+        return self._open()
+
+    def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return S and (C, *spatial) of each array; C is 1 for an array (S, H, W) without channels.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file cannot be read, or lacks an array.
+        """
+        with _opened(self.path, self.group) as arrays:
+            if missing := [name for name in names if name not in arrays]:
+                where = f", at its root or in a group {self.group}" if self.group else ""
+                raise ValueError(
+                    f"{self.path} needs datasets {' and '.join(names)}{where}, but has no "
+                    f"{missing[0]}; got {sorted(arrays)}. Rename them, or read another file."
+                )
+            stored = {name: tuple(arrays[name].shape) for name in names}
+        return {
+            name: (shape[0], shape[1:] if len(shape) > 3 else (1, *shape[1:]))
+            for name, shape in stored.items()
+        }
+
+    def read(self, name: str, sample: int, index: Sequence[slice]) -> np.ndarray:
+        """Read the part at `index` of a sample (C, *spatial) of an array, such as `slab.index`.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        array = self.arrays[name]
+        stored = index[len(index) + 1 - array.ndim :]  # without a channel dim of one
+        values = _read(array, self.path, (sample, *stored))
+        return values.reshape([part.stop - part.start for part in index])
+
+    def blocks(
+        self, names: Sequence[str], count: int, size: int
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the first `count` samples of some arrays, whole, at most `size` of them at a time.
+
+        Raises:
+            ValueError: A sample is damaged.
+        """
+        with _opened(self.path, self.group) as arrays:
+            for start in range(0, count, size):
+                some = slice(start, min(start + size, count))
+                yield {name: _read(arrays[name], self.path, (some,)) for name in names}
 
 
 def _library(path: Path) -> Any:
-    """The package that reads and writes the format of a file."""
-    return optional("h5py" if path.suffix in HDF5 else "zarr", f"the file {path}")
+    """Return the package that reads and writes the format of a file."""
+    package, extra = ("h5py", "hdf5") if path.suffix in HDF5 else ("zarr", "zarr")
+    return optional(package, f"the file {path}", extra)
 
 
-def open_fields(path: Path, group: str = "") -> Any:
-    """The arrays of an HDF5 file or a Zarr group by name, to read; `group` only if it is there.
+def _open_fields(path: Path, group: str = "") -> Any:
+    """Return the arrays of an HDF5 file or a Zarr group by name; `group` only if it is there.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is of another format, or damaged.
+        FileNotFoundError: There is no such file.
+        ValueError: It is of another format, or damaged.
     """
     if path.suffix not in HDF5 + ZARR:
         raise ValueError(f"{path} must end in {', '.join(HDF5 + ZARR)}, which say its format.")
@@ -77,20 +132,20 @@ def open_fields(path: Path, group: str = "") -> Any:
 
 
 def open_hdf5(path: Path) -> Any:
-    """The root of an HDF5 file, to read, whose arrays are all in the file.
+    """Return the root of an HDF5 file whose arrays are all in the file.
 
     Raises:
         OSError: It is damaged, or of another format.
         ValueError: An array is outside of it.
     """
-    root = optional("h5py", f"the file {path}").File(path, "r")
+    root = optional("h5py", f"the file {path}", "hdf5").File(path, "r")
     for name in root:
         inside(root, name, path)
     return root
 
 
 def _open_zarr(path: Path) -> Any:
-    library = optional("zarr", f"the file {path}")
+    library = optional("zarr", f"the file {path}", "zarr")
     store = library.storage.LocalStore(path, read_only=True)
     try:
         return library.open_group(store, mode="r")
@@ -99,14 +154,14 @@ def _open_zarr(path: Path) -> Any:
 
 
 def inside(root: Any, name: str, path: Path) -> Any:
-    """An array or a group of an HDF5 file, by its path in the file.
+    """Return an array or a group of an HDF5 file, by its path in the file.
 
     A file of HDF5 can name any other file of this machine to be read in place of its own data.
 
     Raises:
         ValueError: It is outside of the file.
     """
-    library = optional("h5py", f"the file {path}")
+    library = optional("h5py", f"the file {path}", "hdf5")
     parts = name.split("/")
     links = [root.get("/".join(parts[:n]), getlink=True) for n in range(1, len(parts) + 1)]
     external = any(isinstance(link, library.ExternalLink) for link in links)
@@ -126,11 +181,11 @@ def _is_outside(library: Any, found: Any, root: Any) -> bool:
     return isinstance(found, library.Dataset) and bool(found.external or found.is_virtual)
 
 
-def read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
-    """What lies at `index` of an open array.
+def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
+    """Read what lies at `index` of an open array.
 
     Raises:
-        ValueError: If it is damaged.
+        ValueError: It is damaged.
     """
     reason = ""
     try:
@@ -148,17 +203,18 @@ def read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
     return values
 
 
-def write_fields(path: Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
+def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
     """Write samples block by block, so that they need not fit into memory.
 
     Args:
         path: A new HDF5 file or Zarr group.
-        count: Number S of all samples.
+        count: The number S of all samples.
         blocks: Some samples at a time: for each array its name and (samples, C, *spatial).
 
     Raises:
-        OSError: If it cannot be written, for example on a full disk.
+        OSError: It cannot be written, for example on a full disk.
     """
+    path = Path(path)
     if path.suffix not in HDF5:
         _fill(_library(path).open_group(path, mode="w"), count, blocks)
         return
@@ -193,11 +249,13 @@ class _FailingLater(io.FileIO):
             return size or 0
 
     def watch(self, blocks: Iterable[Any]) -> Iterator[Any]:
+        """Yield the blocks, and raise the first error before the next one is written."""
         for block in blocks:
             self.check()
             yield block
 
     def check(self) -> None:
+        """Raise the first error, if there was one."""
         if self.error:
             raise self.error
 
@@ -227,24 +285,14 @@ def _create(root: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> No
         dtype=dtype,
         chunks=chunks,
         shards=sample,  # one file for each sample, of which single blocks are read
-        compressors=optional("zarr.codecs", "a Zarr group").Crc32cCodec(),
+        compressors=optional("zarr.codecs", "a Zarr group", "zarr").Crc32cCodec(),
         fill_value=np.nan if dtype.kind == "f" else 0,
     )
 
 
-def read_blocks(
-    path: Path, names: Sequence[str], group: str, count: int, size: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """The first `count` samples of a file, whole, at most `size` of them at a time."""
-    with _opened(path, group) as arrays:
-        for start in range(0, count, size):
-            some = slice(start, min(start + size, count))
-            yield {name: read(arrays[name], path, (some,)) for name in names}
-
-
 @contextmanager
 def _opened(path: Path, group: str) -> Generator[Any]:
-    arrays = open_fields(path, group)
+    arrays = _open_fields(path, group)
     try:
         yield arrays
     finally:

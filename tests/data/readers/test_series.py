@@ -12,11 +12,12 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, default_collate
 
 import lightning_shard
-from lightning_modules import SeriesDataModule, SeriesDataset
+from lightning_modules import SeriesDataModule
+from lightning_shard import SeriesDataset
 from lightning_shard.data.split import shard_batch
 from tests import training
+from tests.data.readers.test_fields import split_by
 from tests.parity import mesh_of
-from tests.workloads.shared.test_fields import split_by
 
 N, T, H, W = 2, 5, 7, 6
 STATE = np.random.default_rng(0).standard_normal((N, T, 2, H, W)).astype("f4")

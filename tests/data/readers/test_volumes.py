@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 import lightning_shard
-from lightning_modules import VolumeDataset
+from lightning_shard import VolumeDataset
 from lightning_shard.data.split import shard_batch
 from tests import training
+from tests.data.readers.test_fields import split_by
 from tests.parity import mesh_of
-from tests.workloads.shared.test_fields import split_by
 
 EXTENTS = (7, 6, 4)
 RANDOM = np.random.default_rng(0)
