@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
     from lightning_shard.lab.calibrate import calibrate as calibrate
-    from lightning_shard.lab.certificate import Certificate as Certificate
-    from lightning_shard.lab.certify import certify as certify
-    from lightning_shard.lab.check import check as check
+    from lightning_shard.lab.compare import certify as certify
+    from lightning_shard.lab.compare import check as check
     from lightning_shard.lab.machine import Cluster as Cluster
     from lightning_shard.lab.machine import read_cluster as read_cluster
     from lightning_shard.lab.predict import Prediction as Prediction
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from lightning_shard.lab.ranking import Candidate as Candidate
     from lightning_shard.lab.ranking import Ranking as Ranking
     from lightning_shard.lab.ranking import Setting as Setting
+    from lightning_shard.lab.result import Certificate as Certificate
+    from lightning_shard.lab.result import Check as Check
     from lightning_shard.lab.search import best as best
     from lightning_shard.lab.simulate import simulate as simulate
     from lightning_shard.lab.simulated.turns import StuckError as StuckError
@@ -94,6 +95,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Candidate",
     "Certificate",
+    "Check",
     "Cluster",
     "DeviceTimer",
     "DisagreementError",
@@ -235,9 +237,10 @@ _MODULES = {
     "DisagreementError": "processes.agreement",
     "LightningShardError": "processes.errors",
     # a step, rehearsed on this machine
-    "check": "lab.check",
-    "certify": "lab.certify",
-    "Certificate": "lab.certificate",
+    "check": "lab.compare",
+    "certify": "lab.compare",
+    "Certificate": "lab.result",
+    "Check": "lab.result",
     "plan": "lab.predict",
     "predict": "lab.predict",
     "Prediction": "lab.predict",

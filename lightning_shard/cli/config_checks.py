@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest, nearest_file
-from lightning_shard.processes.device import accelerators, device_of
+from lightning_shard.processes.device import accelerators, device_of, sees_own_device_only
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 from lightning_shard.trainer.process_mesh import domain_that_is_left, misfit
@@ -143,6 +143,10 @@ def _check_devices(trainer: Any, given: Given) -> None:
             f"trainer.accelerator is '{trainer.accelerator}'{_at(given, 'trainer.accelerator')} "
             f"but this machine has no {kind} device; use cpu or auto"
         )
+    started = _started()
+    if started and wanted == started.local_world_size and _sees_own_device(trainer, started):
+        trainer.devices = 1  # Lightning counts those that this process sees
+        return
     if wanted is not None and wanted > available:
         raise UsageError(
             f"trainer.devices asks for {wanted} {kind} devices{_at(given, 'trainer.devices')} "
@@ -155,6 +159,8 @@ def _check_processes(trainer: Any, given: Given) -> None:
     if devices is None or started is None or key not in given:
         return
     world, local = started.world_size, started.local_world_size
+    if devices == 1 and _sees_own_device(trainer, started):
+        devices = local
     # the nodes that an elastic launcher has are enough
     elastic = sizes_of(trainer)[0] == "auto"
     asked = devices * (max(1, world // devices) if elastic else trainer.num_nodes)
@@ -166,6 +172,12 @@ def _check_processes(trainer: Any, given: Given) -> None:
             f"{trainer.num_nodes}){_at(given, key)} but {by} started {world}; use {fix}, or start "
             f"{asked} with {by}"
         )
+
+
+def _sees_own_device(trainer: Any, started: ProcessInfo) -> bool:
+    """Return whether each process of this node sees one device only, its own."""
+    kind = _device_kind(trainer.accelerator, guess=True)
+    return kind is not None and sees_own_device_only(kind, started.local_world_size)
 
 
 def _check_mesh(trainer: Any, given: Given) -> None:
@@ -186,7 +198,7 @@ def _check_mesh(trainer: Any, given: Given) -> None:
 
 def _world(trainer: Any) -> tuple[int | None, str]:
     if started := _started():
-        return started.world_size, f"{launcher().world_size} {started.world_size}"
+        return started.world_size, f"{launcher().world_size or 'processes'} {started.world_size}"
     devices = count_of(trainer.devices)
     if devices is None and trainer.devices == "auto":
         kind = _device_kind(trainer.accelerator, guess=True)

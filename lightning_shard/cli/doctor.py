@@ -75,7 +75,7 @@ def _devices() -> Iterator[str]:
 
 
 def _surroundings() -> Iterator[str]:
-    commands = [row.command for row in LAUNCHERS if row.command]
+    commands = dict.fromkeys(row.command for row in LAUNCHERS if row.command)
     found = [f"{name} ({path})" for name in commands if (path := shutil.which(name))]
     yield labelled("launchers", ", ".join(found) or "none on the PATH")
     known = ALWAYS_SHOWN.union(*(row.variables() for row in LAUNCHERS))

@@ -17,8 +17,7 @@ from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_optio
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.usage import UsageError, as_usage_error
-from lightning_shard.lab.certify import certify
-from lightning_shard.lab.check import check
+from lightning_shard.lab.compare import certify, check
 from lightning_shard.lab.predict import plan
 from lightning_shard.lab.search import best
 from lightning_shard.trainer.process_mesh import domain_that_is_left
@@ -75,7 +74,7 @@ class LabCLI(lightning_cli.ShardCLI):
     def _check(self, source: Any) -> None:
         alone = math.prod(self.domain) == 1
         domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
-        found = check(self.model, source, domain, **self.step)
+        found = check(self.model, source, (1, *domain), **self.step)
         print(found)
         if not found.is_supported:
             sys.exit(1)

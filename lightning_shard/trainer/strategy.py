@@ -195,7 +195,7 @@ class HybridShardStrategy(NotCompiled):
     @property
     def num_processes(self) -> int:
         """The number of processes of this node."""
-        return len(self.parallel_devices or ())
+        return process_mesh.processes_of_node(self.cluster_environment, self.parallel_devices or ())
 
     @property
     def is_distributed(self) -> bool:
@@ -206,7 +206,8 @@ class HybridShardStrategy(NotCompiled):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        shown = self.parallel_devices  # one, where a launcher shows each process its own only
+        return shown[0] if len(shown) == 1 else shown[self.local_rank]
 
     @property
     @override
