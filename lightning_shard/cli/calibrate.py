@@ -1,4 +1,4 @@
-"""`python -m lightning_shard calibrate`: measures this machine for `plan --cluster`."""
+"""`python -m lightning_shard calibrate` measures this machine for `plan --cluster`."""
 
 import argparse
 import sys

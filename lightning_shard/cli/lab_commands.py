@@ -1,11 +1,7 @@
 """`python -m lightning_shard check|plan|certify --config a.yaml`: training tried on this machine.
 
-`check` trains one step in one process and on two ranks that share each sample, compares them, and
-names the functions that have no rule; it exits with 1 if the module cannot train so. `plan`
-predicts what each of the ranks that the config asks for will hold and send; with `--cluster` also
-the time of a step there, and with `--best` of the best mesh. `certify` trains some
-steps on several meshes, and writes a certificate; it exits with 1 if one differs. All run on the
-CPU, take the options of `fit`, and use its model and the first batches of its data.
+All run on the CPU, take the options of `fit`, and use its model and the first batches of its data.
+help.py says what each does.
 """
 
 import argparse
@@ -28,24 +24,18 @@ from lightning_shard.trainer.process_mesh import domain_that_is_left
 
 
 def run(args: Sequence[str], given: Given, own: argparse.Namespace) -> None:
-    """Try on this machine what `fit` would train.
-
-    Args:
-        args: The command, and its options of `fit`.
-        given: What these and the environment give.
-        own: The options of the command that `fit` does not have.
-    """
+    """Try on this machine what `fit` would train; `own` has the options that `fit` lacks."""
     make = functools.partial(LabCLI, own=own, command=args[0])
     lightning_cli.run(["fit", *args[1:]], given, make)
 
 
 class LabCLI(lightning_cli.ShardCLI):
-    """Builds the model and the data of `fit`, and tries their training on the CPU of this machine.
+    """Build the model and the data of `fit`, and try their training on the CPU of this machine.
 
     Args:
         args: The words of the command line.
-        state: Knows what was given.
-        own: The options of the command that `fit` does not have.
+        state: Follows how far the run is.
+        own: The options of the command that `fit` lacks.
         command: `check`, `plan` or `certify`.
     """
 
@@ -56,7 +46,7 @@ class LabCLI(lightning_cli.ShardCLI):
         super().__init__(args, state)
 
     def after_parsing(self, trainer: Any) -> None:
-        """Let the config run in this process; what it asks for may not be here."""
+        """Let the config run in this process, whatever machines it asks for."""
         self.processes = (count_of(trainer.devices) or 0) * trainer.num_nodes
         domain, data = sizes_of(trainer)
         if domain == "auto":
