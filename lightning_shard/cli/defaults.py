@@ -22,6 +22,7 @@ from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.messages import SPEC
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.trainer.host import option_types
 
 NUMBERS = (bool, int, float, types.NoneType)
 CONTAINERS = (list, tuple, set, dict, Sequence, Iterable, Mapping, Union, types.UnionType)
@@ -111,9 +112,8 @@ def _serves(value: Any, made: Any, name: str) -> bool:
     parser: Any = ArgumentParser(exit_on_error=False)
     add = parser.add_class_arguments if inspect.isclass(made) else parser.add_function_arguments
     add(made, fail_untyped=False, sub_configs=True)
-    hints = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
     with suppress(Exception):  # whatever the parser raises for a value of another type
-        if is_value := _is_value(value, hints.get(name)):
+        if is_value := _is_value(value, option_types(parser).get(name)):
             parser.validate(Namespace({name: value}), skip_required=True)
         return is_value
     return False

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_shard.cli.config_checks import check, check_numbers, find_device
 from lightning_shard.cli.defaults import check_model, fill_in, hyperparameters
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.messages import Parser, Refusal, explain, import_short_names
+from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, is_first_rank, note, origin
@@ -113,7 +113,7 @@ class ShardCLI(LightningCLI):
         Parser.refusals.clear()
         try:
             self.config = parser.parse_args(args)
-        except Refusal as err:
+        except RefusalError as err:
             raise explain(err, given, command, own) from err
         config = self.config[command]
         if command != "fit" and not config.get("ckpt_path"):

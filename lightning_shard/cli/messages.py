@@ -22,6 +22,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_shard.cli.config_files import WORKLOADS
 from lightning_shard.cli.positions import COMMAND_LINE, Given, Option, bare
 from lightning_shard.cli.usage import UsageError, nearest
+from lightning_shard.processes.errors import LightningShardError
+from lightning_shard.trainer.host import option_types
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 KEY = re.compile(r'Parser key "([^"]+)"')
@@ -44,7 +46,7 @@ WORDS: dict[Any, str] = {
 }  # fmt: skip
 
 
-class Refusal(argparse.ArgumentError):
+class RefusalError(argparse.ArgumentError, LightningShardError):
     """A refusal of a parser, with the innermost parser that refused, its text and its key."""
 
     def __init__(self, text: str, parser: "Parser", inner: str, key: str) -> None:
@@ -55,28 +57,28 @@ class Refusal(argparse.ArgumentError):
 class Parser(LightningArgumentParser):
     """A parser that raises its refusals, and keeps those of the parsers inside it."""
 
-    refusals: ClassVar[list[Refusal]] = []
+    refusals: ClassVar[list[RefusalError]] = []
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise a Refusal; the message contains that of the inner parser which refused first."""
+        """Raise a RefusalError; the message contains that of the parser which refused first."""
         text = flat(message)
         known = [refusal for refusal in self.refusals if refusal.text in text]
-        refusal = Refusal(message, self, message, "")
+        refusal = RefusalError(message, self, message, "")
         if known:
             inner = max(known, key=lambda refusal: len(refusal.text))
             outer = KEY.match(message) if inner.text != text else None
             key = f"{outer[1]}.{inner.key}".rstrip(".") if outer else inner.key
-            refusal = Refusal(message, inner.parser, inner.inner, key)
+            refusal = RefusalError(message, inner.parser, inner.inner, key)
         self.refusals.append(refusal)
         raise refusal from ex
 
     @property
     def names(self) -> list[str]:
         """The dotted names of the options."""
-        return [action.dest for action in self._actions if action.dest not in PARSER_ONLY]
+        return [name for name in option_types(self) if name not in PARSER_ONLY]
 
 
-def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> UsageError:
+def explain(refusal: RefusalError, given: Given, command: str, parser: Parser) -> UsageError:
     """Turn a refusal into one sentence.
 
     Args:
@@ -109,14 +111,13 @@ def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> Usa
     if found := REQUIRED.search(text):
         return _missing(found[1].replace(f"{command}.", "").split(", "), given, key)
     if found := KEY.match(text):
-        action = next((a for a in inside._actions if a.dest == found[1]), None)
         value = VALUE.search(text)
         option = _option(given, key, found[1], refusal, value[1] if value else "")
         for below in given.options:
             owner, _, leaf = below.key.rpartition(".")
             if owner == option.key and leaf not in SPEC and (close := nearest(leaf, SPEC[:1], "")):
                 return UsageError(f"unknown option '{below.key}' {below.where}{close}", hint)
-        return _value(option, getattr(action, "_typehint", Any), text, given)
+        return _value(option, option_types(inside).get(found[1]) or Any, text, given)
     return UsageError(flat(text), "; ".join(given.mentioned(text)))  # as another version says it
 
 
@@ -125,7 +126,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def _option(given: Given, key: str, name: str, refusal: Refusal, text: str = "") -> Option:
+def _option(given: Given, key: str, name: str, refusal: RefusalError, text: str = "") -> Option:
     """Find an option as the user wrote it."""
     path = f"{key}.{name}".lstrip(".")
     classes = re.findall(r"class_path[ =]'([^']+)'", refusal.text.partition(flat(refusal.inner))[0])

@@ -252,7 +252,7 @@ ON_THE_COMMAND_LINE = [
 @pytest.mark.parametrize(
     ("right", "typed", "option", "word"),
     IN_THE_FILE,
-    ids=[typed.strip().replace("\n", " ") for _, typed, _, _ in IN_THE_FILE],
+    ids=[f"{i} {row[1].strip()}".replace("\n", " ") for i, row in enumerate(IN_THE_FILE)],
 )
 def test_in_the_file(capsys, right, typed, option, word):
     assert right in CONFIG
@@ -281,7 +281,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("place", ["model", "optimizer", "callback"])
-@pytest.mark.parametrize(("number", "code"), enumerate(BROKEN))
+@pytest.mark.parametrize(("number", "code"), [*enumerate(BROKEN)])
 def test_a_module_that_fails_while_it_is_imported(capsys, monkeypatch, number, code, place):
     monkeypatch.syspath_prepend(Path.cwd())
     Path(f"broken{number}.py").write_text(code)

@@ -314,7 +314,7 @@ def test_warnings_are_caught_by_the_rank_that_looks_for_them():
 
 
 def test_each_rank_watches_its_own_copies_of_rows():
-    """Old rows are refused on the rank that reads them, and the tensor that was written is right."""
+    """Old rows are refused where they are read, and the tensor that was written is right."""
 
     def body() -> float:
         mesh = lightning_shard.init_mesh({"domain": -1})
