@@ -144,7 +144,7 @@ IN_THE_FILE = [
     ("test_after_fit: true", "ckpt_path: 3", "ckpt_path", "a string or a path or null; got '3'"),
     # options in the wrong place
     ("hidden_channels: 16", "hidden_channels: 16\n    batch_size: 4", f"{MODEL}.batch_size",
-     "accepted here: hidden_channels"),
+     "accepted here: factorization"),
     ("max_epochs: 12", "max_epochs: 12\n  domain_parallel_size: 2", "trainer.domain_parallel_size",
      "unknown option"),
     ("test_after_fit: true", "optimizer: Adam", "'optimizer'", "did you mean 'model.optimizer'?"),
@@ -204,7 +204,7 @@ ON_THE_COMMAND_LINE = [
     ("--model.optimizer.lr fast", "model.optimizer.lr", "a number; got 'fast'"),
     ("--model.optimizer.momentun 1", "model.optimizer.momentun", "accepted here: amsgrad, betas"),
     ("--model.lr_scheduler StepLRR", "model.lr_scheduler", "did you mean 'StepLR'?"),
-    ("--model.init_args.foo 1", "model.init_args.foo", "accepted here: hidden_channels"),
+    ("--model.init_args.foo 1", "model.init_args.foo", "accepted here: factorization"),
     ("--model.layers 3", "model.layers", "did you mean 'n_layers'?"),
     ("--model.n_modes [1,x]", "model.n_modes", "a list of integers; got '[1,x]'"),
     ("--model {class_path:Foo}", "model.class_path:Foo", "did you mean 'class_path'?"),
@@ -305,7 +305,6 @@ EXPRESSIONS = {
     "CLASS 0": "--config run.yaml --data lightning_modules.Zzz",
     "CLASS 1": "--config run.yaml --model.optimizer torch.nn.Linear",
     "CLASS 2": "--config run.yaml --trainer.strategy.class_path HybridShardStrategy",
-    "CLASS 3": "--config run.yaml --model lightning_modules.DarcyDataModule",
 }
 
 
