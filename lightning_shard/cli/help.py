@@ -65,7 +65,7 @@ options
   --model.help CLASS    the arguments of a class; --data.help and --trainer.strategy.help alike
 
 examples
-  {program} fit --config mnist_cnn --trainer.strategy.domain_parallel_size 2
+  {program} fit --config tfno_darcy --trainer.strategy.domain_parallel_size 2
   {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
 """,
     **dict.fromkeys(("validate", "test", "predict"), EVALUATION),

@@ -37,6 +37,7 @@ CLASS = (  # what the parser says of a class that it cannot use: its path, and w
     re.compile(r"given class_path '(?P<path>[^']+)':\s+(?P<why>.+)"),
     re.compile(r"callable class: (?P<why>.+?)\. Got value: (\w+\(class_path=')?(?P<path>[\w./]+)"),
     re.compile(r"(?P<why>Multiple subclasses with name (?P<path>\w+)\..+)"),
+    re.compile(r"Import path (?P<path>\S+) does not correspond to (?P<why>a subclass of \w+)"),
 )
 NO_PATH = re.compile(r"(?:Unexpected import path format|Expected a dot import path string): (\S+)")
 WORDS: dict[Any, str] = {

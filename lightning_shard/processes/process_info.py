@@ -173,7 +173,7 @@ def rank_variables() -> list[str]:
     alone = os.environ.get(CHOICE) in ("none", "lightning")
     rows = [row for row in LAUNCHERS if not alone or row.name in _OWN]
     names = [name for row in rows for name in (row.rank, row.local_rank, *row.node)]
-    return list(dict.fromkeys(filter(None, names)))  # a row may lack one
+    return [name for name in dict.fromkeys(names) if name]
 
 
 def _is_pmi_alone(env: Mapping[str, str]) -> bool:

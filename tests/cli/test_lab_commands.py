@@ -65,10 +65,7 @@ def test_check_of_a_module_that_does_not_run(capfd):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["--trainer.num_nodes=x"],
-            "trainer.num_nodes must be an integer; got 'x'",
-        ),
+        (["--trainer.num_nodes=x"], "trainer.num_nodes must be an integer; got 'x'"),
         (["--config", "none.yaml"], "config file 'none.yaml' does not exist"),
         (["--trainer.max_epoch=2"], "did you mean 'max_epochs'"),
     ],

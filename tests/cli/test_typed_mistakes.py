@@ -144,7 +144,7 @@ IN_THE_FILE = [
     ("test_after_fit: true", "ckpt_path: 3", "ckpt_path", "a string or a path or null; got '3'"),
     # options in the wrong place
     ("hidden_channels: 16", "hidden_channels: 16\n    batch_size: 4", f"{MODEL}.batch_size",
-     "accepted here: factorization"),
+     "hidden_channels, lifting_channel_ratio"),
     ("max_epochs: 12", "max_epochs: 12\n  domain_parallel_size: 2", "trainer.domain_parallel_size",
      "unknown option"),
     ("test_after_fit: true", "optimizer: Adam", "'optimizer'", "did you mean 'model.optimizer'?"),
@@ -157,7 +157,7 @@ IN_THE_FILE = [
      "Give the full class path to avoid ambiguity"),
     ("lightning_modules.TFNODarcy", "lightning_modules.DarcyDataModule", "model.class_path",
      "it is not a subclass of LightningModule"),
-    ("lightning_modules.TFNODarcy", "TFNODarc", "model.class_path", "TFNODarcy"),
+    ("lightning_modules.TFNODarcy", "TFNODracy", "model.class_path", "TFNODarcy"),
     ("lightning_modules.TFNODarcy", "Zzzzzz", "model.class_path", "unknown class 'Zzzzzz'"),
     ("torch.optim.Adam", "Adm", f"{ADAM}.class_path", "did you mean 'Adam'?"),
     ("torch.optim.Adam", "torch.relu", f"{ADAM}.class_path", "it is not a class"),
@@ -204,7 +204,7 @@ ON_THE_COMMAND_LINE = [
     ("--model.optimizer.lr fast", "model.optimizer.lr", "a number; got 'fast'"),
     ("--model.optimizer.momentun 1", "model.optimizer.momentun", "accepted here: amsgrad, betas"),
     ("--model.lr_scheduler StepLRR", "model.lr_scheduler", "did you mean 'StepLR'?"),
-    ("--model.init_args.foo 1", "model.init_args.foo", "accepted here: factorization"),
+    ("--model.init_args.foo 1", "model.init_args.foo", "hidden_channels, lifting_channel_ratio"),
     ("--model.layers 3", "model.layers", "did you mean 'n_layers'?"),
     ("--model.n_modes [1,x]", "model.n_modes", "a list of integers; got '[1,x]'"),
     ("--model {class_path:Foo}", "model.class_path:Foo", "did you mean 'class_path'?"),
@@ -252,7 +252,7 @@ ON_THE_COMMAND_LINE = [
 @pytest.mark.parametrize(
     ("right", "typed", "option", "word"),
     IN_THE_FILE,
-    ids=[f"{i} {row[1].strip()}".replace("\n", " ") for i, row in enumerate(IN_THE_FILE)],
+    ids=[typed.replace("\n", " ").replace("\t", "tab ") for _, typed, _, _ in IN_THE_FILE],
 )
 def test_in_the_file(capsys, right, typed, option, word):
     assert right in CONFIG
@@ -305,6 +305,7 @@ EXPRESSIONS = {
     "CLASS 0": "--config run.yaml --data lightning_modules.Zzz",
     "CLASS 1": "--config run.yaml --model.optimizer torch.nn.Linear",
     "CLASS 2": "--config run.yaml --trainer.strategy.class_path HybridShardStrategy",
+    "CLASS 3": "--config run.yaml --trainer.strategy.class_path lightning_shard.parallelize",
 }
 
 
