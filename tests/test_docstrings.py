@@ -1,7 +1,12 @@
 """What editors and `--help` show of the public names: each argument described, nothing broken."""
 
+import ast
 import dataclasses
 import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from docstring_parser.common import ParseError
@@ -56,3 +61,45 @@ def test_a_broken_line_is_found():
     """
     with pytest.raises(ParseError, match="domain"):
         described(inspect.cleandoc(broken))
+
+
+NO_SUBJECT = r"(Of|As|What|Which|Whose|Whether|How|Those|For) "
+ARGUMENT = re.compile(rf"^ +\w+( \(.*\))?: {NO_SUBJECT}", re.MULTILINE)
+PACKAGE = Path(lightning_shard.__file__).parent
+
+
+def definitions(node: ast.AST, public: bool = True) -> Iterator[tuple[Any, bool]]:
+    """Functions and classes below a node, and whether a reader of the module may use them."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from definitions(child, public)
+            continue
+        marks = " ".join(map(ast.unparse, child.decorator_list))
+        named = not child.name.startswith("_") and not re.search(r"override|\.setter", marks)
+        yield child, public and named
+        yield from definitions(child, public and named and isinstance(child, ast.ClassDef))
+
+
+@pytest.mark.parametrize("room", sorted(path.name for path in PACKAGE.iterdir()))
+def test_docstrings_are_sentences_with_a_subject(room):
+    wrong = []
+    for path in (
+        [PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py"))
+    ):
+        tree = ast.parse(path.read_text())
+        for node, is_public in [(tree, False), *definitions(tree)]:
+            words = ast.get_docstring(node) or ""
+            place = f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'the module')}"
+            if re.match(NO_SUBJECT, words) or ARGUMENT.search(words):
+                wrong.append(f"{place} begins without a subject")
+            if is_public and not words:
+                wrong.append(f"{place} has none")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_docstring_without_a_subject_is_found():
+    code = 'def f():\n    """Of the run."""\n\nclass A:\n    def g(self): ...\n'
+    found = [(node.name, is_public) for node, is_public in definitions(ast.parse(code))]
+    assert found == [("f", True), ("A", True), ("g", True)]
+    assert re.match(NO_SUBJECT, "Of the run.")
+    assert ARGUMENT.search("    rows: What the rank has.")

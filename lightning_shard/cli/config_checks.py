@@ -44,7 +44,7 @@ def check_numbers(config: Any, given: Given) -> None:
 
     Args:
         config: The resolved options of one subcommand.
-        given: What the user wrote, to name the place.
+        given: The options that the user wrote, to name the place.
 
     Raises:
         UsageError: With one sentence.

@@ -37,7 +37,7 @@ def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
 
     Args:
         path: The option ckpt_path.
-        trusted: Whether weights_only is false; a file of objects then has no hyperparameters.
+        trusted: True if weights_only is false; a file of objects then has no hyperparameters.
 
     Raises:
         UsageError: The file cannot be read.
@@ -60,7 +60,7 @@ def fill_in(spec: Any, given: Given, key: str, stored: Stored | None = None) -> 
 
     Args:
         spec: The resolved options, with the class's path.
-        given: What the user wrote.
+        given: The options that the user wrote.
         key: The dotted key of `spec`.
         stored: The hyperparameters of the class in a checkpoint.
 

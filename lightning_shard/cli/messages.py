@@ -83,7 +83,7 @@ def explain(refusal: RefusalError, given: Given, command: str, parser: Parser) -
 
     Args:
         refusal: The error of the whole command line's parser.
-        given: What the user wrote.
+        given: The options that the user wrote.
         command: The subcommand.
         parser: The parser of the subcommand.
     """

@@ -22,7 +22,7 @@ class RunState(Callback):
 
     Attributes:
         given: The options that the user wrote.
-        stepped: Whether a batch is done. Before, one sentence says enough of any error; later,
+        stepped: True once a batch is done. Before, one sentence says enough of any error; later,
             every error keeps its traceback.
     """
 

@@ -26,7 +26,7 @@ class Slab:
     Attributes:
         shape: The shape of the whole field of one sample, without the batch dim.
         index: This rank's rows along each dim; it may hold none where ranks are more than rows.
-        is_split: Whether other ranks read other parts.
+        is_split: True if other ranks read other parts.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Slab:
         """Make the entry of a sample for a batch.
 
         Args:
-            rows: What lies at `index` of the sample's field.
+            rows: The values at `index` of the sample's field.
             sample: The sample's number in the dataset.
         """
         return LocalPart(rows, self.shape, (sample,)) if self.is_split else rows

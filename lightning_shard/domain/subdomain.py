@@ -61,7 +61,7 @@ class Copied:
         index: The rows are those of `parent[index]`; None where no index says which they are.
         factor: The parent's values are this many times larger.
         taken: The local tensor that the user indexed, the index, and the local rows that he got.
-        seen: How often the memory of the copy had been written when it was last written back.
+        seen: Number of writes to the copy's memory when it was last written back.
     """
 
     parent: "Subdomain"

@@ -8,7 +8,7 @@ def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str
 
     Args:
         rows: The head first.
-        numbers: Whether all columns but the first are aligned on the right.
+        numbers: True if all columns but the first are aligned on the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

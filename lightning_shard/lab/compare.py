@@ -62,7 +62,7 @@ def check(
         mesh: Data replicas and the ranks along each split dim, as `(1, 2, 2)` or "1x2x2"; a number
             of ranks is that of one replica.
         shard_dims: The dims that are split, as for `HybridShardStrategy`.
-        simulated: Whether the ranks are simulated in this process (`simulate`), which is quicker,
+        simulated: True if the ranks are simulated in this process (`simulate`), which is quicker,
             and allows for many of them, instead of processes.
         trainer: Arguments of the Trainer, such as `precision="64-true"`.
 
@@ -110,9 +110,9 @@ def certify(
         data: A data module, or a DataLoader of training batches, each of which the data replicas
             share.
         meshes: Meshes, each in the form that `check` takes.
-        steps: How many batches are trained on.
+        steps: Number of batches that are trained on.
         shard_dims: The dims that are split, as for `HybridShardStrategy`.
-        simulated: Whether ranks are those of `simulate`, instead of processes.
+        simulated: True for ranks of `simulate`, instead of processes.
         facts: Further facts that the certificate is to name.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 

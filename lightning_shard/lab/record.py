@@ -47,7 +47,7 @@ class Look:
 
     Attributes:
         step: The step whose gradients and buffers are kept.
-        outputs: Whether the outputs of modules or functions are kept, too.
+        outputs: True to keep the outputs of modules or functions, too.
         module: The module of which each function's output is kept; None: every module's output.
     """
 
@@ -58,7 +58,7 @@ class Look:
 
 @dataclass
 class Output:
-    """What one call gave.
+    """The tensors that one call gave.
 
     Attributes:
         name: The name of the module, or of the function.
@@ -73,7 +73,7 @@ class Output:
 
 @dataclass
 class Record:
-    """What a run gave.
+    """The values that a run left: losses, weights, gradients and outputs.
 
     Attributes:
         losses: The loss of each training step, the mean over the data replicas.
@@ -81,7 +81,7 @@ class Record:
         gradients: Gradients of the step that is looked into, by the name of the parameter.
         buffers: Buffers before the optimizer's step there, by name.
         outputs: The outputs of modules or functions in that step, in the order of their ends.
-        values: For each data replica the values that an evaluation step returned, whole over the
+        values: The values of each data replica that an evaluation step returned, whole over the
             domain, and those that it logged, by name.
         gathered: Functions without a rule for split tensors, which ran on gathered ones.
         functions: Custom autograd Functions among them.
@@ -107,9 +107,9 @@ def record(
     """Run a task on its ranks, and return what it gave.
 
     Args:
-        task: What to run.
+        task: The task to run.
         look: Where the run is looked into; None: after each step its weights are kept.
-        nudged: Whether each first weight is moved to the number beside it.
+        nudged: True to move each first weight to the number beside it.
         allowed: Names of custom autograd Functions that run as `allow_function` lets them, and not
             on gathered tensors.
 

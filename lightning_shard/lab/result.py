@@ -21,7 +21,7 @@ OF_REPLICAS = {
 
 @dataclass
 class StepCheck:
-    """How one step on several ranks compares with the step in one process.
+    """The comparison of one step on several ranks with the step in one process.
 
     Attributes:
         step: The method of the module, such as "validation_step".

@@ -73,7 +73,7 @@ class Task:
         stage: The method of the Trainer: "fit", or another one for evaluation or prediction.
         strategy: Arguments of `HybridShardStrategy` beside the mesh, such as `shard_dims`.
         trainer: Arguments of the Trainer, such as its precision or further callbacks.
-        simulated: Whether `on_each_rank` simulates the ranks in this process.
+        simulated: True if `on_each_rank` simulates the ranks in this process.
     """
 
     module: LightningModule
@@ -123,7 +123,7 @@ def run_here(task: Task, *callbacks: Callback) -> Trainer:
     replaced by the batches of the task.
 
     Args:
-        task: What to run; its batches are those of this rank's data replica.
+        task: The task to run; its batches are those of this rank's data replica.
         callbacks: Recorders of what happens.
 
     Raises:
@@ -266,7 +266,7 @@ def trainer_options(function: Callable[..., Any], given: Mapping[str, Any]) -> d
 
     Args:
         function: A public function with `**trainer`.
-        given: What it got as `**trainer`.
+        given: The options that it got as `**trainer`.
 
     Raises:
         TypeError: Neither the function nor the Trainer has an argument of such a name, or the

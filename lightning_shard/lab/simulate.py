@@ -39,8 +39,8 @@ def simulate(
     ranks together.
 
     Args:
-        function: What each rank runs. Tensors that it finds elsewhere than in its arguments are
-            the same objects on all ranks.
+        function: The function that each rank runs. Tensors that it finds elsewhere than in its
+            arguments are the same objects on all ranks.
         args: Its arguments, of which each rank gets a deep copy.
         processes: Number of ranks.
         rank: The only one that runs, if not all do. Its collectives give it what it brings itself,
@@ -53,7 +53,7 @@ def simulate(
         StuckError: The ranks wait for each other, since they call different collectives.
         ValueError: `processes` is smaller than 1, or there is no such rank.
         RuntimeError: A simulated rank calls it, or ranks bring tensors that do not fit.
-        Exception: What the first rank raised that failed, with a note of its number.
+        Exception: The error of the first rank that failed, with a note of its number.
 
     Example:
         >>> def rank_and_sum(x):

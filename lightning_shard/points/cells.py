@@ -50,7 +50,7 @@ class Cells:
 
 
 def cells_for(rows: int) -> tuple[int, int]:
-    """How many cells so many points take, and how many points each has at most."""
+    """Return the number of cells for so many points, and the most points of a cell."""
     count = 2 ** max(0, math.ceil(math.log2(max(rows, 1) / CELL)))
     return count, max(1, math.ceil(rows / count))
 
@@ -89,7 +89,7 @@ def _halved(points: Tensor, batch: Tensor, count: int, size: int) -> Tensor:
 
 
 def cells_in_reach(queries: Cells, points: Cells, reach: Tensor) -> Tensor:
-    """Which cells of points some cell of queries may reach, as their boxes tell."""
+    """Mark the cells of points that some cell of queries may reach, by their boxes."""
     near = torch.zeros(len(points), dtype=torch.bool, device=reach.device)
     for own, at in _blocks(queries, len(points)):
         near |= _is_in_reach(_gaps(own, points), reach[at]).any(0)
@@ -97,7 +97,7 @@ def cells_in_reach(queries: Cells, points: Cells, reach: Tensor) -> Tensor:
 
 
 def reach_of_boxes(queries: Cells, points: Cells, k: int, counts: Tensor) -> Tensor:
-    """For each cell of queries a distance within which each query has `k` points of its sample.
+    """Return a distance for each cell of queries within which each query has `k` points.
 
     It follows from the boxes and the `counts` of their points alone, and is infinite where nothing
     follows from them.
@@ -192,7 +192,7 @@ def _first(gaps: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _reach_of_first(queries: Cells, points: Cells, gaps: Tensor, counts: Tensor, k: int) -> Tensor:
-    """For each cell of queries a distance within which each has `k` points of the nearest cells."""
+    """Return a distance for each cell of queries within which each has `k` near points."""
     found = [gaps.new_zeros(0)]
     for some, _, distances in _compared(queries, points, _first(gaps, counts, k)):
         found.append(_last(distances, k).masked_fill(some.numbers < 0, -math.inf).amax(1))

@@ -50,7 +50,7 @@ def _place_on_curve(cells: list[Tensor], bits: int) -> Tensor:
 
 
 def crossing_edges(edge_index: Tensor, nodes: int, ranks: int) -> int:
-    """How many edges (2, E) join nodes that two ranks hold when so many ranks share the nodes."""
+    """Count the edges (2, E) that join nodes of two ranks, when `ranks` share the nodes."""
     offsets = torch.tensor(partition(nodes, ranks)[1:], device=edge_index.device)
     owners = torch.bucketize(edge_index, offsets, right=True)
     return int((owners[0] != owners[1]).sum())

@@ -38,7 +38,7 @@ def knn(
     Args:
         x: Points (N, D).
         y: Queries (M, D).
-        k: How many points each query gets; fewer where its sample has fewer.
+        k: Number of points for each query; fewer where its sample has fewer.
         batch_x: The number of the sample of each point (N,), 0 or more; all are of one by default.
         batch_y: The same of each query (M,).
 
@@ -96,6 +96,7 @@ def _plain(
 def knn_of_parts(
     func: Search, x: Operand, y: Operand, k: int, batch_x: Batch = None, batch_y: Batch = None
 ) -> Subdomain:
+    """Find the nearest points; points near the boundaries of the ranks' parts travel."""
     k = _whole(k)
 
     def reach(queries: Cells, own: Cells, outline: Cells, counts: Tensor) -> Tensor:
@@ -111,6 +112,7 @@ def knn_of_parts(
 def radius_of_parts(
     func: Search, x: Operand, y: Operand, r: float, batch_x: Batch = None, batch_y: Batch = None
 ) -> Subdomain:
+    """Find the points within a radius; points near the boundaries of the ranks' parts travel."""
     r = _length(r)
 
     def reach(queries: Cells, own: Cells, outline: Cells, counts: Tensor) -> Tensor:
@@ -245,7 +247,7 @@ def _refuse_misfits(x: Operand, y: Operand, batch_x: Batch, batch_y: Batch) -> N
 
 
 def _is_finite(points: Tensor) -> Tensor:
-    """Whether the squares of all coordinates, and so all distances, are finite."""
+    """Return True if the squares of all coordinates, and so all distances, are finite."""
     return (points.abs() < torch.finfo(points.dtype).max ** 0.5 / 4).all()
 
 

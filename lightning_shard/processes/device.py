@@ -75,7 +75,7 @@ class Device:
 
     @property
     def computes_bfloat16(self) -> bool:
-        """Whether its cores compute in bfloat16, as torch finds; the CPU's cores do so slowly."""
+        """True if its cores compute in bfloat16, as torch finds; the CPU's cores do so slowly."""
         supported = getattr(torch.get_device_module(self.type), "is_bf16_supported", None)
         return supported is not None and supported(including_emulation=False)
 

@@ -81,7 +81,7 @@ def allow_function(function: F) -> F:
 def _apply_to_split(
     function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What `apply` of the Function gives, its graph joined to those of the local tensors."""
+    """Return what `apply` gives, its graph joined to those of the local tensors."""
     if kwargs:
         bound = inspect.signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -171,7 +171,10 @@ def _left(output: Any, split: Sequence[bool], domain: Domain | None) -> Any:
 
 
 def _mean_over_ranks(gradient: Tensor | None, domain: Domain) -> Tensor | None:
-    """Of a plain output, whose gradient on a rank is that of what this rank did with it."""
+    """Average the gradient of a plain output over the ranks.
+
+    Each rank has only the part that came through its own use of the output.
+    """
     return None if gradient is None else mean_over_ranks(gradient, domain)
 
 

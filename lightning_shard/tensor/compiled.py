@@ -66,7 +66,7 @@ class _Region:
     refused: bool = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What is traced: split tensors are made of parts, and parts of split tensors."""
+        """Run the block on split tensors made of parts, and return the parts of its results."""
         assert self.block is not None
         trace_begins()
         given = iter(tensors)
@@ -112,9 +112,9 @@ class CompiledBlock:
 
     Args:
         module: The block.
-        forward: What is compiled, for each kind of arguments. Its first call compiles, since a
+        forward: The compiled code, for each kind of arguments. Its first call compiles, since a
             block that is recomputed in backward must compute as it did in forward.
-        backend: Of torch.compile.
+        backend: The backend of torch.compile.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class CompiledBlock:
 
     @functools.cached_property
     def holds_others(self) -> bool:
-        """Whether FSDP2 gathers parameters while the block runs, which no graph can hold."""
+        """True if FSDP2 gathers parameters while the block runs, which no graph can hold."""
         inner = (m for m in self.module.modules() if m is not self.module)
         return any(isinstance(m, FSDPModule) for m in inner)
 
@@ -225,7 +225,7 @@ def _refuse_second_derivative(_: Any) -> None:
 
 
 def _mode() -> Hashable:
-    """What torch and this package are told to do, which rules and blocks can read."""
+    """Return the settings of torch and of this package that rules and blocks can read."""
     device = torch.accelerator.current_accelerator(check_available=True)
     types = ("cpu", device.type) if device is not None else ("cpu",)
     autocast = [torch.is_autocast_enabled(t) and torch.get_autocast_dtype(t) for t in types]

@@ -61,7 +61,7 @@ def all_gather_v(
         x: This rank's part, with any number of rows.
         mesh: A mesh of one axis.
         dim: The dim along which the parts lie.
-        sizes: For each rank the rows of its part; without them the ranks tell each other.
+        sizes: The rows of each rank's part; without them the ranks tell each other.
 
     Raises:
         ValueError: The mesh has several axes, or `x` has another number of rows.
@@ -80,7 +80,7 @@ def gather_v(
         x: This rank's part, with any number of rows.
         mesh: A mesh of one axis.
         dim: The dim along which the parts lie.
-        sizes: For each rank the rows of its part; without them the ranks tell each other.
+        sizes: The rows of each rank's part; without them the ranks tell each other.
         dst: The rank, counted in the mesh, that gets all rows.
 
     Raises:
@@ -101,7 +101,7 @@ def scatter_v(
             of the same shape otherwise.
         mesh: A mesh of one axis.
         dim: The dim along which the tensor is parted.
-        sizes: For each rank the rows that it gets.
+        sizes: The rows that each rank gets.
         src: The rank, counted in the mesh, that has all rows.
 
     Raises:
@@ -175,9 +175,9 @@ def fftn(
         mesh: The mesh.
         dims: The dims that its axes split.
         shape: The global shape of `x`.
-        s: As in torch.fft, of the whole tensor.
+        s: Extents of the whole tensor, by torch.fft's rules.
         dim: The transformed dims, split or not; by default all, as in torch.fft.
-        norm: As in torch.fft.
+        norm: The normalization, by torch.fft's names.
 
     Raises:
         ValueError: `x` is not this rank's part of a tensor of `shape`.

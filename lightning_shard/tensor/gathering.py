@@ -33,7 +33,7 @@ def split_in(values: Any, kind: type[Tensor]) -> Iterator[Any]:
 
 
 def writes(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the function changes a tensor that it is given, so that a copy will not do."""
+    """Return True if the function changes a tensor that it is given, so that a copy will not do."""
     name = getattr(func, "__name__", "")
     if is_in_place(func) or name in ("__setitem__", "__set__", "__delete__"):
         return True
@@ -59,7 +59,7 @@ def on_whole_tensors(
         args: Its arguments.
         kwargs: Its arguments by name.
         kind: The class of split tensors.
-        name: What the warning names, where that is not `func`.
+        name: The name in the warning, where that is not `func`.
     """
     parts: dict[int, Part] = {id(t): part_of(t) for t in split_in([args, kwargs], kind)}
     shown = name or func

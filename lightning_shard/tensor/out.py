@@ -19,7 +19,7 @@ def write_out(result: Any, out: Any, operands: Any, kind: type[Tensor]) -> Any:
 
     Args:
         result: One tensor, or several.
-        out: As many tensors, split or plain.
+        out: Tensors for the results, split or plain.
         operands: The other arguments of the function.
         kind: The class of split tensors.
 

@@ -23,22 +23,34 @@ class Part(Protocol):
 
     Attributes:
         shape: The global shape.
-        dtype: What users see.
-        layout: How the tensor is split, once that is known.
+        dtype: The dtype that users see.
+        layout: The split of the tensor, once that is known.
         local: A local tensor that tells the device, and whether gradients are wanted.
-        lazy: Whether the part must be read before a rule that knows only `Subdomain` can take it.
+        lazy: True if the part must be read before a rule that knows only `Subdomain` can take it.
     """
 
     lazy: ClassVar[bool]
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        ...
+
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The dtype that users see."""
+        ...
+
     @property
-    def layout(self) -> Layout | None: ...
+    def layout(self) -> Layout | None:
+        """The split of the tensor; None while it is not known."""
+        ...
+
     @property
-    def local(self) -> Tensor: ...
+    def local(self) -> Tensor:
+        """A local tensor that tells the device, and whether gradients are wanted."""
+        ...
+
     def read(self) -> Subdomain:
         """The rows of this rank.
 

@@ -97,4 +97,5 @@ def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:
 
 
 def pack(local: Tensor, like: Subdomain) -> DomainTensor:
+    """Wrap a local tensor that is laid out as `like`."""
     return DomainTensor(replace(like, local=local))

@@ -147,7 +147,7 @@ def is_own_copy(x: Any, index: Any, value: Any) -> bool:
 
 
 class _State:
-    """What is known of rows before a function runs.
+    """The state of rows before a function runs.
 
     Attributes:
         node: The last node of their graph.

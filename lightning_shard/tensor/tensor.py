@@ -218,7 +218,7 @@ def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 def _set_requires_grad(func: Function, *args: Any) -> Any:
-    """Of the wrapper too, see `DomainTensor.__new__`."""
+    """Set `requires_grad` of the wrapper and of the part (see `DomainTensor.__new__`)."""
     with without_rules():
         func(*args)
     return _by_rule(func, args, {})

@@ -120,7 +120,7 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 def _runs(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> bool:
-    """Whether a CPU computes this of random numbers; if it does not, meta tensors say more."""
+    """Return True if a CPU computes this of random numbers; else meta tensors say more."""
     if not all(t.is_floating_point() and t.device.type == "cpu" for t in tensors):
         return False
     if any(map(callable, (*args, *kwargs.values()))):  # a function of the user, who counts calls

@@ -12,7 +12,7 @@ def optional(package: str, needed_by: str, extra: str) -> Any:
 
     Args:
         package: The name of the module to import.
-        needed_by: What cannot work without it; it begins the sentence.
+        needed_by: The thing that cannot work without it; it begins the sentence.
         extra: The extra of lightning-shard that installs it.
 
     Raises:

@@ -30,7 +30,7 @@ _PDEBENCH = {
 
 @dataclass(frozen=True)
 class Variable:
-    """How an array of a file holds a field.
+    """The place of a field in an array of a file.
 
     Attributes:
         name: The name of the array, with that of its group: "t0_fields/density".

@@ -70,7 +70,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
     decompressed up to the end of the part; an uncompressed one is read at the part alone.
 
     Args:
-        files: For each key of a sample its files, one for each sample, or a folder of them:
+        files: The files of each key of a sample, one for each sample, or a folder of them:
             `{"image": "imagesTr", "label": "labelsTr"}`. Files are matched by their order, which is
             that of their names in a folder.
         trainer: The Trainer that will use the samples, or the domain mesh of a loop of your own;

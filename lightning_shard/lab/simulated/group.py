@@ -151,9 +151,11 @@ class SimulatedGroup(_AnyGroup):
         return _Work(rank, met, what, self._open_ones.turns, result)
 
     def size(self) -> int:
+        """Return the number of ranks."""
         return len(self._members)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return a name of the backend, by which torch treats all devices alike."""
         return "threaded"
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -162,45 +164,55 @@ class SimulatedGroup(_AnyGroup):
 
     @property
     def group_name(self) -> Any:
+        """The name under which torch knows the group."""
         return self._name
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce tensors over the ranks, in place."""
         tensors, op = _listed(tensors), _reduction(opts)
         return self._bring("all_reduce", tensors, partial(collectives.all_reduce, op=op), tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, root: Any, op: Any = None, timeout: Any = None) -> Any:
+        """Reduce tensors over the ranks, into those of one rank."""
         root, op = (root.rootRank, root.reduceOp) if hasattr(root, "rootRank") else (root, op)
         compute = partial(collectives.reduce_to, op=op, root=root)
         return self._bring("reduce", _listed(tensors), compute, tensors)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """Copy the tensors of one rank to the others."""
         tensors, root = _listed(tensors), getattr(opts, "rootRank", opts)
         return self._bring("broadcast", tensors, partial(collectives.broadcast, root=root), tensors)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        """Give each rank the tensors of all."""
         data = _listed(input_tensors)[0], _inner(output_tensors)
         return self._bring("all_gather", data, collectives.all_gather, output_tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        """Give each rank the tensors of all, joined to one."""
         compute = collectives.all_gather_single
         return self._bring("all_gather_single", (input, output), compute, output)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather several tensors, one after the other."""
         works = [self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)]
         return _all_of(works)
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        """Reduce lists of tensors, and give each rank one of the results."""
         data = _inner(input_tensors), _listed(output_tensors)[0]
         compute = partial(collectives.reduce_scatter, op=_reduction(opts))
         return self._bring("reduce_scatter", data, compute, output_tensors)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+        """Reduce tensors, and give each rank its part of the result."""
         compute = partial(collectives.reduce_scatter_single, op=_reduction(opts))
         return self._bring("reduce_scatter_single", (input, output), compute, output)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce and scatter several tensors, one after the other."""
         pairs = zip(outputs, inputs, strict=True)
         return _all_of([self.reduce_scatter_single(*pair, opts) for pair in pairs])
 
@@ -212,24 +224,29 @@ class SimulatedGroup(_AnyGroup):
         input_split_sizes: Any = None,
         opts: Any = None,
     ) -> Any:
+        """Exchange parts of one tensor between all ranks."""
         data = input, output, list(input_split_sizes or ()), list(output_split_sizes or ())
         return self._bring("all_to_all_single", data, collectives.all_to_all_single, output)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        """Exchange lists of tensors between all ranks."""
         data = list(input_tensors), list(output_tensors)
         return self._bring("all_to_all", data, collectives.all_to_all, output_tensors)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
+        """Give each rank one of the tensors of one rank."""
         data = _inner(input_tensors), _listed(output_tensors)[0]
         compute = partial(collectives.scatter, root=opts.rootRank)
         return self._bring("scatter", data, compute, output_tensors)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
+        """Give one rank the tensors of all."""
         data = _listed(input_tensors)[0], _inner(output_tensors)
         compute = partial(collectives.gather, root=opts.rootRank)
         return self._bring("gather", data, compute, output_tensors)
 
     def barrier(self, opts: Any = None) -> Any:
+        """Wait until all ranks are here."""
         return self._bring("barrier", None, collectives.nothing)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -237,9 +254,11 @@ class SimulatedGroup(_AnyGroup):
         self.barrier().wait()
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """Send tensors to another rank."""
         return self._pass_on(tensors, (self._place, dst, tag), sends=True)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        """Receive tensors from another rank."""
         return self._pass_on(tensors, (src, self._place, tag), sends=False)
 
     def _pass_on(self, tensors: Any, route: tuple[int, int, int], *, sends: bool) -> Any:

@@ -20,7 +20,7 @@ class SimulatedStore(_AnyStore):
     """The view that one simulated rank has of the store of all.
 
     Attributes:
-        values: What all ranks have written, by name.
+        values: Values that all ranks have written, by name.
         rank: The rank whose view it is.
     """
 
@@ -31,13 +31,16 @@ class SimulatedStore(_AnyStore):
     # the names are torch's
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
         self.values[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
+        """Return a value, once it is written."""
         self.wait([key])
         return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return the sum; 0 reads it."""
         if amount == 0:  # a look at what others add
             self._let_others_run()
         total = int(self.values.get(key, b"0")) + amount
@@ -45,19 +48,23 @@ class SimulatedStore(_AnyStore):
         return total
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return True if all keys are written; let other ranks run before it returns False."""
         if not self._has(keys):
             self._let_others_run()
         return self._has(keys)
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        """Let other ranks run until all keys are written."""
         what = f"{', '.join(keys)} in the store"
         if not self._has(keys):
             self._turns.wait(self.rank, lambda: self._has(keys), what)
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
+        """Delete a key; return True if it was there."""
         return self.values.pop(key, None) is not None
 
     def getNumKeys(self) -> int:  # noqa: N802
+        """Count the keys."""
         return len(self.values)
 
     delete_key, num_keys = deleteKey, getNumKeys
@@ -74,13 +81,15 @@ class LoneStore(SimulatedStore):
     """The store of a rank that runs alone: the others have written what it would write."""
 
     def get(self, key: str) -> bytes:
+        """Return a value as if all ranks had written what this one has."""
         name, _, last = key.rpartition("/")
         if last == "verdict":  # of processes/agreement.py: no difference was found
             return json.dumps(["", dist.get_world_size()]).encode()
         return self.values.get(key, self.values.get(f"{name}/{dist.get_rank()}", b""))
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return True: no other rank is waited for."""
         return True
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
-        pass
+        """Return at once: there is no other rank."""

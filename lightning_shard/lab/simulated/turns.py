@@ -49,7 +49,7 @@ class Turns:
             states: The states in which they begin.
 
         Raises:
-            BaseException: What the first rank raised that failed, with a note of its number.
+            BaseException: The error of the first rank that failed, with a note of its number.
         """
         own, self._states = State(), states
         for rank in range(len(self._bodies)):

@@ -20,7 +20,9 @@ class Random(Protocol):
     """The function of `torch.random` that lacks a type."""
 
     @property
-    def fork_rng(self) -> Callable[..., AbstractContextManager[None]]: ...
+    def fork_rng(self) -> Callable[..., AbstractContextManager[None]]:
+        """The context in which random numbers are drawn apart."""
+        ...
 
 
 class Torch(Protocol):
