@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
 from lightning_shard.fsdp.shard_block import sharded_modules
 
 
@@ -13,13 +14,19 @@ def whole_parameters(module: nn.Module) -> Generator[None]:
     """Inside, every rank reads the whole parameters of a module that `parallelize` has sharded.
 
     The steps of a LightningModule see whole parameters anyway; this is for hooks such as
-    `on_train_epoch_end`. All ranks must enter it. What is written to the parameters is lost.
+    `on_train_epoch_end`. All ranks must enter it, and write the same values if they write any.
     """
     sharded = sharded_modules(module)
     for each in sharded:
         each.unshard()
+    kept: Gathered | None = module.__dict__.get(GATHERED)
+    gathered = Gathered(module, kept.remembered if kept else None)
+    gathered.begin()
+    gathered.remembered.show({shard: whole for whole, shard in gathered.pairs()})
     try:
         yield
+        gathered.put_back()
     finally:
+        gathered.remembered.hide()
         for each in sharded:
             each.reshard()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
-from lightning_shard.fsdp import read_dtensor_numbers as numbers_of_shards
+from lightning_shard.fsdp import meeting
 
 
 def layer():
@@ -52,11 +52,11 @@ def test_numbers_of_parameters_and_gradients():
 def test_a_rank_that_reads_alone_ends_with_a_sentence():
     module = layer()
     parallelize(module, init_mesh({"data": -1}, "cpu"))
-    reads = Counter({(0, 1): 10**6})  # so that the ranks agree on the number of the next
+    met = Counter({("number", (0, 1)): 10**6})  # so that the ranks agree on the number of the next
     if dist.get_rank() == 0:
         with (
-            mock.patch.object(numbers_of_shards, "WAIT_S", 0.3),
-            mock.patch.object(numbers_of_shards, "_reads", reads),
+            mock.patch.object(meeting, "WAIT_S", 0.3),
+            mock.patch.object(meeting, "_met", met),
             pytest.raises(RuntimeError, match=r"rank 0 reads .* ranks \[1\] did not within"),
         ):
             float(next(module.parameters()).sum())
