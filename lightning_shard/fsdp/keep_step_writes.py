@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.remembered import Remembered
-from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.fsdp.shard_block import class_name, sharded_modules
 from lightning_shard.processes.torch_private.internals import (
     gathered_by,
     local_shape_and_offset,
@@ -76,33 +76,42 @@ class Gathered:
             if whole not in self._begun:  # it is gathered since, and nobody has written
                 continue
             trained, version = self._begun[whole]
-            if version_of(shard) != self._versions[shard]:
+            local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            if version_of(shard) != self._versions[shard] and self._differs(whole, shard, local):
                 raise RuntimeError(
                     f"a step wrote into the shard of a parameter of shape {tuple(whole.shape)}, "
                     "such as those of optimizer.param_groups, while the parameter is whole: write "
                     "into those of self.parameters() instead, or in a hook."
                 )
-            written = self._keep_memory(whole) or version_of(whole) != version
+            written = version_of(whole) != version
             if whole.requires_grad != trained:
                 shard.requires_grad_(whole.requires_grad)
             self._begun[whole] = whole.requires_grad, version_of(whole)
-            local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-            if whole.dtype == shard.dtype:  # also unless written: p.data.mul_() leaves no trace
+            dtype = whole.dtype
+            if dtype == shard.dtype:  # also unless written: p.data.mul_() leaves no trace
                 local.copy_(whole[self._slice(shard)])
                 self._versions[shard] = version_of(shard)
-            elif written:
+            written = self._keep_memory(whole) or written
+            if written and dtype != shard.dtype:
                 raise RuntimeError(
                     f"a step wrote into a parameter of shape {tuple(whole.shape)} that is gathered "
-                    f"as {whole.dtype} and kept as {shard.dtype}, so the write would lose digits; "
+                    f"as {dtype} and kept as {shard.dtype}, so the write would lose digits; "
                     "write it in a hook such as on_train_batch_end."
                 )
 
+    def _differs(self, whole: Tensor, shard: Any, local: Tensor) -> bool:
+        """Return True unless the parameter was gathered again after its shard was written."""
+        now = whole[self._slice(shard)].to(local.dtype)
+        return not torch.equal(now.nan_to_num(), local.nan_to_num())
+
     def _keep_memory(self, whole: nn.Parameter) -> bool:
-        """Take the value from other memory that `p.data = value` gave; True if there was some."""
+        """Put back the memory into which FSDP2 gathers; True if `p.data = value` gave other memory.
+
+        It keeps its values: backward needs those with which the forward pass ran.
+        """
         memory = self._memory[whole]
         if storage_key(memory) == storage_key(whole):
             return False
-        memory.data.copy_(whole)  # no write that autograd counts: p.data = value is none
         whole.data = memory
         return True
 
@@ -178,7 +187,7 @@ class Replaced:
         held = own_parameters(place.module).get(place.param_name)
         if not isinstance(held, DTensor):
             raise RuntimeError(
-                f"the parameter {place.param_name} of {type(place.module).__name__} was replaced "
+                f"the parameter {place.param_name} of {class_name(place.module)} was replaced "
                 "after the module was sharded, so the new one would be forgotten: copy the value "
                 "into it instead, under torch.no_grad()."
             )

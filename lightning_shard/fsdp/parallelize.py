@@ -23,19 +23,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
 from lightning_shard.fsdp.check_same_module import check_same_module
 from lightning_shard.fsdp.complex_pairs import store_as_pairs
-from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered, Replaced, keeping_writes
+from lightning_shard.fsdp.keep_step_writes import (
+    GATHERED,
+    Gathered,
+    Replaced,
+    copy_attributes,
+    keeping_writes,
+)
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
 from lightning_shard.fsdp.meeting import meet
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
 from lightning_shard.fsdp.offload import offload
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.fsdp.plain_gradients import average_plain_gradients
+from lightning_shard.fsdp.plain_gradients import average_plain_gradients, without_reduction
 from lightning_shard.fsdp.read_dtensor_numbers import read_whole_numbers
 from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
 from lightning_shard.fsdp.remembered import Remembered, replace_remembered
 from lightning_shard.fsdp.shard_block import (
     LocalTensors,
+    class_name,
     no_views,
     of_other_dtypes,
     prefetch,
@@ -43,7 +50,7 @@ from lightning_shard.fsdp.shard_block import (
     sharded_modules,
     with_complex_parameters,
 )
-from lightning_shard.fsdp.write_shards import write_shards
+from lightning_shard.fsdp.write_shards import IN_STEP, write_shards
 from lightning_shard.ops.elementwise.autograd import whole_gradients
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
@@ -53,6 +60,7 @@ from lightning_shard.processes.torch_private.internals import (
     gathered_by,
     has_hooks,
     own_parameters,
+    tree_map_only,
 )
 
 Moved = dict[nn.Parameter, nn.Parameter]
@@ -307,7 +315,11 @@ def _prefetch(work: _Work) -> None:
 
 def _replace_remembered(work: _Work) -> None:
     """Give the new parameters to all who remember the old ones, and what is set on them."""
-    work.remembered = replace_remembered(work.moved(), work.module, [work.before])
+    moved = work.moved()
+    for old, new in moved.items():
+        if old is not new:
+            copy_attributes(old, new)
+    work.remembered = replace_remembered(moved, work.module, [work.before])
 
 
 def _wrap_methods(work: _Work) -> None:
@@ -332,9 +344,21 @@ def _stripped(method: Callable[..., Any], local: LocalTensors) -> Callable[..., 
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return local.strip(no_views(method(*args, **kwargs)))
+        output = no_views(method(*args, **kwargs))
+        tree_map_only(DTensor, _refuse_shard, output)
+        return local.strip(output)
 
     return wrapped
+
+
+def _refuse_shard(value: DTensor) -> DTensor:
+    if value.requires_grad and not isinstance(value, nn.Parameter):
+        raise RuntimeError(
+            "the step returns a value that was computed from shards of parameters. In a step the "
+            "parameters of a block are whole while the block runs only; with "
+            "sharding='gradients' they stay whole until backward."
+        )
+    return value
 
 
 def _as_step(
@@ -346,8 +370,13 @@ def _as_step(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not work.running:
             replaced.take()
-        with work.running, replica_world(work.mesh, work.axes), whole_gradients(work.split):
-            output = local.restore(method(*args, **kwargs))
+        token = IN_STEP.set(True)
+        gradients = whole_gradients(work.split, lambda: without_reduction(work.module))
+        try:
+            with work.running, replica_world(work.mesh, work.axes), gradients:
+                output = local.restore(method(*args, **kwargs))
+        finally:
+            IN_STEP.reset(token)
         if getattr(work.module, "automatic_optimization", True) is False:
             for block in sharded_modules(work.module):  # hooks know sharded parameters
                 block.reshard()
@@ -385,7 +414,7 @@ def _meet_outside_of_steps(work: _Work) -> None:
             meet(
                 ranks,
                 "module",
-                f"runs {type(block).__name__} outside of the steps of the LightningModule"
+                f"runs {class_name(block)} outside of the steps of the LightningModule"
                 + (f", in {hook}" if hook else ""),
                 "all ranks must run it, since each holds a part of its parameters; draw or log "
                 "the result on one rank, and leave the module out of rank_zero_only",

@@ -66,6 +66,11 @@ def shard_block(
     return sharded
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name that the user gave the class, before FSDP2 mixed in its own."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """Return the modules under `root`, itself included, whose parameters FSDP2 gathers."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -18,9 +18,10 @@ def whole_parameters(module: nn.Module) -> Generator[None]:
     """
     sharded = sharded_modules(module)
     for each in sharded:
+        each.reshard()
+    gathered: Gathered = module.__dict__.get(GATHERED) or Gathered(module)
+    for each in sharded:
         each.unshard()
-    kept: Gathered | None = module.__dict__.get(GATHERED)
-    gathered = Gathered(module, kept.remembered if kept else None)
     gathered.begin()
     gathered.remembered.show({shard: whole for whole, shard in gathered.pairs()})
     try:

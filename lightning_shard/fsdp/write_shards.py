@@ -6,6 +6,7 @@ refuses lists in which some parameters are whole, as in a step, and others are s
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from lightning_shard.processes.torch_private.internals import (
     write_data_of_dtensors,
 )
 
+_FOREACH_COPY = foreach_functions()["_foreach_copy_"]
+IN_STEP: ContextVar[bool] = ContextVar("IN_STEP", default=False)
+
 
 @functools.cache
 def write_shards() -> None:
     """Let these writes reach the shards, from now on."""
     write_data_of_dtensors(_write_data)
     for name, function in foreach_functions().items():
-        set_foreach_function(name, _apart(function))
+        set_foreach_function(name, _apart(_copying if name == "_foreach_copy_" else function))
 
 
 @torch.no_grad()
@@ -43,12 +47,27 @@ def _write_data(shard: DTensor, value: Any) -> bool:
             f"parameter of shape {tuple(shard.shape)} and {shard.dtype}: both must agree once a "
             "module is sharded."
         )
+    if IN_STEP.get() and shard.requires_grad:
+        raise RuntimeError(
+            f"p.data = value for a trained parameter of shape {tuple(shard.shape)} in a step, "
+            "while it is a shard: backward would see the new value, which it does not in one "
+            "process; write p.data.copy_(value), or do it in a hook such as on_train_batch_end."
+        )
     if not isinstance(value, DTensor):
         value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
     elif value.placements != shard.placements:
         value = value.redistribute(placements=shard.placements)
     local.copy_(value.to_local())
     return True
+
+
+def _copying(targets: Any, sources: Any, *args: Any) -> Any:
+    """Copy one by one: torch has no such function of lists of shards."""
+    if not any(isinstance(t, DTensor) for t in (*targets, *sources)):
+        return _FOREACH_COPY(targets, sources, *args)
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, *args)
+    return targets
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
 from lightning_shard.fsdp import meeting
+from tests.trainer.featured import Featured, fit_alone, fit_sharded
 
 
 def layer():
@@ -61,3 +62,39 @@ def test_a_rank_that_reads_alone_ends_with_a_sentence():
         ):
             float(next(module.parameters()).sum())
     dist.barrier()
+
+
+class Alone(Featured):
+    """Runs its network on rank 0 alone, as a callback that draws pictures does."""
+
+    def on_train_epoch_end(self):
+        if dist.get_rank() == 0:
+            with (
+                mock.patch.object(meeting, "WAIT_S", 0.3),
+                mock.patch.object(meeting, "_met", Counter({("module", (0, 1)): 10**6})),
+                pytest.raises(
+                    RuntimeError,
+                    match=r"rank 0 runs Alone outside .*on_train_epoch_end.*ranks \[1\]",
+                ),
+            ):
+                self(torch.ones(1, 1, 9, 7, dtype=torch.float64))
+        dist.barrier()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("domain", [(1,), (2,)])
+def test_a_rank_that_runs_the_module_alone_ends_with_a_sentence(domain):
+    fit_sharded(Alone(), domain, limit_train_batches=1)
+
+
+class Everywhere(Alone):
+    def on_train_epoch_end(self):
+        self.seen = self(torch.ones(1, 1, 9, 7, dtype=torch.float64)).sum().item()
+
+
+@pytest.mark.spmd(2)
+def test_all_ranks_may_run_the_module_in_a_hook():
+    module, alone = Everywhere(), Everywhere()
+    fit_sharded(module, (2,), limit_train_batches=1)
+    fit_alone(alone, limit_train_batches=1)
+    assert module.seen == pytest.approx(alone.seen, rel=1e-9)

@@ -9,8 +9,9 @@ all numbers are those of one process.
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -149,11 +150,26 @@ def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
     )
 
 
-_averaged: ContextVar[Domain | None] = ContextVar("_averaged", default=None)
+@dataclass(frozen=True)
+class _Step:
+    """A step that runs.
+
+    Attributes:
+        domain: The ranks over which plain gradients are averaged; None: none.
+        around: A context for each call of `torch.autograd.grad`.
+    """
+
+    domain: Domain | None
+    around: Callable[[], AbstractContextManager[Any]]
+
+
+_step: ContextVar[_Step | None] = ContextVar("_step", default=None)
 
 
 @contextmanager
-def whole_gradients(mesh: DeviceMesh | None) -> Generator[None]:
+def whole_gradients(
+    mesh: DeviceMesh | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Generator[None]:
     """Inside, `torch.autograd.grad` gives whole gradients of plain tensors, such as parameters.
 
     Each rank of a domain has a part of them, since it ran the backward pass of its own rows. One
@@ -161,30 +177,33 @@ def whole_gradients(mesh: DeviceMesh | None) -> Generator[None]:
     own gradients.
 
     Args:
-        mesh: The domain mesh; nothing changes for None and for one rank.
+        mesh: The domain mesh; nothing is averaged for None and for one rank.
+        around: A context that is opened for each call of `torch.autograd.grad`.
     """
-    domain = None if mesh is None or mesh.size() == 1 else domain_of(mesh)
     _average_gradients()
-    token = _averaged.set(domain)
+    domain = None if mesh is None or mesh.size() == 1 else domain_of(mesh)
+    token = _step.set(_Step(domain, around))
     try:
         yield
     finally:
-        _averaged.reset(token)
+        _step.reset(token)
 
 
 @contextmanager
 def local_gradients() -> Generator[None]:
     """Inside, `torch.autograd.grad` gives what it gives on this rank."""
-    token = _averaged.set(None)
+    step = _step.get()
+    token = _step.set(None if step is None else replace(step, domain=None))
     try:
         yield
     finally:
-        _averaged.reset(token)
+        _step.reset(token)
 
 
 def splits_samples() -> bool:
     """Return True inside of a step whose samples are split over ranks."""
-    return _averaged.get() is not None
+    step = _step.get()
+    return step is not None and step.domain is not None
 
 
 @cache
@@ -197,13 +216,16 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run`, whose gradients are averaged over a domain where a step asks for them."""
 
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = run(outputs, *args, **kwargs)
-        domain = _averaged.get()
+        step = _step.get()
         asked = kwargs.get("accumulate_grad") is False and len(args) > 3
-        if domain is None or not asked or backward_pass() != -1 or in_transform():
+        if step is None or not asked or backward_pass() != -1:
+            return run(outputs, *args, **kwargs)
+        with step.around():
+            found = run(outputs, *args, **kwargs)
+        if step.domain is None or in_transform():
             return found
         with local_gradients():
-            return _averaged_over(domain, args[3], found)
+            return _averaged_over(step.domain, args[3], found)
 
     return run_backward
 

@@ -330,12 +330,17 @@ def set_foreach_function(name: str, function: Callable[..., Any]) -> None:
     setattr(torch, name, function)
 
 
-def gathered_by(module: Any) -> list[Any]:
-    """Give FSDP2's records of the parameters that it gathers for `module`."""
+def groups_of(module: Any) -> list[Any]:
+    """Give FSDP2's groups of the parameters that it gathers for `module`."""
     state = internal("torch.distributed.fsdp.FSDPModule._get_fsdp_state")(module)
     groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
     groups = [state._fsdp_param_group] if groups is None else groups
-    return [record for group in groups if group is not None for record in group.fsdp_params]
+    return [group for group in groups if group is not None]
+
+
+def gathered_by(module: Any) -> list[Any]:
+    """Give FSDP2's records of the parameters that it gathers for `module`."""
+    return [record for group in groups_of(module) for record in group.fsdp_params]
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
