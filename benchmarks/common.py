@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from lightning_shard.processes.byte_counter import counted
 from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
+from lightning_shard.trainer.profile.traffic import counted
 
 REPEATS = 3
 ANSWER = "answer"  # a file that rank 0 writes: a pipe that nobody reads yet holds 64 KiB only

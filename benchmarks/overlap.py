@@ -29,7 +29,7 @@ from benchmarks import slow_links
 from benchmarks.common import describe, table
 from benchmarks.unet_step import UNet
 from lightning_shard.domain.halo import overlapping
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 
 NAMES = ("all_to_all_single", "all_reduce")
 

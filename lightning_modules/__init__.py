@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from lightning_modules.segmentation.gallery import SegmentationGallery as SegmentationGallery
     from lightning_modules.segmentation.model import VolumeSegmentation as VolumeSegmentation
     from lightning_modules.shared.fields import FieldDataset as FieldDataset
+    from lightning_modules.shared.save_weights import SaveWeights as SaveWeights
     from lightning_modules.shared.series import SeriesDataModule as SeriesDataModule
     from lightning_modules.shared.series import SeriesDataset as SeriesDataset
     from lightning_modules.shared.volumes import VolumeDataset as VolumeDataset
     from lightning_modules.t5.corpus import Corpus as Corpus
     from lightning_modules.t5.data import SummarizationDataModule as SummarizationDataModule
+    from lightning_modules.t5.dated_checkpoint import DatedCheckpoint as DatedCheckpoint
     from lightning_modules.t5.docstrings import Docstrings as Docstrings
     from lightning_modules.t5.model import T5Summarizer as T5Summarizer
     from lightning_modules.t5.relative_adamw import RelativeAdamW as RelativeAdamW
@@ -60,12 +62,14 @@ _MODULES = {
     "SegmentationDataModule": "segmentation.data",
     "SegmentationGallery": "segmentation.gallery",
     "VolumeSegmentation": "segmentation.model",
+    "SaveWeights": "shared.save_weights",
     "FieldDataset": "shared.fields",
     "SeriesDataModule": "shared.series",
     "SeriesDataset": "shared.series",
     "VolumeDataset": "shared.volumes",
     "Corpus": "t5.corpus",
     "SummarizationDataModule": "t5.data",
+    "DatedCheckpoint": "t5.dated_checkpoint",
     "Docstrings": "t5.docstrings",
     "T5Summarizer": "t5.model",
     "RelativeAdamW": "t5.relative_adamw",

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lightning_shard.lab.certify import certify as certify
     from lightning_shard.lab.check import check as check
     from lightning_shard.lab.forecast import plan as plan
+    from lightning_shard.lab.simulate import simulate as simulate
+    from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
-    from lightning_shard.processes.simulate import simulate as simulate
-    from lightning_shard.processes.simulated.turns import StuckError as StuckError
     from lightning_shard.processes.start import start_process_group as start_process_group
     from lightning_shard.processes.variables import ProcessInfo as ProcessInfo
     from lightning_shard.tensor import functional as functional
@@ -180,8 +180,8 @@ _MODULES = {
     "UnsafeFileError": "checkpoint.errors",
     # processes and meshes
     "launch": "processes.launch",
-    "simulate": "processes.simulate",
-    "StuckError": "processes.simulated.turns",
+    "simulate": "lab.simulate",
+    "StuckError": "lab.simulated.turns",
     "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
     "process_info": "processes.process_info",

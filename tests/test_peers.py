@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks import peer_calls, peer_on_cpus, peers, step_traffic
 from benchmarks.peer_networks import IN_FLOAT32
 from benchmarks.peers import StepCost
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.pairs import few
 
 

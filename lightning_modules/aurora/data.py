@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_modules.aurora.era5 import Era5
 from lightning_modules.aurora.waves import Waves
+from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 from lightning_modules.shared.optional import optional
 from lightning_shard import slab_of
@@ -121,6 +122,7 @@ class AuroraDataModule(LightningDataModule):
         batch_size: Samples per data-parallel rank and step.
         seed: Of made-up weather.
         num_workers: Worker processes per loader.
+        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
 
     Raises:
         ValueError: A number is too small, or some of three files are named.
@@ -141,6 +143,7 @@ class AuroraDataModule(LightningDataModule):
         batch_size: int = 1,
         seed: int = 0,
         num_workers: int = 0,
+        pin_memory: bool = True,
     ) -> None:
         super().__init__()
         at_least(1, steps=steps, num_train=num_train, batch_size=batch_size, levels=levels)
@@ -157,7 +160,8 @@ class AuroraDataModule(LightningDataModule):
         self.names, self.levels, self.seed = names, tuple(levels), seed
         self.resolution, self.steps = resolution, steps
         self.numbers: dict[str, int | None] = {"train": num_train, "val": num_val, "test": num_test}
-        self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_size = batch_size
+        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
 
     @override
     def setup(self, stage: str) -> None:
@@ -215,11 +219,10 @@ class AuroraDataModule(LightningDataModule):
 
     def _loader(self, name: str, *, shuffle: bool = False) -> DataLoader[Any]:
         dataset = self.datasets[name]
-        return DataLoader(
+        return make_loader(
             dataset,
-            batch_size=self.batch_size,
+            self.batch_size,
             shuffle=shuffle,
-            num_workers=self.num_workers,
             collate_fn=dataset.collate,
-            persistent_workers=self.num_workers > 0,
+            **self.loading,
         )

@@ -11,6 +11,7 @@ Source: "Domain Decomposition, ShardTensor and FSDP Tutorial", NVIDIA PhysicsNeM
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_modules.shared.classifier import Batch, Classifier
+from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 
 
@@ -91,13 +93,16 @@ class SyntheticImages(Dataset[Batch]):
     """Noisy waves of random direction and phase, made when asked for; the class is the wavelength.
 
     Wavelengths run geometrically from 3 to 24 pixels; sample `i` is of class `i % num_classes`.
+    With an amplitude of 0 images are noise alone and labels are drawn at random: there is nothing
+    to learn.
 
     Attributes:
         indices: Samples of this set; the same index and seed give the same image.
         resolution: Rows and columns of the images.
         channels: Channels of the images; they share a direction and differ in phase.
         num_classes: Number of wavelengths.
-        noise: Standard deviation of the noise; the waves have amplitude 1.
+        noise: Standard deviation of the noise.
+        amplitude: Amplitude of the waves.
         seed: Seed of all images.
     """
 
@@ -106,6 +111,7 @@ class SyntheticImages(Dataset[Batch]):
     channels: int
     num_classes: int
     noise: float
+    amplitude: float
     seed: int
 
     def __len__(self) -> int:
@@ -125,8 +131,10 @@ class SyntheticImages(Dataset[Batch]):
         rows = torch.arange(height)[:, None] * torch.sin(angle)
         columns = torch.arange(width)[None, :] * torch.cos(angle)
         waves = torch.cos(2 * math.pi / wavelength * (rows + columns) + phases)
-        image = waves + self.noise * torch.randn(waves.shape, generator=generator)
-        return image, torch.tensor(label)
+        noise = torch.randn(waves.shape, generator=generator)
+        if self.amplitude == 0:
+            label = int(torch.randint(self.num_classes, (), generator=generator))
+        return self.amplitude * waves + self.noise * noise, torch.tensor(label)
 
 
 class SyntheticImagesDataModule(LightningDataModule):
@@ -139,13 +147,16 @@ class SyntheticImagesDataModule(LightningDataModule):
         resolution: Rows and columns of the images.
         channels: Channels of the images.
         num_classes: Number of classes.
-        noise: Standard deviation of the noise; the waves have amplitude 1.
+        noise: Standard deviation of the noise.
         num_train: Number of training samples.
         num_val: Number of validation samples.
         num_test: Number of test samples.
         batch_size: Samples per data-parallel rank and step.
         seed: Seed of all images.
         num_workers: Processes that make images; 0 makes them in the training process.
+        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        amplitude: Amplitude of the waves. With 0 images are noise and labels are drawn at random,
+            as in PhysicsNeMo's tutorial.
     """
 
     def __init__(
@@ -160,13 +171,15 @@ class SyntheticImagesDataModule(LightningDataModule):
         batch_size: int = 32,
         seed: int = 0,
         num_workers: int = 0,
+        pin_memory: bool = True,
+        amplitude: float = 1.0,
     ) -> None:
         super().__init__()
         at_least(1, resolution=resolution, channels=channels, num_classes=num_classes)
         at_least(1, num_train=num_train, batch_size=batch_size)
         at_least(0, num_val=num_val, num_test=num_test, num_workers=num_workers)
         self.batch_size = batch_size
-        self.num_workers = num_workers
+        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         ends = (0, num_train, num_train + num_val, num_train + num_val + num_test)
         self.splits = {
             name: SyntheticImages(
@@ -175,6 +188,7 @@ class SyntheticImagesDataModule(LightningDataModule):
                 channels=channels,
                 num_classes=num_classes,
                 noise=noise,
+                amplitude=amplitude,
                 seed=seed,
             )
             for i, name in enumerate(("train", "val", "test"))
@@ -197,10 +211,4 @@ class SyntheticImagesDataModule(LightningDataModule):
         return self._loader("test")
 
     def _loader(self, split: str, *, shuffle: bool = False) -> DataLoader[Batch]:
-        return DataLoader(
-            self.splits[split],
-            batch_size=self.batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+        return make_loader(self.splits[split], self.batch_size, shuffle=shuffle, **self.loading)

@@ -1,7 +1,8 @@
 """Darcy flow as a LightningDataModule: solved here and cached, or read from local files.
 
 Held-out samples are one file per resolution: its first `num_val` samples validate, the following
-`num_test` test. Shapes: B samples per data-parallel rank, H = W nodes a side, boundary included.
+`num_test` test. With `num_val` 0 the test samples validate. Shapes: B samples per data-parallel
+rank, H = W nodes a side, boundary included.
 """
 
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from lightning_modules.darcy.download import ensure_downloaded
 from lightning_modules.darcy.files import (
     DarcyRecipe,
     Part,
@@ -24,6 +26,7 @@ from lightning_modules.darcy.files import (
 )
 from lightning_modules.darcy.stats import DarcyStats, ensure_stats, read_stats, stats_of
 from lightning_modules.shared.fields import FieldDataset
+from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 
 
@@ -57,7 +60,8 @@ class DarcyDataModule(LightningDataModule):
             resolution and twice that. Prefer even sizes: neuraloperator 2.0.0 shifts every mode
             by one on odd ones.
         num_train: Number of training samples.
-        num_val: Number of validation samples per test resolution.
+        num_val: Number of validation samples per test resolution. With 0 nothing is held out, and
+            all test samples validate, too, as in neuraloperator's examples.
         num_test: Number of test samples per test resolution, or one number for each of them.
         batch_size: Training samples per data-parallel rank and step.
         eval_batch_size: Validation and test samples per data-parallel rank and step, or one number
@@ -72,6 +76,9 @@ class DarcyDataModule(LightningDataModule):
         storage: How generated samples are kept: "memory" for files that are read whole, "hdf5" and
             "zarr" for fields that are too large for that.
         prefetch_factor: Batches that each worker reads ahead.
+        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        download: Fetch neuraloperator's files into the folder `source` where they are missing, of
+            16, 32, 64, 128 or 421 nodes a side.
 
     Raises:
         ValueError: A number is too small, or has no meaning for `test_resolutions`.
@@ -92,6 +99,8 @@ class DarcyDataModule(LightningDataModule):
         source: str | None = None,
         storage: Literal["memory", "hdf5", "zarr"] = "memory",
         prefetch_factor: int = 2,
+        pin_memory: bool = True,
+        download: bool = False,
     ) -> None:
         super().__init__()
         if storage not in SUFFIXES:
@@ -102,6 +111,11 @@ class DarcyDataModule(LightningDataModule):
         at_least(1, num_train=num_train, num_test=num_test, prefetch_factor=prefetch_factor)
         at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         at_least(0, num_val=num_val, num_workers=num_workers, seed=seed)
+        if download and source is None:
+            raise ValueError(
+                "download needs a folder for neuraloperator's files: name it by `source`, such as "
+                "data/neuraloperator, or leave download out to generate samples."
+            )
         self.save_hyperparameters()
         self.train_resolution = train_resolution
         self.test_resolutions = test_resolutions or [train_resolution, 2 * train_resolution]
@@ -110,12 +124,16 @@ class DarcyDataModule(LightningDataModule):
         self.batch_size = batch_size
         eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
         self.eval_batch_size = self._of_each("eval_batch_size", eval_batch_size)
-        self.num_workers = num_workers
+        self.loading: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch_factor,
+        }
         self.root = Path(root)
         self.seed = seed
         self.source = None if source is None else Path(source)
+        self.download = download
         self.storage = storage
-        self.prefetch_factor = prefetch_factor
         self.stats: DarcyStats | None = None
         if odd := sorted({n for n in (train_resolution, *self.test_resolutions) if n % 2}):
             rank_zero_warn(
@@ -130,6 +148,8 @@ class DarcyDataModule(LightningDataModule):
             ensure_cached(self._recipe("train", self.train_resolution), self.root, suffix)
             for resolution in self.test_resolutions:
                 ensure_cached(self._recipe("test", resolution), self.root, suffix)
+        elif self.download:
+            ensure_downloaded(self.source, self.train_resolution, self.test_resolutions)
         path = self._path("train", self.train_resolution)
         if path.suffix != ".pt":
             group = field_group(path, "train", self.train_resolution, self.num_train)
@@ -148,6 +168,8 @@ class DarcyDataModule(LightningDataModule):
             for resolution, num_test in self.num_test.items()
         ]
         self._val, self._test = (list(part) for part in zip(*pairs, strict=True))
+        if self.num_val == 0:
+            self._val = self._test
 
     @override
     def train_dataloader(self) -> DataLoader[dict[str, Any]]:
@@ -181,14 +203,7 @@ class DarcyDataModule(LightningDataModule):
     def _loader(
         self, dataset: Dataset[dict[str, Any]], batch_size: int, *, shuffle: bool = False
     ) -> DataLoader[dict[str, Any]]:
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            prefetch_factor=self.prefetch_factor if self.num_workers else None,
-        )
+        return make_loader(dataset, batch_size, shuffle=shuffle, **self.loading)
 
     def _recipe(self, part: Part, resolution: int) -> DarcyRecipe:
         count = self.num_train

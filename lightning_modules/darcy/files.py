@@ -14,6 +14,7 @@ import json
 import pickle
 import shutil
 import uuid
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +210,8 @@ def read_samples(path: Path, part: Part, resolution: int, count: int) -> tuple[T
         ValueError: If the file is damaged, or holds fewer samples, or another resolution.
     """
     try:
-        stored = torch.load(path, weights_only=True, mmap=True)
+        # files of torch before 1.6 are no archives, and cannot be mapped into memory
+        stored = torch.load(path, weights_only=True, mmap=zipfile.is_zipfile(path))
         x, y = stored["x"][:count], stored["y"][:count]
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, LookupError, TypeError) as err:
         raise ValueError(

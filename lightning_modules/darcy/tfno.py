@@ -40,7 +40,7 @@ def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 class TFNODarcy(LightningModule):
-    """Tucker-factorized FNO for Darcy flow, trained on the relative H1 or L2 error.
+    """Factorized FNO for Darcy flow, trained on the relative H1 or L2 error.
 
     Evaluation logs relative errors per resolution, such as `val/l2_64` and `test/h1_128`, and
     beside them those of a trivial guess, the mean training solution (`test/l2_64_baseline`).
@@ -50,10 +50,13 @@ class TFNODarcy(LightningModule):
         n_modes: Fourier modes kept along H and W.
         hidden_channels: Channels of every Fourier layer.
         n_layers: Number of Fourier layers.
-        rank: Parameters of each Tucker-factorized spectral weight, as a fraction of the dense one.
+        rank: Parameters of each factorized spectral weight, as a fraction of the dense one.
         lifting_channel_ratio: Width of the lifting network, in units of `hidden_channels`.
         projection_channel_ratio: Width of the projection network, in units of `hidden_channels`.
         loss: Relative error to train on, "h1" (value and gradient) or "l2" (value).
+        factorization: Form of the spectral weights: "tucker", "cp" or "tt", or "dense" without one.
+        positional_embedding: "grid": the network also sees two channels of coordinates, which
+            neuraloperator once called positional encoding; None: it sees the permeability alone.
         optimizer: Makes the optimizer of the parameters; Adam with lr 5e-3 and weight decay
             1.25e-5 by default. Not stored in checkpoints.
         lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; none by
@@ -75,6 +78,8 @@ class TFNODarcy(LightningModule):
         lifting_channel_ratio: float = 2,
         projection_channel_ratio: float = 2,
         loss: Literal["h1", "l2"] = "h1",
+        factorization: Literal["tucker", "cp", "tt", "dense"] = "tucker",
+        positional_embedding: Literal["grid"] | None = "grid",
         optimizer: OptimizerCallable = adam,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -90,8 +95,8 @@ class TFNODarcy(LightningModule):
             "n_layers": n_layers,
             "lifting_channel_ratio": lifting_channel_ratio,
             "projection_channel_ratio": projection_channel_ratio,
-            "positional_embedding": "grid",
-            "factorization": "tucker",
+            "positional_embedding": positional_embedding,
+            "factorization": None if factorization == "dense" else factorization,
             "implementation": "factorized",
             "rank": rank,
         }

@@ -5,7 +5,7 @@ images (B, 1, 28, 28) float32, labels (B,) int64.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 from lightning_modules.shared.optional import optional
 
@@ -35,6 +36,7 @@ class MNISTDataModule(LightningDataModule):
             held out, and the test set validates each epoch, as in PyTorch's example.
         seed: Decides which samples are held out; the same seed gives the same split.
         num_workers: Processes that load batches; 0 loads them in the training process.
+        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class MNISTDataModule(LightningDataModule):
         val_fraction: float = 0.15,
         seed: int = 0,
         num_workers: int = 0,
+        pin_memory: bool = True,
     ) -> None:
         super().__init__()
         if source not in _MEAN_STD:
@@ -65,7 +68,7 @@ class MNISTDataModule(LightningDataModule):
         self.eval_batch_size = eval_batch_size
         self.val_fraction = val_fraction
         self.seed = seed
-        self.num_workers = num_workers
+        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         self.splits: dict[str, TensorDataset] = {}
 
     @override
@@ -112,14 +115,7 @@ class MNISTDataModule(LightningDataModule):
     def _loader(
         self, split: str, batch_size: int, *, shuffle: bool = False
     ) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(
-            self.splits[split],
-            batch_size=batch_size,
-            shuffle=shuffle,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.accelerator.is_available(),  # else torch warns
-        )
+        return make_loader(self.splits[split], batch_size, shuffle=shuffle, **self.loading)
 
 
 def _hold_out(

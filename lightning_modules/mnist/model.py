@@ -7,6 +7,7 @@ Source: https://github.com/pytorch/examples/tree/main/mnist
 """
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,10 @@ class MNISTModule(Classifier):
             stored in checkpoints.
         lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; by default the
             learning rate is multiplied by 0.7. Not stored in checkpoints.
+        loss_reduction: Whether training minimizes the mean over the batch of a rank, or the sum
+            over it, as PyTorch's tutorial of FSDP does. Gradients are averaged over ranks either
+            way, so those of a sum are batch_size times those of the mean. What is logged is the
+            mean.
     """
 
     def __init__(
@@ -79,7 +84,8 @@ class MNISTModule(Classifier):
         linear_dropout: float = 0.5,
         optimizer: OptimizerCallable = adadelta,
         lr_scheduler: LRSchedulerCallable = step_lr,
+        loss_reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         network = MNISTNet(conv_dropout, linear_dropout)
-        super().__init__(network, 10, F.nll_loss, optimizer, lr_scheduler)
+        super().__init__(network, 10, F.nll_loss, optimizer, lr_scheduler, loss_reduction)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from typing_extensions import override
 
 from lightning_modules.segmentation.phantoms import Phantoms
+from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 from lightning_modules.shared.volumes import VolumeDataset
 from lightning_shard import slab_of
@@ -68,6 +69,7 @@ class SegmentationDataModule(LightningDataModule):
         batch_size: Volumes per data-parallel rank and step; more than one need one grid.
         seed: Of made-up volumes.
         num_workers: Worker processes per loader.
+        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
 
     Raises:
         ValueError: A number is too small, or labels are named without images.
@@ -86,6 +88,7 @@ class SegmentationDataModule(LightningDataModule):
         batch_size: int = 1,
         seed: int = 0,
         num_workers: int = 0,
+        pin_memory: bool = True,
     ) -> None:
         super().__init__()
         at_least(1, num_train=num_train, batch_size=batch_size)
@@ -96,7 +99,8 @@ class SegmentationDataModule(LightningDataModule):
         self.images, self.labels = images, labels
         self.phantoms = Phantoms(extents, vary, noise, seed)
         self.numbers = {"train": num_train, "val": num_val, "test": num_test}
-        self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_size = batch_size
+        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
 
     @override
     def setup(self, stage: str) -> None:
@@ -148,13 +152,12 @@ class SegmentationDataModule(LightningDataModule):
         return self.test_dataloader()
 
     def _loader(self, name: str, *, shuffle: bool = False) -> DataLoader[Sample]:
-        return DataLoader(
+        return make_loader(
             self.datasets[name],
-            batch_size=self.batch_size,
+            self.batch_size,
             shuffle=shuffle,
-            num_workers=self.num_workers,
             collate_fn=_collate,
-            persistent_workers=self.num_workers > 0,
+            **self.loading,
         )
 
 

@@ -4,7 +4,7 @@ Shapes: B samples per data-parallel rank.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -30,6 +30,7 @@ class Classifier(LightningModule):
         optimizer: Makes the optimizer of the parameters.
         lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; None: no
             scheduler.
+        loss_reduction: Whether training minimizes the mean or the sum over a rank's batch.
     """
 
     def __init__(
@@ -39,9 +40,12 @@ class Classifier(LightningModule):
         loss: Callable[[Tensor, Tensor], Tensor],
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__()
-        self.network, self.loss = network, loss
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum'; got {loss_reduction!r}.")
+        self.network, self.loss, self.loss_reduction = network, loss, loss_reduction
         self.make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = optimizer
         self.make_lr_scheduler = lr_scheduler
         # micro: torchmetrics' default is the mean over classes
@@ -58,7 +62,7 @@ class Classifier(LightningModule):
         images, labels = batch
         loss = self.loss(self(images), labels)
         log_train_loss(self, loss, len(labels))
-        return loss
+        return loss * len(labels) if self.loss_reduction == "sum" else loss
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -87,6 +91,8 @@ class Classifier(LightningModule):
         predicted = scores.argmax(dim=1)
         accuracy.update(predicted, labels)
         size = len(labels)
-        self.log(f"{stage}/loss", loss, on_epoch=True, sync_dist=True, batch_size=size)
+        self.log(
+            f"{stage}/loss", loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=size
+        )
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True, batch_size=size)
         return predicted

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from lightning_modules.shared.cached import cached, digest
+from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 from lightning_modules.t5.corpus import Corpus, Pair, Split
 from lightning_modules.t5.docstrings import Docstrings
@@ -77,6 +79,7 @@ class SummarizationDataModule(LightningDataModule):
         eval_batch_size: Validation, test and prediction pairs per data-parallel rank and step.
         num_workers: Processes that tokenize; 0 tokenizes in the training process.
         root: Folder of trained tokenizers.
+        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
     """
 
     tokenizer: PreTrainedTokenizerFast | None = None
@@ -95,6 +98,7 @@ class SummarizationDataModule(LightningDataModule):
         eval_batch_size: int = 100,
         num_workers: int = 0,
         root: str = "data/tokenizers",
+        pin_memory: bool = True,
     ) -> None:
         super().__init__()
         at_least(1, max_source_tokens=max_source_tokens, max_summary_tokens=max_summary_tokens)
@@ -113,7 +117,7 @@ class SummarizationDataModule(LightningDataModule):
         }
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
-        self.num_workers = num_workers
+        self.loading: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         self.root = Path(root)
         self.pairs: dict[Split, list[Pair]] = {}
 
@@ -127,6 +131,8 @@ class SummarizationDataModule(LightningDataModule):
         if self.tokenizer is None:
             self.pairs = self._read()
             self.tokenizer = self._load_tokenizer(self.pairs["train"])
+            sizes = ", ".join(f"{len(found)} for {split}" for split, found in self.pairs.items())
+            rank_zero_info(f"Pairs of {type(self.corpus).__name__}: {sizes}")
             lengths = [len(pair.summary.split()) for pair in self.pairs["train"]]
             self.collate = partial(
                 collate,
@@ -153,13 +159,12 @@ class SummarizationDataModule(LightningDataModule):
         return self._loader("test", self.eval_batch_size)
 
     def _loader(self, split: Split, batch_size: int, *, shuffle: bool = False) -> DataLoader[Pair]:
-        return DataLoader(
+        return make_loader(
             self.pairs[split],  # pyright: ignore[reportArgumentType]  # a list serves as a dataset
-            batch_size=batch_size,
+            batch_size,
             shuffle=shuffle,
             collate_fn=self.collate,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            **self.loading,
         )
 
     def _read(self) -> dict[Split, list[Pair]]:

@@ -27,12 +27,13 @@ class WikiHow(Corpus):
     """Articles of WikiHow with their summaries.
 
     Attributes:
-        folder: Where `wikihowAll.csv` or `wikihowSep.csv` is.
+        folder: Where `wikihowAll.csv` or `wikihowSep.csv` is; by default where PyTorch's tutorial
+            puts them.
         variant: "all": whole articles, to be summarized in the headlines of their steps. "sep":
             single steps with their headline.
     """
 
-    folder: str
+    folder: str = "data"
     variant: Literal["all", "sep"] = "all"
 
     @override

@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.errors import (
 )
 from lightning_shard.checkpoint.stored import Region, StoredTensor
 from lightning_shard.checkpoint.torch_file import read_torch_bytes
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."

@@ -48,7 +48,7 @@ from lightning_shard.checkpoint.state import put_back, take_out
 from lightning_shard.checkpoint.stored import StoredState
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.processes.errors_together import all_stop, gather_to_first, together
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 
 REST = "meta.pt"
 EXTRA = "extra"  # DTensors from elsewhere than weights and optimizers

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.checkpoint.stored import StoredState
-from lightning_shard.processes.torch_private.typed import is_dict, is_list, is_mapping
+from lightning_shard.processes.narrow import is_dict, is_list, is_mapping
 
 OWN = "lightning_shard"  # in a checkpoint: the mesh, versions, random states
 # what FSDP1, activation checkpointing and torch.compile put into the names of what they wrap

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.errors import EARLIER, DamagedError, Kind, damage_named, inside
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_shard 1"

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.foreign import by_index, plain_name
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
 from lightning_shard.processes.errors_together import copy_from_first
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 

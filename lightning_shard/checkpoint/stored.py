@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.processes.narrow import is_dict, is_list
 from lightning_shard.processes.torch_private.internals import local_shape_and_offset
-from lightning_shard.processes.torch_private.typed import is_dict, is_list
 
 Region = tuple[slice, ...]
 

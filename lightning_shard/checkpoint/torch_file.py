@@ -29,7 +29,7 @@ from lightning_shard.checkpoint.errors import (
     UnsafeFileError,
     damage_named,
 )
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 
 THREADS = 8  # zlib-ng leaves the interpreter free while it sums, at about 9 GB/s each
 _SIGNATURE = b"PK\x03\x04"

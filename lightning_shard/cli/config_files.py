@@ -1,4 +1,7 @@
-"""Where config files are: `--config tfno_darcy` names one that came with the package."""
+"""Where config files are: `--config tfno_darcy` names one that came with the package.
+
+`--config tutorials/t5` names one of its folder `tutorials`.
+"""
 
 import importlib.util
 import os
@@ -6,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, nearest
+
+TUTORIALS = "tutorials"  # the folder whose configs are named with it
 
 
 def named_configs() -> dict[str, Path]:
@@ -18,14 +23,18 @@ def named_configs() -> dict[str, Path]:
         for here in (Path(place) / "configs", Path(place).parent / "configs"):
             if (here / "tfno_darcy.yaml").is_file():
                 found = sorted([*here.glob("*.yaml"), *here.glob("overlays/*.yaml")])
-                return {path.stem: path for path in found}
+                nested = sorted(here.glob(f"{TUTORIALS}/*.yaml"))
+                return {path.stem: path for path in found} | {
+                    f"{TUTORIALS}/{path.stem}": path for path in nested
+                }
     return {}
 
 
 def find_configs(words: Sequence[str]) -> list[str]:
     """The words of a command line, with paths in place of bare names of configs.
 
-    A bare name has neither a folder nor a suffix, and no file of the working directory has it.
+    A bare name has neither a suffix nor a folder other than `tutorials`, and no file of the working
+    directory has it.
 
     Raises:
         UsageError: No config of the package has the name.
@@ -44,7 +53,8 @@ def find_configs(words: Sequence[str]) -> list[str]:
 
 
 def _path(name: str) -> str:
-    if Path(name).exists() or Path(name).name != name or Path(name).suffix:
+    bare = name.removeprefix(f"{TUTORIALS}/") == Path(name).stem
+    if Path(name).exists() or not bare:
         return name
     configs = named_configs()
     if name not in configs:

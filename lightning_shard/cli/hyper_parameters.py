@@ -1,40 +1,36 @@
-"""What the hyperparameters in a checkpoint may choose: values, never what is imported or called.
+"""Values of a checkpoint's hyperparameters, for options of the model that nobody gave.
 
-The parser builds any class and calls any function whose path it is given. So a path in a file of a
-stranger would run commands. Here each hyperparameter is compared with the user's own configuration:
-a number may differ from it, a text may differ where no class or function can be meant, and the path
-of a class or function must be the one that the configuration names.
+What is typed or stands in a config wins, and a note says where the checkpoint differs. Where an
+option takes a class or a function, the parser imports and calls what a text names. A checkpoint may
+come from a stranger, so it gives numbers, and texts only where nothing but a text can be meant.
 """
 
 import inspect
+import re
 import types
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
-from pathlib import Path, PurePath
-from typing import Any, Literal, get_args, get_origin
+from pathlib import Path
+from pydoc import locate
+from typing import Any, Literal, Union, get_args, get_origin
 
-import torch
-import yaml
-from torch import Tensor
+from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shard.checkpoint.directory import REST
 from lightning_shard.checkpoint.torch_file import read_torch_file
-from lightning_shard.cli.names import find_class, flatten, parameters
+from lightning_shard.cli.messages import SPEC
+from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error
 
-CLASS, CLASS_PATH = "_class_path", "class_path"
-SPEC = frozenset((CLASS, CLASS_PATH, "init_args", "dict_kwargs"))
-DEEPEST = 32  # levels of nested values; a pickle can hold a list that contains itself
-NUMBERS = (bool, int, float, complex, bytes, Tensor, torch.dtype, torch.device, types.NoneType)
-SEQUENCES = (list, tuple, set, frozenset)
-CONTAINERS = (*SEQUENCES, dict, Iterable, Sequence, Mapping)
-ANYTHING = (Any, object, inspect.Parameter.empty)
+NUMBERS = (bool, int, float, types.NoneType)
+CONTAINERS = (list, tuple, set, dict, Sequence, Iterable, Mapping, Union, types.UnionType)
+ANYTHING = (Any, object, list, tuple, dict)
+WORD = r"[\w -]*"  # neither the path of a class, nor YAML
 
 
-def hyperparameters(path: str | None, *, trusted: bool) -> Any:
-    """The hyperparameters in a checkpoint; None if it holds none that can be read without its code.
+def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
+    """Return the hyperparameters in a checkpoint; none where it needs code to be read.
 
     Args:
         path: The option ckpt_path.
@@ -45,142 +41,98 @@ def hyperparameters(path: str | None, *, trusted: bool) -> Any:
     """
     file = Path(path or "")
     file = file / REST if file.is_dir() else file
-    if not zipfile.is_zipfile(file):
-        return None  # of "last" and "best", or of another format, which holds weights alone
     loaded: Any = None
-    with suppress(ValueError) if trusted else as_usage_error(ValueError):
-        loaded = read_torch_file(file, only="data.pkl")
-    return loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
+    if zipfile.is_zipfile(file):  # neither "last" nor another format, which holds weights alone
+        with suppress(ValueError) if trusted else as_usage_error(ValueError):
+            loaded = read_torch_file(file, only="data.pkl")
+    found = loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
-def chosen(given: Mapping[str, Any], stored: Any, origin: str) -> dict[str, Any]:
-    """The user's options of the model, with the values that a checkpoint holds instead of theirs.
+def serve(model: Namespace, stored: Mapping[str, Any], given: Given, path: str) -> list[str]:
+    """Put stored values into the options of the model that nobody gave, in place.
 
     Args:
-        given: `class_path`, `init_args` and `dict_kwargs` of the model in the configuration.
-        stored: `hyper_parameters` of the checkpoint.
-        origin: The checkpoint, for messages.
+        model: The resolved options of the model.
+        stored: The hyperparameters in the checkpoint.
+        given: What the user wrote.
+        path: The checkpoint, for messages.
 
     Returns:
-        Options like `given`.
+        A sentence for each option whose value differs.
 
     Raises:
-        UsageError: The checkpoint chooses a class or a function, or is of another model.
+        UsageError: The checkpoint was saved by another model.
     """
-    try:
-        return _of_model(given, stored)
-    except UsageError as err:
-        raise UsageError(f"the hyperparameters in '{origin}' {err}") from err
-
-
-def _of_model(given: Mapping[str, Any], stored: Any) -> dict[str, Any]:
-    if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
-        raise UsageError("are no mapping of names to values")
-    own = {name: value for name, value in stored.items() if name != "_instantiator"}
-    path = own.pop(CLASS, None)
-    if path is None and CLASS_PATH in own:
-        path, own = own[CLASS_PATH], _flat(own)
-    if path is not None and not _is_path_of(path, given[CLASS_PATH]):
+    saved_by = stored.get("_class_path", stored.get("class_path", model.class_path))
+    if str(saved_by).rpartition(".")[2] != model.class_path.rpartition(".")[2]:
         raise UsageError(
-            f"are those of the model {path!r}, but the configuration names "
-            f"{given[CLASS_PATH]}; give the configuration of the run that saved it"
+            f"'{path}' was saved by the model {saved_by!r}, but the configuration names "
+            f"{model.class_path}; give the configuration of that run"
         )
-    return _merged(given, own, "model")
+    return [*_serve(model, stored, given, "model")]
 
 
-def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {name: value for name, value in spec.items() if name not in SPEC}
-    for key in ("init_args", "dict_kwargs"):
-        part = spec.get(key) or {}
-        if not isinstance(part, Mapping):
-            raise UsageError(f"have no mapping under '{key}'")
-        flat |= part
-    return flat
-
-
-def _is_path_of(path: Any, given: str) -> bool:
-    """Whether a path in a file means the class of the configuration, which may have moved since."""
-    return isinstance(path, str) and path.rpartition(".")[2] == given.rpartition(".")[2]
-
-
-def _merged(given: Mapping[str, Any], stored: Mapping[str, Any], key: str) -> dict[str, Any]:
-    cls = find_class(given[CLASS_PATH], [])[0]
-    hints = parameters(cls) if cls else {}
-    own = inspect.signature(cls).parameters if cls else {}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
-    init = dict(given.get("init_args") or {})
-    more = dict(given.get("dict_kwargs") or {})
-    for name, value in stored.items():
-        known = init if name in init or name in hints else more
-        if name in known and _same(known[name], value):
+def _serve(spec: Namespace, stored: Mapping[str, Any], given: Given, key: str) -> Iterator[str]:
+    parts = [part for name in SPEC[1:] if isinstance(part := stored.get(name), Mapping)]
+    flat = {name: value for part in (stored, *parts) for name, value in part.items()}
+    made: Any = locate(spec.class_path)
+    hints, values = _hints(made), spec.get("init_args") or Namespace()
+    for name, value in vars(values).items():
+        option, then = f"{key}.{name}", flat.get(name, value)
+        path = then.get("class_path") if isinstance(then, Mapping) else ""
+        if isinstance(value, Namespace) and path == value.get("class_path"):
+            yield from _serve(value, then, given, option)
+        elif then is value or _text(then) == _text(value):
             continue
-        if known is more and not takes_any:
-            raise UsageError(f"have '{name}', which {given[CLASS_PATH]} does not take")
-        hint = hints.get(name, inspect.Parameter.empty)
-        if hint is inspect.Parameter.empty and name in own and callable(own[name].default):
-            hint = Callable  # without a hint it may take a function by its path
-        known[name] = _value(known.get(name), value, hint, f"{key}.{name}")
-    merged = {CLASS_PATH: given[CLASS_PATH], "init_args": init}
-    return merged | ({"dict_kwargs": more} if more else {})
+        elif option in given or not _is_value(then, hints.get(name)):
+            yield f"{option} is {_shown(value)}, but was {_shown(then)} where ckpt_path was saved"
+        else:
+            values[name] = then
+            yield f"{option} is {_shown(then)} as in ckpt_path; by default it is {_shown(value)}"
+    kinds = [parameter.kind for parameter in inspect.signature(made).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        names = {name for name in flat if isinstance(name, str) and name[:1] != "_"}
+        more = {n: flat[n] for n in names.difference(hints, SPEC) if _is_value(flat[n], Any)}
+        spec["dict_kwargs"] = {**more, **(spec.get("dict_kwargs") or {})}
 
 
-def _same(given: Any, value: Any) -> bool:
-    if isinstance(given, Mapping) and isinstance(value, Mapping):
-        return given.keys() == value.keys() and all(_same(given[k], value[k]) for k in given)
-    if isinstance(given, list | tuple) and isinstance(value, list | tuple):
-        return len(given) == len(value) and all(map(_same, given, value))
-    return type(given) is type(value) and not isinstance(given, Tensor) and given == value
+def _hints(made: Any) -> dict[str, Any]:
+    """Return the type hints that the parser finds for the arguments of a class or function."""
+    parser: Any = ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if inspect.isclass(made) else parser.add_function_arguments
+    add(made, fail_untyped=False, sub_configs=True)
+    return {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
 
 
-def _value(given: Any, value: Any, hint: Any, key: str) -> Any:
-    """`value` if it chooses nothing but values; of the class that `given` names, its options."""
-    spec = isinstance(value, Mapping) and CLASS_PATH in value
-    if spec and isinstance(given, Mapping) and given.get(CLASS_PATH) == value[CLASS_PATH]:
-        return _merged(given, _flat(value), key)
-    if problem := _problem(value, hint):
-        raise UsageError(
-            f"choose {problem} for {key}, but a checkpoint may choose values only; name it in your "
-            "configuration if you want it"
-        )
-    return value
-
-
-def _problem(value: Any, hint: Any, depth: int = 0) -> str:
-    """What in `value` could name a class or a function, or is no value at all; empty if nothing."""
-    if depth > DEEPEST:
-        return f"values nested more than {DEEPEST} levels deep"
-    if isinstance(value, NUMBERS):
-        return ""
-    if isinstance(value, str):
-        return "" if _is_text(value, hint) else repr(value)
+def _is_value(value: Any, hint: Any) -> bool:
+    """Whether a value chooses nothing but itself where this type is expected."""
     if isinstance(value, Mapping):
-        if SPEC & set(value):
-            return repr(value.get(CLASS_PATH, value.get(CLASS, "the options of a class")))
-        value = [*value, *value.values()]
-    elif not isinstance(value, SEQUENCES):
-        return f"a {type(value).__name__}"
-    return next(filter(None, (_problem(item, hint, depth + 1) for item in value)), "")
+        return not {*SPEC} & {*value} and _is_value([*value, *value.values()], hint)
+    if isinstance(value, list | tuple):
+        return all(_is_value(item, hint) for item in value)
+    if not isinstance(value, str):
+        return isinstance(value, NUMBERS)
+    others = [part for part in _members(hint) if part not in (*NUMBERS, str, ...)]
+    is_word = re.fullmatch(WORD, value)
+    return all(is_word and (part in ANYTHING or repr(part) == "Untyped") for part in others)
 
 
-def _is_text(value: str, hint: Any) -> bool:
-    parts = list(flatten(hint))
-    if all(part is str or part is types.NoneType or get_origin(part) is Literal for part in parts):
-        return True
-    if not all(map(_is_plain, parts)) or CLASS_PATH in value:
-        return False
-    try:  # the parser reads a text as YAML where anything is accepted
-        return not isinstance(yaml.safe_load(value), dict | list)
-    except yaml.YAMLError:
-        return True
-    except (RecursionError, ValueError):
-        return False
+def _members(hint: Any) -> Iterator[Any]:
+    """The types in a hint, without those of literals, of which no class is made."""
+    kind = get_origin(hint)
+    if kind in CONTAINERS:
+        for part in get_args(hint):
+            yield from _members(part)
+    elif kind is not Literal:
+        yield hint
 
 
-def _is_plain(hint: Any) -> bool:
-    """Whether no class or function can be given where this type is expected."""
-    origin, inner = get_origin(hint), [part for arg in get_args(hint) for part in flatten(arg)]
-    if hint is Ellipsis or hint in ANYTHING or hint in (*NUMBERS, str) or origin is Literal:
-        return True
-    if (origin or hint) in CONTAINERS:
-        return all(map(_is_plain, inner))
-    return isinstance(hint, type) and issubclass(hint, Enum | PurePath)
+def _text(value: Any) -> str:
+    return repr([*value] if isinstance(value, tuple) else value)
+
+
+def _shown(value: Any) -> str:
+    """A value for a note; a class by its path."""
+    path = value.get("class_path") if isinstance(value, Mapping | Namespace) else None
+    return f"{value if path is None else path!r:.80}"

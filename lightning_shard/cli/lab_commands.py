@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_shard.cli import lightning_cli
-from lightning_shard.cli.checked import remember
-from lightning_shard.cli.config_checks import strategy_options
+from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_options
+from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
-from lightning_shard.cli.sources import Sources
-from lightning_shard.cli.usage import UsageError, as_usage_error, is_list
+from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.lab import best_report
 from lightning_shard.lab.best import best
 from lightning_shard.lab.certify import certify
@@ -29,9 +28,10 @@ from lightning_shard.lab.check import check
 from lightning_shard.lab.forecast import plan
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import predict
+from lightning_shard.trainer.process_mesh import domain_that_is_left
 
 
-def run(args: Sequence[str], given: Sources, own: argparse.Namespace) -> None:
+def run(args: Sequence[str], given: Given, own: argparse.Namespace) -> None:
     """Try on this machine what `fit` would train.
 
     Args:
@@ -57,11 +57,15 @@ class LabCLI(lightning_cli.ShardCLI):
         self, args: Sequence[str], state: RunState, own: argparse.Namespace, command: str
     ) -> None:
         self.own, self.command = own, command
-        self.processes, self.domain = _sizes(state.given)
         super().__init__(args, state)
 
     def after_parsing(self, trainer: Any) -> None:
         """Let the config run in this process; what it asks for may not be here."""
+        self.processes = (count_of(trainer.devices) or 0) * trainer.num_nodes
+        domain, data = sizes_of(trainer)
+        if domain == "auto":
+            domain = domain_that_is_left(self.processes, data) if self.processes else 2
+        self.domain = tuple(domain) if isinstance(domain, list | tuple) else (domain or 1,)
         shard_dims = strategy_options(trainer).get("shard_dims")
         precision = {} if trainer.precision is None else {"precision": trainer.precision}
         self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # what changes it
@@ -88,7 +92,6 @@ class LabCLI(lightning_cli.ShardCLI):
         domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
         found = check(self.model, source, domain, **self.step)
         print(found)
-        remember(self.folder, self.resolved, self.step["shard_dims"], str(found))
         if not found.is_supported:
             sys.exit(1)
 
@@ -119,24 +122,3 @@ class LabCLI(lightning_cli.ShardCLI):
         print(f"written to {page}", file=sys.stderr)
         if not found.is_equal:
             sys.exit(1)
-
-
-def _sizes(given: Sources) -> tuple[int, tuple[int, ...]]:
-    """The processes of all nodes, 0 where the config gives no number, and the ranks of a domain."""
-    sizes = given.value("trainer.strategy.domain_parallel_size", 1)
-    nodes = _whole("num_nodes", given.value("trainer.num_nodes", 1))
-    devices = given.value("trainer.devices", "auto")
-    count = len(devices) if is_list(devices) else devices
-    processes = count * nodes if isinstance(count, int) and count > 0 else 0
-    if sizes == "auto":
-        replicas = given.value("trainer.strategy.data_parallel_size", "auto")
-        replicas = 1 if replicas == "auto" else _whole("data_parallel_size", replicas)
-        sizes = max(1, processes // replicas) if processes else 2
-    each = sizes if is_list(sizes) else [sizes]
-    return processes, tuple(_whole("domain_parallel_size", size) for size in each)
-
-
-def _whole(name: str, size: object) -> int:
-    if not isinstance(size, int) or size < 1:
-        raise UsageError(f"{name} must be a whole number from 1 on; got {size!r}")
-    return size

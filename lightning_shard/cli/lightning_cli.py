@@ -4,29 +4,28 @@ The optimizer is made after sharding. A mistake in what was typed exits with 2. 
 until the first batch is done exits with 1, and those after it keep their traceback.
 """
 
-import argparse
+import inspect
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli.checked import recall
-from lightning_shard.cli.config_checks import check, strategy_options
-from lightning_shard.cli.defaults import find_device, own_defaults
-from lightning_shard.cli.errors import SWITCHES, diagnose
+from lightning_shard.cli.config_checks import check, check_numbers, find_device
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.hyper_parameters import chosen, hyperparameters
-from lightning_shard.cli.names import import_short_names
+from lightning_shard.cli.hyper_parameters import hyperparameters, serve
+from lightning_shard.cli.messages import Parser, Refusal, explain, import_short_names
+from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.sources import Sources, check_variables
 from lightning_shard.cli.usage import (
     ENV_PREFIX,
     UsageError,
@@ -40,6 +39,14 @@ from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecon
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import add_once
 from lightning_shard.trainer.strategy import HybridShardStrategy
+
+# options of ours that are true or false, and only used by fit: the default, and what help says
+SWITCHES = {
+    "test_after_fit": (False, "Run the test loaders on the final weights when fit ends."),
+    "profile": (False, "Record three steps of all ranks, and print where the time goes."),
+    "report": (True, "Write report.html about the run into its log directory."),
+}
+VALUES = (bool, int, float, str, list, tuple, type(None))  # which are no classes
 
 
 class SaveConfig(SaveConfigCallback):
@@ -92,6 +99,7 @@ class ShardCLI(LightningCLI):
                 "callbacks": [state, SamplesPerSecond()],
             },
             parser_kwargs={"prog": command if command == "lightning-shard" else PROGRAM},
+            parser_class=Parser,
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -117,43 +125,45 @@ class ShardCLI(LightningCLI):
             self.config = parser.parse_args(args)
             return
         command, given = args[0], self.state.given
-        import_short_names(given)
-        known = {*self._parser(command).get_defaults().keys(branches=True)}
-        check_variables(self.names, known)
+        own: Any = self._parser(command)
+        import_short_names(option.text for option in given.options)
+        check_variables(self.names, own.get_defaults().keys(branches=True))
+        Parser.refusals.clear()
         try:
             self.config = parser.parse_args(args)
-        except argparse.ArgumentError as err:
-            import_short_names()
-            top = {key.split(".")[0] for key in known}
-            raise diagnose(given, top, str(err), command) from err
+        except Refusal as err:
+            raise explain(err, given, command, own) from err
         config = self.config[command]
         if command != "fit" and not config.get("ckpt_path"):
             note("without ckpt_path the weights are those of a new model")
+        check_numbers(config, given)
         self.after_parsing(config.trainer)
         find_device(config.trainer)
-        own_defaults(config, given, self._parser(command))
+        for key in ("model", "data", "trainer.strategy"):
+            _own_defaults(config.get(key), given, key)
         check(config, given)
 
     def after_parsing(self, trainer: Any) -> None:
         """Change resolved options of the trainer, in place."""
 
     def _parse_ckpt_path(self) -> None:
-        """Say which given values the hyperparameters in a checkpoint replace."""
-        command = str(self.config["subcommand"])
-        options = self.config[command]
+        """Let values in a checkpoint serve options that nobody gave; note where others differ."""
+        options = self.config[str(self.config["subcommand"])]
         path = options.get("ckpt_path")
         stored = hyperparameters(path, trusted=options.get("weights_only") is False)
         if not stored:
             return
-        before = dict(options["model"].items())
-        model = chosen(self.resolved["model"], stored, str(path))
+        differences = serve(options["model"], stored, self.state.given, str(path))
         try:
-            self.config = self.parser.parse_object({command: {"model": model}}, self.config)
-        except argparse.ArgumentError as err:
-            raise UsageError(f"the hyperparameters in ckpt_path cannot be used: {err}") from err
-        for key, value in self.config[command]["model"].items():
-            if before.get(key, value) != value:
-                note(f"model.{key} is {value} as in ckpt_path, not {before[key]}")
+            self.parser.validate(self.config)
+        except (TypeError, KeyError) as err:
+            name = options["model"].class_path
+            raise UsageError(
+                f"hyperparameters in '{path}' are of other types than {name} takes; give the "
+                "options of the model in the configuration"
+            ) from err
+        for sentence in differences:
+            note(sentence)
 
     def before_instantiate_classes(self) -> None:
         """Watch what is built."""
@@ -178,14 +188,9 @@ class ShardCLI(LightningCLI):
                 f"test_after_fit is true but {name} has no test_step; add one, or set it to false"
             )
         if self.config["fit"]["report"]:
-            self._add_report()
+            add_once(self.trainer, RunReport(self.text))
         if self.config["fit"]["profile"]:
             add_once(self.trainer, StepProfile())
-
-    def _add_report(self) -> None:
-        shard_dims = strategy_options(self.config["fit"]["trainer"]).get("shard_dims")
-        checked = recall(self.trainer.default_root_dir, self.resolved, shard_dims)
-        add_once(self.trainer, RunReport(self.text, checked))
 
     @property
     def text(self) -> str:
@@ -194,13 +199,8 @@ class ShardCLI(LightningCLI):
         return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
 
     @property
-    def resolved(self) -> dict[str, Any]:
-        """All options of the subcommand."""
-        return yaml.safe_load(self.text)
-
-    @property
     def folder(self) -> str | None:
-        """Of the run."""
+        """The folder into which this run writes."""
         return self.config["fit"]["trainer"]["default_root_dir"]
 
     def after_fit(self) -> None:
@@ -208,14 +208,32 @@ class ShardCLI(LightningCLI):
         if self.config["fit"]["test_after_fit"]:
             self.trainer.test(self.model, datamodule=self.datamodule)
         # all ranks ask, since the folder of the logs is a collective
-        lines = list(self.state.last_words(self.trainer))
+        lines = self.state.last_words(self.trainer)
         if self.trainer.is_global_zero:
             print("\n".join(lines), file=sys.stderr)
 
 
+def _own_defaults(spec: Any, given: Given, key: str) -> None:
+    """Give a class that the user chose its own defaults, in place.
+
+    The parser keeps those of the former class where both have an argument: after AdamW,
+    `--model.optimizer SGD` trains with AdamW's weight_decay of 0.01 (jsonargparse 4.53).
+    """
+    if not isinstance(spec, Namespace) or "class_path" not in spec or key not in given:
+        return
+    made: Any = locate(spec.class_path)
+    own = inspect.signature(made).parameters
+    for name, value in vars(spec.get("init_args") or Namespace()).items():
+        default = own[name].default if name in own else None
+        if f"{key}.{name}" in given:
+            _own_defaults(value, given, f"{key}.{name}")
+        elif name in own and isinstance(default, VALUES):
+            spec.init_args[name] = default
+
+
 def run(
     args: Sequence[str],
-    given: Sources,
+    given: Given,
     make: Callable[[Sequence[str], RunState], ShardCLI] = ShardCLI,
 ) -> None:
     """Run a subcommand of Lightning.

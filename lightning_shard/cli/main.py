@@ -9,26 +9,15 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.help import PAGES, PROGRAM, page
-from lightning_shard.cli.sources import Sources, read_sources
+from lightning_shard.cli.positions import Given, read_given
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, nearest
 from lightning_shard.cli.words import BESIDE_FIT, WORDS, read_words
 
-if TYPE_CHECKING:
-    from lightning_shard.cli.lightning_cli import ShardCLI as ShardCLI
-
 LIGHTNING = ("fit", "validate", "test", "predict")
 COMMANDS = (*LIGHTNING, *BESIDE_FIT, *WORDS)
-
-
-def __getattr__(name: str) -> Any:
-    """Import the parser of Lightning's commands when it is used."""
-    if name != "ShardCLI":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("lightning_shard.cli.lightning_cli").ShardCLI
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -51,13 +40,13 @@ def main(args: Sequence[str] | None = None) -> None:
         words.remove("--traceback")
         os.environ[f"{ENV_PREFIX}_TRACEBACK"] = "1"
     try:
-        own, given = None, Sources()
+        own, given = None, Given()
         if command in (*WORDS, *BESIDE_FIT):
             own, words[1:] = read_words(command, words[1:])
         if command not in WORDS:
             words = find_configs(words)
             if _is_command(words):
-                given = read_sources(words[1:], command if command in LIGHTNING else "fit")
+                given = read_given(words[1:], command if command in LIGHTNING else "fit")
     except UsageError as err:
         exit_with(err)
     if command in WORDS:

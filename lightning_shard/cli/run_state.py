@@ -5,7 +5,7 @@ The last words say where the checkpoints lie, and how to go on.
 
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.sources import Sources
+from lightning_shard.cli.positions import Given
+from lightning_shard.trainer.callbacks.epoch_report import checkpoint_lines, duration
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import callbacks_of
@@ -30,7 +31,7 @@ class RunState(Callback):
 
     has_last_words = True  # which EpochReport leaves to the command line
 
-    def __init__(self, given: Sources) -> None:
+    def __init__(self, given: Given) -> None:
         self.given = given
         self.stepped = False
         self.error: Exception | None = None
@@ -61,85 +62,45 @@ class RunState(Callback):
 
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = _step
 
-    def last_words(self, trainer: Trainer) -> Iterator[str]:
+    def last_words(self, trainer: Trainer) -> list[str]:
         """Lines for a terminal after `fit`."""
         logs = trainer.log_dir or ""  # a collective
-        steps = 0 if self.first_step is None else trainer.global_step - self.first_step
-        yield f"Done in {_duration(time.monotonic() - self.started)}: {steps} steps of training."
-        if steps == 0:
-            yield f"  Nothing was trained: {_why(trainer)}."
-        best, last = yield from _checkpoints(trainer)
-        if best or last:
-            words = _config(Path(best or last).parent, Path(logs))
-            more = _more(trainer)
-            yield f"  test it          {PROGRAM} test {words} --ckpt_path {best or last}"
-            yield f"  go on            {PROGRAM} fit {words} --ckpt_path {last or best}{more}"
+        lines = [
+            f"Training ended at step {trainer.global_step} after "
+            f"{duration(time.monotonic() - self.started)}."
+        ]
+        if self.first_step in (None, trainer.global_step):
+            lines.append("Nothing was trained: a limit was reached before, or no batch came.")
+        more = f" --trainer.max_epochs {2 * (trainer.max_epochs or 1)}"
+        if 0 < trainer.max_steps <= trainer.global_step:
+            more = f" --trainer.max_steps {2 * trainer.max_steps}"
+        lines += checkpoint_lines(trainer, _command(logs, more))
         for callback in callbacks_of(trainer):
-            if isinstance(callback, RunReport) and callback.path:
-                yield f"  report           {callback.path}"
-            if isinstance(callback, StepProfile) and callback.path:
-                yield f"  profile          {callback.path}"
-        if logs:
-            yield f"  logs             {logs}"
+            if isinstance(callback, RunReport | StepProfile) and callback.path:
+                name = "Report" if isinstance(callback, RunReport) else "Profile"
+                lines.append(f"{name}: {callback.path}")
+        return lines + ([f"Logs: {logs}"] if logs else [])
 
 
-def words_of_an_interrupt(trainer: Trainer) -> Iterator[str]:
+def words_of_an_interrupt(trainer: Trainer) -> list[str]:
     """Lines for a terminal after Ctrl-C, of one rank alone: the others may have ended.
 
     Args:
         trainer: That was interrupted.
     """
-    yield f"Interrupted after step {trainer.global_step}."
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
-    best, last = yield from _checkpoints(trainer)
-    if newest := last or best:
-        words = _config(Path(newest).parent, Path(newest).parents[1])
-        yield f"  go on            {PROGRAM} fit {words} --ckpt_path {newest}"
-    else:
-        yield "  No checkpoint was written."
+    is_fit = trainer.state.fn == TrainerFn.FITTING
+    lines = checkpoint_lines(trainer, _command()) if is_fit else []
+    return [f"Interrupted after step {trainer.global_step}.", *lines]
 
 
-def _checkpoints(trainer: Trainer) -> Generator[str, None, tuple[str, str]]:
-    """Name them line by line; returns the best one and the last one, "" where there is none."""
-    best = last = ""
-    for callback in trainer.checkpoint_callbacks:
-        best = getattr(callback, "best_model_path", "") or best
-        last = getattr(callback, "last_model_path", "") or last
-        if best and (score := getattr(callback, "best_model_score", None)) is not None:
-            score_of = f" ({getattr(callback, 'monitor', '')} {float(score):.6g})"
-            yield f"  best checkpoint  {best}{score_of}"
-        elif best:
-            yield f"  checkpoint       {best}"
-    if last and last != best:
-        yield f"  last checkpoint  {last}"
-    return best, last
+def _command(logs: str = "", more: str = "") -> Callable[[str, str], str]:
+    """Says the command of a stage, with the config that lies beside the checkpoint or the logs."""
 
+    def command(stage: str, checkpoint: str) -> str:
+        folders = (Path(checkpoint).parent, Path(logs or Path(checkpoint).parents[1]))
+        configs = (folder / "config.yaml" for folder in folders)
+        config = next((path for path in configs if path.is_file()), "...")
+        words = f"{PROGRAM} {stage} --config {config} --ckpt_path {checkpoint}"
+        return words + (more if stage == "fit" else "")
 
-def _config(*folders: Path) -> str:
-    """Words that give the options of a run, if they lie in one of its folders."""
-    configs = (folder / "config.yaml" for folder in folders)
-    return f"--config {next((c for c in configs if c.is_file()), '...')}"
-
-
-def _why(trainer: Trainer) -> str:
-    limit: Any = trainer.max_steps
-    if 0 <= limit <= trainer.global_step:
-        return f"the weights have {trainer.global_step} steps already, and max_steps is {limit}"
-    limit = trainer.max_epochs
-    if limit is not None and 0 <= limit <= trainer.current_epoch:
-        return f"epoch {trainer.current_epoch} is reached already, and max_epochs is {limit}"
-    return "no batch came, or a limit was reached before the first"
-
-
-def _more(trainer: Trainer) -> str:
-    if trainer.max_steps and 0 < trainer.max_steps <= trainer.global_step:
-        return f" --trainer.max_steps {2 * trainer.max_steps}"
-    return f" --trainer.max_epochs {2 * (trainer.max_epochs or 1)}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = [(hours, "h"), (minutes, "min"), (rest, "s")]
-    return " ".join(f"{n} {unit}" for n, unit in parts if n) or "0 s"
+    return command

@@ -13,14 +13,14 @@ import sysconfig
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import NoReturn
 
-from lightning_shard.processes.attempts import end_attempts
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.process_info import rank_variables
+from lightning_shard.processes.variables import end_attempts
 
 ENV_PREFIX = "LIGHTNING_SHARD"
 SHORT_LIST = 12
@@ -46,36 +46,25 @@ def as_usage_error(*kinds: type[Exception]) -> Generator[None]:
         raise UsageError(str(err).rstrip(".")) from err
 
 
-def nearest(
-    name: str,
-    choices: Iterable[str],
-    label: str = "accepted here:",
-    quote: Callable[[str], str] = str,
-) -> str:
+def nearest(name: str, choices: Iterable[str], label: str = "accepted here:") -> str:
     """The end of a sentence: the nearest valid name, or the choices when they are few.
 
     Args:
         name: What was typed.
         choices: The valid names.
         label: What stands before the list of choices.
-        quote: How the nearest name is shown, for example as a path.
     """
-    names = sorted(set(choices))
-    listed = f"; {label} {', '.join(names)}" if names and len(names) <= SHORT_LIST else ""
-    return did_you_mean(name, names, quote) or listed
-
-
-def did_you_mean(name: str, choices: Iterable[str], quote: Callable[[str], str] = str) -> str:
-    """The end of a sentence: the nearest valid name; empty where none is near."""
-    lower = {candidate.lower(): candidate for candidate in choices}
-    close = difflib.get_close_matches(name.lower(), lower, 1, 0.6)
-    return f"; did you mean '{quote(lower[close[0]])}'?" if close else ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    if close := difflib.get_close_matches(name.lower(), by_lower, 1):
+        return f"; did you mean '{by_lower[close[0]]}'?"
+    few = 0 < len(by_lower) <= SHORT_LIST and label
+    return f"; {label} {', '.join(sorted(by_lower.values()))}" if few else ""
 
 
 def nearest_file(path: Path, pattern: str = "*") -> str:
     """The end of a sentence on a file that is not there: the nearest name in its folder."""
-    found = [p.name for p in path.parent.glob(pattern)] if path.parent.is_dir() else []
-    return nearest(path.name, found, f"{path.parent} has", lambda n: str(path.parent / n))
+    found = [file.name for file in path.parent.glob(pattern)] if path.parent.is_dir() else []
+    return nearest(path.name, found, f"{path.parent} has")
 
 
 def labelled(name: str, value: object) -> str:
@@ -188,13 +177,3 @@ def _causes(err: BaseException) -> list[str]:
 def _raised_in(err: Exception) -> str:
     code, line = [(f.f_code, n) for f, n in traceback.walk_tb(err.__traceback__)][-1]
     return f"raised in {Path(code.co_filename).name}:{line} ({code.co_qualname})"
-
-
-def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a value of YAML or JSON is a mapping; its keys are strings."""
-    return isinstance(value, dict)
-
-
-def is_list(value: object) -> TypeGuard[list[Any]]:
-    """Whether a value of YAML or JSON is a list."""
-    return isinstance(value, list)

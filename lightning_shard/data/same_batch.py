@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import named_leaves
-from lightning_shard.processes.simulated.turns import is_alone
+from lightning_shard.processes.torch_private.internals import FakeTensor
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -21,8 +21,6 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: They have read different samples, whose parts make up no field.
     """
-    if is_alone():  # there is nobody to compare with
-        return
     read = {
         "".join(f"[{key!r}]" for key in path): identity_of(x)
         for path, x in named_leaves(batch)
@@ -57,7 +55,7 @@ def identity_of(x: Tensor | LocalPart) -> tuple[Any, ...]:
     """Return what is equal on all ranks that have the same samples: shape, dtype and a checksum."""
     if isinstance(x, LocalPart):
         return (x.shape, str(x.tensor.dtype), x.samples)
-    if isinstance(x, DomainTensor):
+    if isinstance(x, DomainTensor | FakeTensor):  # the values of a fake one are nowhere
         return (tuple(x.shape), str(x.dtype))
     values = torch.view_as_real(x) if x.is_complex() else x
     values = values.detach().cpu().contiguous()

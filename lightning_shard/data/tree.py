@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_shard.data.local import LocalPart
+from lightning_shard.processes.narrow import is_mapping, is_sequence
 from lightning_shard.processes.torch_private.internals import tree_flatten, tree_unflatten
-from lightning_shard.processes.torch_private.typed import is_mapping, is_sequence
 
 Path = tuple[Any, ...]
 

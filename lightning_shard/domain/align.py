@@ -15,7 +15,8 @@ from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
-from lightning_shard.processes.torch_private.typed import is_dict, is_list, typed_torch
+from lightning_shard.processes.narrow import is_dict, is_list
+from lightning_shard.processes.torch_private.typed import typed_torch
 
 
 def subdomains(values: Any) -> list[Subdomain]:
@@ -50,7 +51,7 @@ def gathered(x: Subdomain) -> Tensor:
     return parts.local.reshape(x.shape)
 
 
-def simple(x: Subdomain, dim: int) -> Subdomain:
+def one_factor(x: Subdomain, dim: int) -> Subdomain:
     """The same tensor with `dim` of one factor.
 
     Rows of a flattened product of dims are moved to the canonical partition of the product.
@@ -73,7 +74,7 @@ def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) 
         x: Its dim `dim` is split.
         dim: Becomes whole.
         other: Becomes split over the same ranks.
-        factors: How `other` is split; canonically if None.
+        factors: The split of `other`; canonical if None.
     """
     axes, grid, device = x.layout.axes(dim), x.layout.grid, x.local.device
     factors = factors or (Factor(x.shape[other], axes),)
@@ -89,7 +90,9 @@ def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) 
 
 
 def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
-    """How many rows of a split dim each rank holds, and all rows in the order of the ranks.
+    """Count each rank's rows of a split dim, and list all rows rank by rank.
+
+    The list is None where that is their global order.
 
     The order is None where it is that of the rows.
     """
@@ -151,7 +154,7 @@ def _common_layout(kinds: tuple[Layout | tuple[int, ...], ...], grid: Grid) -> L
 
 
 def _fits_into(x: Subdomain | Tensor, first: Subdomain) -> bool:
-    """Whether `x` lies as `first` does, or is one number."""
+    """Return True if `x` is laid out as `first` is, or is one number."""
     if isinstance(x, Tensor):
         return x.ndim == 0
     return x is first or (x.domain is first.domain and x.layout == first.layout)
@@ -193,7 +196,7 @@ def _moved_to(x: Subdomain, layout: Layout) -> Subdomain:
         elif not is_split:
             x = _split_elsewhere(x, d, layout)
         elif not alike and x.layout.axes(d) == layout.axes(added + d):
-            x = simple(x, d)
+            x = one_factor(x, d)
     spread = [d for d, n in enumerate(x.shape) if n != layout.shape[added + d]]
     target = Layout(layout.dims[added:], layout.grid)
     return relaid(x, target.with_dims({d: (Factor(1),) for d in spread}))
@@ -249,7 +252,7 @@ def sum_over(x: Subdomain, local: Tensor, dims: Sequence[int]) -> Tensor:
     return all_reduce(wide, x.domain.group(axes)).to(local.dtype)
 
 
-def one_of_all(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
+def all_gather_small(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
     """The `part`s of all ranks along `axes` (alike in shape), stacked in order, on every rank."""
     if not axes:
         return part.unsqueeze(0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.tracing import is_traced, real_values
-from lightning_shard.processes.torch_private.typed import is_list
+from lightning_shard.processes.narrow import is_list
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,7 +26,7 @@ DEFAULT_LIMIT = 256 * 2**20  # bytes; 2048 points by 64 modes in complex64 are o
 
 
 class TensorCache:
-    """What functions returned for given arguments, as long as it fits into `limit` bytes.
+    """Keeps the results of functions by their arguments, up to `limit` bytes.
 
     Attributes:
         limit: Bytes that the kept tensors may hold together, over all devices.

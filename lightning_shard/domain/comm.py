@@ -25,20 +25,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.memory import empty, format_of, joined
+from lightning_shard.domain.memory_format import empty, format_of, joined
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_private.internals import in_memory, is_view
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which pieces travel in an `exchange`, seen from one rank; rows are local rows of the sender.
+    """The pieces that travel in an `exchange`, seen from one rank, by the sender's local rows.
 
     Attributes:
-        sends: For each peer the `(start, length)` pieces of my rows that it wants.
-        receives: For each peer the lengths of the pieces that I get from it.
+        sends: The `(start, length)` pieces of this rank's rows that each peer wants.
+        receives: Lengths of the pieces that come from each peer.
         order: The received pieces `(peer, number)` in the order in which they are put together.
-        moves: Whether any rank of the group needs a row of another; the same on all ranks.
+        moves: True if any rank of the group needs a row of another; the same on all ranks.
     """
 
     sends: tuple[tuple[tuple[int, int], ...], ...]
@@ -74,8 +74,8 @@ def transpose(
         x: This rank's part, `sum(split_sizes)` x `join_sizes[rank]` in these dims.
         split: The dim that is parted.
         join: The dim that becomes whole.
-        split_sizes: For each rank its part of `split` afterwards.
-        join_sizes: For each rank its part of `join` before.
+        split_sizes: Each rank's part of `split` afterwards.
+        join_sizes: Each rank's part of `join` before.
         group: The ranks.
 
     Returns:

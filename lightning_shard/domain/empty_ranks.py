@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.memory import format_of
+from lightning_shard.domain.memory_format import format_of
 
 
 def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:

@@ -107,7 +107,7 @@ def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:
     Args:
         x: The split tensor.
         dim: The dim of the rows, split.
-        needs: For each rank of the dim's group the spans of global rows it wants, all in range.
+        needs: Spans of global rows, all in range, that each rank of the dim's group wants.
     """
     return exchange(x.local, dim, route_of(x, dim, needs), x.domain.group(x.layout.axes(dim)))
 
@@ -145,7 +145,9 @@ def scatter_sum(x: Subdomain, dim: int, axes: tuple[int, ...]) -> Subdomain:
 
 
 def needs_of(extent: int, parts: int, spans: Callable[[int, int], Sequence[Span]]) -> Needs:
-    """What each rank needs for its rows of an output of `extent`: `spans(low, high)` says it.
+    """List the input spans that each rank needs for its rows of an output of `extent` rows.
+
+    `spans(low, high)` gives them for the output rows `[low, high)`.
 
     A rank without output rows needs nothing.
     """

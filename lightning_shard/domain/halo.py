@@ -6,7 +6,6 @@ a rank's own rows begin at 0, and those before them have negative places.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch import Tensor
 from lightning_shard.domain.fetch import Needs, Span
 from lightning_shard.domain.layout import Grid, Layout, partition
 from lightning_shard.domain.wire import begin_all_to_all, packed
-from lightning_shard.processes.simulated.state import per_rank
 
 Box = tuple[Span, ...]  # the rows [low, high) of each of a few dims
 Mode = Literal["auto", "always", "never"]
@@ -28,7 +26,7 @@ Mode = Literal["auto", "always", "never"]
 # of the process, not a ContextVar: backward runs in threads that inherit no context
 _mode: Mode = "auto"
 _thinner = 1
-per_rank(sys.modules[__name__], "_mode", "_thinner")
+PROCESS_STATE = {"_mode": _mode, "_thinner": _thinner}
 
 
 @contextmanager
@@ -38,8 +36,8 @@ def overlapping(mode: Mode, thinner: int = 1) -> Generator[None]:
     Args:
         mode: "auto" decides by the sizes. "always" does it wherever it is possible, and "never"
             waits for the rows first. Results differ by rounding only.
-        thinner: How many times thinner "auto" takes the parts to be: a rehearsal decides as the
-            ranks of a larger domain will.
+        thinner: Factor by which "auto" takes the parts to be thinner: so a trial on few ranks
+            decides as the ranks of a larger domain will.
     """
     global _mode, _thinner
     before: tuple[Mode, int] = _mode, _thinner
@@ -56,19 +54,19 @@ def overlap_mode() -> Mode:
 
 
 def thinness() -> int:
-    """How many times thinner parts count; 0 where no part is too thin."""
+    """Return by which factor "auto" takes parts to be thinner; 0 lets no part be too thin."""
     return 0 if _mode == "always" else _thinner
 
 
 @dataclass(frozen=True)
 class Halo:
-    """Which boxes travel, seen from one rank.
+    """The boxes of rows that travel between ranks, seen from one rank.
 
     Attributes:
         dims: The dims that a box has rows of.
         axes: The mesh axes along which ranks talk.
-        sends: For each peer the box of my rows that it needs.
-        receives: For each peer the box of its rows that I need, by my places.
+        sends: The box of this rank's rows that each peer needs.
+        receives: The box of each peer's rows that this rank needs, by this rank's places.
     """
 
     dims: tuple[int, ...]
@@ -79,10 +77,10 @@ class Halo:
 
 @lru_cache(maxsize=4096)
 def halo_of(layout: Layout, needs: tuple[tuple[int, Needs], ...]) -> Halo:
-    """What travels.
+    """Compute which boxes this rank sends and receives.
 
     Args:
-        layout: Of the split tensor; each of the dims below has one factor.
+        layout: The layout of the split tensor; each of the dims below has one factor.
         needs: Split dims, each with the one span of global rows that each rank along it needs.
     """
     dims = tuple(dim for dim, _ in needs)
@@ -192,7 +190,7 @@ def add_framed(
 def _common(
     x: Tensor, dims: Sequence[int], frame: Box, parts: dict[Box, Tensor]
 ) -> Generator[tuple[Tensor, Tensor]]:
-    """For each box the rows that it shares with the frame: those of `x`, and the box's own."""
+    """Pair the rows of the frame with those of each box that shares some with it."""
     for box, part in parts.items():
         shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(frame, box, strict=True))
         if all(low < high for low, high in shared):

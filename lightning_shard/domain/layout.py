@@ -25,7 +25,7 @@ def partition(extent: int, parts: int) -> tuple[int, ...]:
 
 
 def part_sizes(extent: int, parts: int) -> list[int]:
-    """How many rows each part of the canonical partition holds."""
+    """Count the rows of each part of the canonical partition."""
     return [high - low for low, high in pairwise(partition(extent, parts))]
 
 
@@ -37,6 +37,7 @@ class Grid:
     coord: tuple[int, ...]
 
     def parts(self, axes: tuple[int, ...]) -> int:
+        """Count the parts into which `axes` together split a dim."""
         return math.prod(self.sizes[a] for a in axes)
 
     def index(self, axes: tuple[int, ...]) -> int:
@@ -61,7 +62,7 @@ class Factor(NamedTuple):
         return _bounds(self, grid)
 
     def rows(self, grid: Grid) -> int:
-        """How many rows this rank has."""
+        """Count the rows that this rank has."""
         if not self.axes:
             return self.extent
         low, high = self.bounds(grid)
@@ -84,7 +85,7 @@ def _extent(dim: Dim) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a tensor of global `shape` lies on a grid: the factors of each dim, and the grid."""
+    """The split of a tensor over a grid: the factors of each dim of the global tensor."""
 
     dims: tuple[Dim, ...]
     grid: Grid
@@ -111,18 +112,22 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        """The global shape."""
         return tuple([_extent(dim) for dim in self.dims])
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
         return tuple([math.prod([f.rows(self.grid) for f in dim]) for dim in self.dims])
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.dims)
 
     @cached_property
     def split_dims(self) -> tuple[int, ...]:
+        """The dims of which at least one factor is split."""
         return tuple([d for d, dim in enumerate(self.dims) if any(f.axes for f in dim)])
 
     def axes(self, *dims: int) -> tuple[int, ...]:
@@ -150,6 +155,7 @@ class Layout:
         return self.with_dims({dim: (Factor(extent, axes),)})
 
     def with_dims(self, changed: dict[int, Dim]) -> "Layout":
+        """Return this layout with other factors for the dims in `changed`."""
         dims = tuple([changed.get(d, dim) for d, dim in enumerate(self.dims)])
         return _same(dims, self.grid)
 

@@ -1,4 +1,4 @@
-"""Which rows a rank has in a layout, and the exchange that brings it those of another layout.
+"""Moves rows from one layout of a tensor to another.
 
 Dims are moved one after the other. A dim may be moved while no other one is split over ranks along
 which its new rows differ: then all ranks that hold those rows hold the same rows of the other dims.

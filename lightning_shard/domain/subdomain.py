@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain.layout import Grid, Layout
-from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened, storage_key, version_of
 
@@ -34,6 +33,11 @@ class Domain:
                 self._groups[tuple(range(mesh.ndim))] = flattened(mesh).get_group()
 
     def group(self, axes: tuple[int, ...]) -> ProcessGroup:
+        """Return the process group of these mesh axes: one axis, or all of them.
+
+        Raises:
+            NotImplementedError: These axes have no common group.
+        """
         if axes not in self._groups:
             raise NotImplementedError(
                 f"mesh axes {axes} of a {len(self.grid.sizes)}-axis domain mesh have no common "
@@ -51,11 +55,11 @@ class Copied:
     known how. After the second the rows are stale.
 
     Attributes:
-        parent: What they were taken from; a copy itself, where it says so.
-        version: How often the memory that the first parent lies in had been written then.
+        parent: The part from which they were taken, which may be a copy itself.
+        version: Number of writes to the memory of the first parent until then.
         rows: The copy.
         index: The rows are those of `parent[index]`; None where no index says which they are.
-        factor: What the parent has is as many times larger.
+        factor: The parent's values are this many times larger.
         taken: The local tensor that the user indexed, the index, and the local rows that he got.
     """
 
@@ -73,7 +77,7 @@ class Copied:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the source has been written since."""
+        """True once the source has been written after the rows were taken."""
         return self.version != version_of(self.source)
 
 
@@ -104,14 +108,17 @@ class Subdomain:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The global shape."""
         return self.layout.shape
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return self.layout.ndim
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the local tensor."""
         return self.local.dtype
 
     def read(self) -> "Subdomain":
@@ -139,9 +146,9 @@ class Subdomain:
 
         Args:
             local: The rows.
-            layout: How they are split.
-            moved: Whether any rank got rows of another; the same on all ranks.
-            index: What chooses them in this tensor, if they can be written back there.
+            layout: The split of the rows.
+            moved: True if any rank got rows of another; the same on all ranks.
+            index: The index that chooses them in this tensor, if they can be written back there.
             factor: By what they are multiplied then.
         """
         if not moved:
@@ -171,4 +178,4 @@ def _domain_of(mesh: DeviceMesh, _: ProcessGroup | None) -> Domain:
     return Domain(mesh)
 
 
-cached_per_rank(__name__, "_domain_of")
+PROCESS_STATE = {"_domain_of": _domain_of}

@@ -4,18 +4,18 @@ Collectives are operators with a place, so that what was compiled can be compare
 traced. Constants of earlier runs become constants of the graph.
 """
 
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.torch_private.internals import backward_pass, internal
 
 # of the process, not of a thread: backward is traced in threads of the autograd engine
 _traced = 0
 _forward = _backward = 0  # collectives since the region was last traced from its beginning
 _outer = -1  # the backward pass that was under way then
-per_rank(sys.modules[__name__], "_traced", "_forward", "_backward", "_outer")
+PROCESS_STATE = {
+    "_traced": _traced, "_forward": _forward, "_backward": _backward, "_outer": _outer,
+}  # fmt: skip
 
 
 def is_traced() -> bool:

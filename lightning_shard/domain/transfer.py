@@ -17,17 +17,17 @@ from lightning_shard.domain.wire import all_to_all
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Which rows of the first dim go where, seen from one rank.
+    """The rows of the first dim that travel, and where they are put, seen from one rank.
 
     Attributes:
         taken: The local rows that go, those for the first rank first.
-        given: For each rank of the group how many go to it.
+        given: Number of rows that go to each rank of the group.
         put: The places of the rows that come, those of the first rank first. Rows that come to one
             place are added up; where none comes there is zero.
-        got: For each rank how many come from it.
-        rows: How many rows this rank has before, and after.
-        taken_often: Whether a row may be taken several times.
-        put_often: Whether several rows may be put at one place.
+        got: Number of rows that come from each rank.
+        rows: Number of this rank's rows before, and after.
+        taken_often: True if a row may be taken several times.
+        put_often: True if several rows may be put at one place.
     """
 
     taken: Tensor

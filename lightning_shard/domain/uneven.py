@@ -30,8 +30,8 @@ def exchange_rows(
     Args:
         x: The rows that this rank owns, along `dim`.
         dim: The dim of the rows.
-        owned: For each rank of the group the global rows that it owns; they do not overlap.
-        wanted: For each rank the global rows that it gets, all owned by some rank.
+        owned: Global rows that each rank of the group owns; they do not overlap.
+        wanted: Global rows that each rank gets, all owned by some rank.
         group: The ranks.
     """
     segments = [Segment(low, high, rank, 0) for rank, (low, high) in enumerate(owned) if low < high]
@@ -40,7 +40,7 @@ def exchange_rows(
     return exchange(x, dim, route(source, dist.get_rank(group), needs), group)
 
 
-def told_to_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gathered_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """The `value` of each rank of the group, on every rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -63,7 +63,7 @@ def to_canonical(
     """
     grid = domain.grid
     own = tuple(local.shape), str(local.dtype)
-    told = told_to_all(own, domain.group(tuple(range(len(grid.sizes)))))
+    told = gathered_objects(own, domain.group(tuple(range(len(grid.sizes)))))
     shapes = [shape for shape, _ in told]
     check_parts(shapes, [*splits])
     if len({dtype for _, dtype in told}) > 1:

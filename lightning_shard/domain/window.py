@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch.nn.functional as F
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -37,7 +37,7 @@ def window_rows(
         The local rows, with the layout of the output in `dim`: a window function without padding
         gives exactly this rank's output rows. No rows where the rank has no output.
     """
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, output)
     window = (kernel, stride, padding, dilation)
     needs, before, rows_and_edges = _window_plan(x.shape[dim], layout, dim, window)
@@ -52,7 +52,9 @@ def window_rows(
 def _window_plan(
     extent: int, layout: Layout, dim: int, window: tuple[int, int, int, int]
 ) -> tuple[Needs, int, int]:
-    """What each rank needs of `extent` rows; how many before the edge, and in all, this rank has.
+    """List the spans of input rows that each rank needs, and this rank's padding.
+
+    Returns the needs, the rows beyond the first edge, and all rows with those beyond both edges.
 
     Args:
         extent: The input rows.
@@ -109,7 +111,7 @@ def spread_rows(
         The local rows with the layout of the output in `dim`, and the place of this rank's first
         output row among all rows that they spread over. No rows where the rank has no output.
     """
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     extent, grid = x.shape[dim], x.layout.grid
     layout = x.layout.with_dim(dim, output)
     (factor,) = layout.dims[dim]

@@ -22,7 +22,7 @@ def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     """The elements of all pieces, one after the other; a piece that lies so is not copied.
 
     Args:
-        pieces: What is to travel.
+        pieces: The tensors that are to travel.
         like: A tensor of their dtype, on their device.
     """
     flat = [piece.reshape(-1) for piece in pieces]

@@ -8,7 +8,7 @@ import hashlib
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shard.domain.uneven import told_to_all
+from lightning_shard.domain.uneven import gathered_objects
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.agreement import DisagreementError
 
@@ -29,10 +29,10 @@ def check_same_module(
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     own = {f"'{name}'": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
     own |= {f"the option {name}": value for name, value in options.described().items()}
-    sums = told_to_all(hashlib.sha256(repr(own).encode()).hexdigest(), group)
+    sums = gathered_objects(hashlib.sha256(repr(own).encode()).hexdigest(), group)
     if len(set(sums)) == 1:
         return
-    first, *others = told_to_all(own, group)
+    first, *others = gathered_objects(own, group)
     other = next((o for o in others if o != first), first)
     ranks = dist.get_process_group_ranks(group)
     number = ranks[1 + others.index(other)] if other in others else ranks[0]

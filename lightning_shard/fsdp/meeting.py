@@ -5,11 +5,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_shard.processes.agreement import store_of_attempt
-from lightning_shard.processes.simulated.turns import is_simulated
+from lightning_shard.processes.store import store_of_attempt
 
 WAIT_S = 120.0  # for the other ranks
 _met: Counter[tuple[str, tuple[int, ...]]] = Counter()  # meetings of these ranks, by what for
+PROCESS_STATE = {"_met": _met}
 
 
 def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
@@ -24,8 +24,8 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
     Raises:
         RuntimeError: Some did not come within `WAIT_S`.
     """
-    if len(ranks) < 2 or is_simulated():
-        return  # simulated ranks notice at once that one of them is alone
+    if len(ranks) < 2:
+        return
     store, rank, number = store_of_attempt(), dist.get_rank(), _met[what, ranks]
     _met[what, ranks] += 1
 

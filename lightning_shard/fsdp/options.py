@@ -1,13 +1,14 @@
 """Lists what can be chosen about parameters: how they are sharded, gathered, cast and made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_shard.fsdp.blocks import Wrap
+from lightning_shard.processes.device import device_of
 from lightning_shard.processes.mesh import Sharding
 
 
@@ -33,6 +34,8 @@ class ShardingOptions:
         mp_policy: Dtypes of gathered parameters (param_dtype), of the gradients' reduction
             (reduce_dtype) and of outputs (output_dtype), beside the Trainer's precision. A mapping
             becomes torch's MixedPrecisionPolicy.
+        mp_policy_where_supported: True lets mp_policy hold only on devices that compute in
+            bfloat16; on others, such as the CPU, parameters keep their dtype.
         cpu_offload: True keeps shards, gradients and optimizer states in CPU memory.
         prefetch: The number of blocks that are gathered ahead of the one that computes.
         activation_checkpointing: Classes whose activations are computed again in backward instead
@@ -54,6 +57,7 @@ class ShardingOptions:
     min_num_params: int | None = None
     ignored_parameters: Sequence[str] = ()
     mp_policy: MixedPrecisionPolicy | dict[str, str | bool] | None = None
+    mp_policy_where_supported: bool = False
     cpu_offload: bool = False
     prefetch: int = 1
     activation_checkpointing: bool | Sequence[str] = False
@@ -114,6 +118,12 @@ class ShardingOptions:
         """The policy of FSDP2."""
         assert isinstance(self.mp_policy, MixedPrecisionPolicy)
         return self.mp_policy
+
+    def on(self, device_type: str) -> "ShardingOptions":
+        """Return the options as they hold on devices of this type."""
+        if not self.mp_policy_where_supported or device_of(device_type).computes_bfloat16:
+            return self
+        return replace(self, mp_policy=None)
 
     @property
     def changes_one_process(self) -> bool:

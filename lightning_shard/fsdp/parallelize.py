@@ -112,6 +112,7 @@ def parallelize(
                 f"{mesh}; load its weights into a new module."
             )
         return {}
+    options = options.on(mesh.device_type)
     axes = (domain,) if isinstance(domain, str) else tuple(domain)
     work = _Work(module, mesh, tuple(methods), dims, options, tuple(loaded), axes)
     for step in _PREPARE:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shard.processes.torch_private.typed import is_dict
+from lightning_shard.processes.narrow import is_dict
 
 # what passes: a running function's own variables cannot be changed from outside
 _PASSING = (FrameType, GeneratorType, CoroutineType, TracebackType)

@@ -8,7 +8,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_shard.processes.errors import LightningShardError
-from lightning_shard.processes.torch_private.typed import is_list, random, typed_torch
+from lightning_shard.processes.narrow import is_list
+from lightning_shard.processes.torch_private.typed import random, typed_torch
 
 Data = LightningDataModule | DataLoader[Any]
 Stage = Literal["fit", "validate", "test", "predict"]

@@ -20,8 +20,8 @@ from lightning_shard.processes.device import DEVICES, device_of, own_device, pre
 from lightning_shard.processes.forking import belongs_to_a_group
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.process_info import process_info
-from lightning_shard.processes.simulated.collectives import sent_bytes
 from lightning_shard.processes.start import start_process_group
+from lightning_shard.trainer.profile.traffic import sent_bytes
 
 SIZES = (64, 4_096, 65_536, 1_048_576, 8_388_608)  # bytes that a rank sends
 ROUNDS, MANY, FEW_BYTES = 5, 20, 65_536  # so many calls in a round of few bytes, and else two

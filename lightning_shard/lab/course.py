@@ -33,7 +33,7 @@ from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.lab.outputs import Output, Outputs
 from lightning_shard.lab.step import WITHOUT_FILES, quiet, simulated_as_launched
 from lightning_shard.processes.launch import launch
-from lightning_shard.processes.torch_private.typed import is_mapping
+from lightning_shard.processes.narrow import is_mapping
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.trainer.strategy import HybridShardStrategy
 

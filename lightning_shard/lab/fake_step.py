@@ -27,8 +27,8 @@ from lightning_shard.fsdp import offload as offload
 from lightning_shard.lab.ledger import Ledger, Peak
 from lightning_shard.lab.lone_steps import Training, train
 from lightning_shard.lab.machine import Device
+from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Recorder, Timeline
-from lightning_shard.processes.simulate import alone
 from lightning_shard.processes.torch_private.internals import (
     FakeTensor,
     FakeTensorMode,

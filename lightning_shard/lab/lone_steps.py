@@ -18,10 +18,10 @@ from lightning.pytorch import (
 from typing_extensions import override
 
 from lightning_shard.lab.batches import feed
+from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.step import WITHOUT_FILES, quiet
 from lightning_shard.lab.timeline import Recorder, Timeline
 from lightning_shard.processes.launch import launch
-from lightning_shard.processes.simulate import alone
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 WARM_UP = 2  # steps that make caches and the optimizer's states

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of
 from lightning_shard.lab.course import Mesh
-from lightning_shard.processes.torch_private.typed import is_mapping
+from lightning_shard.processes.narrow import is_mapping
 
 
 def extents_of(batch: Any, shard_dims: ShardDims = None) -> tuple[int, ...]:

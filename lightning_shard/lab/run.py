@@ -44,8 +44,8 @@ from typing_extensions import override
 
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.lab.batches import STEPS, Stage
+from lightning_shard.lab.simulate import simulate
 from lightning_shard.processes.launch import launch
-from lightning_shard.processes.simulate import simulate
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim

@@ -24,12 +24,12 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.lab.batches import Data, Stage, feed, first_batches
 from lightning_shard.lab.seen import Rehearsal
+from lightning_shard.lab.simulate import simulate
 from lightning_shard.lab.watch import Keep, Watch
-from lightning_shard.processes.byte_counter import counted
 from lightning_shard.processes.launch import launch
-from lightning_shard.processes.simulate import simulate
 from lightning_shard.tensor import autograd_function
 from lightning_shard.tensor.escape import allow_gather
+from lightning_shard.trainer.profile.traffic import counted
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 # of Trainers that leave nothing behind, and whose batches are given in order

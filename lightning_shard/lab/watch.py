@@ -17,12 +17,12 @@ from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.data.tree import leaves_of
 from lightning_shard.fsdp.blocks import blocks
 from lightning_shard.lab.seen import Rehearsal
+from lightning_shard.processes.narrow import is_mapping
 from lightning_shard.processes.torch_private.internals import (
     base_of,
     keystr,
     tree_flatten_with_path,
 )
-from lightning_shard.processes.torch_private.typed import is_mapping
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.split_summary import split_summary

@@ -23,7 +23,7 @@ USERS = 2  # of a memory: the tensor, and the object that asks
 
 @dataclass(frozen=True)
 class Became:
-    """What a rule returns to turn the caller's plain tensor into the split tensor of a part."""
+    """The result of a rule that turns the caller's plain tensor into the split tensor of a part."""
 
     plain: Tensor
     part: Any
@@ -53,15 +53,15 @@ def made_from_split(plain: Tensor) -> Tensor:
 
 
 def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
-    """How a plain tensor of many rows is to be split, where split rows are written to it.
+    """Choose the split of a plain tensor of many rows, to which split rows are written.
 
     The rows of a graph's nodes, to which messages are added, stay split; a histogram of few rows
     stays plain. So does what was not made from a split tensor: it may be a buffer of a module.
 
     Args:
-        x: What is written to.
+        x: The tensor that is written to.
         dim: The dim of the rows.
-        sources: What is written, and its index, split along no other dim.
+        sources: The rows that are written, and their index, split along no other dim.
 
     Returns:
         The plain tensor, not cut yet, with the layout that it is to have; or None.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.narrow import is_sequence
 from lightning_shard.processes.torch_private.internals import Operator, OperatorPacket
-from lightning_shard.processes.torch_private.typed import is_sequence
 
 Function = Callable[..., Any]
 R = TypeVar("R", bound=Function)
@@ -29,12 +29,12 @@ R = TypeVar("R", bound=Function)
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What stands for a torch function when it is called with split tensors.
+    """The function that replaces a torch function when it is called with split tensors.
 
     Attributes:
         run: Takes the torch function and the arguments of the call.
-        composes: Whether `run` takes the user's tensors, and not `Subdomain`s.
-        checked: Whether torch is asked first if it would refuse the call (tensor/wrong_calls.py).
+        composes: True if `run` takes the user's tensors, and not `Subdomain`s.
+        checked: True if torch checks the call first, without memory (tensor/wrong_calls.py).
         limits: The uses that the rule refuses, in a few words.
     """
 
@@ -59,9 +59,9 @@ def implements(*functions: Function, limits: str = "", checked: bool = True) -> 
     parameter's name. `Any`, and a union of both, take either.
 
     Args:
-        functions: What users call.
+        functions: The functions that users call.
         limits: The uses that the rule refuses, in a few words, for `python -m lightning_shard ops`.
-        checked: Whether torch is asked first if it would refuse the call. False is for rules that
+        checked: True if torch first checks the call. False is for rules that
             run the function itself on every rank's part, whatever the part, and for functions with
             effects of their own.
 
@@ -78,9 +78,9 @@ def composes(*functions: Function, limits: str = "", checked: bool = True) -> Ca
     is the torch function, like that of any rule.
 
     Args:
-        functions: What users call.
+        functions: The functions that users call.
         limits: The uses that the formula refuses, in a few words.
-        checked: Whether torch is asked first if it would refuse the call.
+        checked: True if torch first checks the call.
 
     Raises:
         ValueError: A function has a rule already.
@@ -102,7 +102,7 @@ def register_rule(*functions: Function, limits: str = "") -> Callable[[R], R]:
     split tensors only, `Tensor` takes plain tensors only, and no annotation takes both.
 
     Args:
-        functions: What users call, such as `torch.erfcx`; for a function of your own, one that
+        functions: The functions that users call, such as `torch.erfcx`; a function of your own
             calls `torch.overrides.handle_torch_function`.
         limits: The uses that the rule refuses, in a few words, for `python -m lightning_shard ops`.
 
@@ -153,6 +153,7 @@ def _register(
 
 
 def rule_for(function: Function, *, lazy: bool = False) -> Rule | None:
+    """Look up the rule of a torch function; None if it has none."""
     rule = (_LAZY_RULES if lazy else _RULES).get(function)
     if rule is None and isinstance(function, OperatorPacket) and not lazy:
         return _OPERATORS.get(str(function))
@@ -201,7 +202,7 @@ def run_rule(rule: Rule, func: Function, args: tuple[Any, ...], kwargs: dict[str
 def _binding(
     rule: Rule, count: int, names: tuple[str, ...]
 ) -> tuple[str, tuple[tuple[int, str, bool], ...]]:
-    """What is known of a call with so many arguments in order and these by name.
+    """Bind the rule's parameters to a call with `count` arguments and these names.
 
     Returns:
         Why the rule cannot be called so, or nothing; and (position, name, whether split) of the
@@ -253,7 +254,7 @@ _IN_PLACE = re.compile(
 
 @functools.lru_cache(maxsize=4096)
 def is_in_place(function: Any) -> bool:
-    """Whether torch's naming says that the function changes its first operand: `add_`, `+=`."""
+    """Return True for functions named as those that change their first operand: `add_`, `+=`."""
     return bool(_IN_PLACE.fullmatch(getattr(function, "__name__", "")))
 
 

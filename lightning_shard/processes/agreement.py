@@ -1,4 +1,4 @@
-"""Compares what all ranks must have alike in their store, before a collective could hang on it.
+"""Compares in the store what must be equal on all ranks, before a collective could hang on it.
 
 Each rank writes a digest of what it has; rank 0 reads all and writes a verdict, which every rank
 raises.
@@ -6,18 +6,13 @@ raises.
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_shard.processes.errors import LightningShardError
-from lightning_shard.processes.meeting import is_of_one_start, no_answer
-from lightning_shard.processes.simulated.turns import is_alone, pause
-from lightning_shard.processes.torch_private.internals import default_store
+from lightning_shard.processes.store import no_answer
 
 STAY_S = 2.0  # of rank 0, after a difference was found
 SHOWN = 200  # characters of a value
@@ -28,24 +23,11 @@ Check = Callable[[Sequence[int]], None]
 
 
 class DisagreementError(LightningShardError, ValueError):
-    """Says that ranks differ in what they must have alike; every rank raises it."""
+    """Says that ranks differ in something that must be equal; every rank raises it."""
 
 
 def only_wait(ranks: Sequence[int]) -> None:
     """Look for no failure of the ranks that are waited for: nobody watches yet."""
-
-
-def store_of_attempt() -> Any:
-    """Give the store of the process group, with names of this attempt of an elastic launcher.
-
-    torchrun's agent keeps its store when it starts the processes again. A group that was not made
-    by this package may have in it what the processes before have left there.
-    """
-    store = default_store()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = "lightning_shard" if is_of_one_start(store) else f"lightning_shard/attempt_{attempt}"
-    # torch documents dist.PrefixStore
-    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def agree(
@@ -64,21 +46,19 @@ def agree(
 
     Args:
         store: A torch.distributed store that all ranks reach.
-        name: Of this comparison; each is made once.
-        same: What has to be alike, by name.
-        rank: Of this process.
+        name: The name of this comparison; each is made once.
+        same: The values that must be equal on all ranks, by name.
+        rank: The rank of this process.
         world_size: Number of processes.
-        remedy: What to do about a difference.
+        remedy: The advice at the end of the sentence on a difference.
         timeout_s: Seconds to wait for the others.
-        device: What no two ranks may have alike.
+        device: A name of this rank's device, which no other rank may have.
         check: Raises if one of the ranks that are waited for does not come any more.
 
     Raises:
         DisagreementError: Two ranks differ; the first difference.
         TimeoutError: A rank is missing after `timeout_s`.
     """
-    if is_alone():  # there is nobody to ask
-        return
     text = json.dumps({"the number of processes": str(world_size), **same})
     store.set(f"{name}/{rank}/facts", text)
     store.set(f"{name}/{rank}", json.dumps([_digest(text), device]))
@@ -116,7 +96,7 @@ def _stay_until_read(store: Any, name: str, world_size: int) -> None:
     """Wait until the others know what is wrong: rank 0 may hold the store, which ends with it."""
     deadline = time.monotonic() + STAY_S
     while store.add(f"{name}/read", 0) < world_size - 1 and time.monotonic() < deadline:
-        pause(0.05)
+        time.sleep(0.05)
 
 
 def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
@@ -141,7 +121,7 @@ def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
 
 
 def _read(store: Any, name: str, world_size: int, timeout_s: float, check: Check) -> list[Any]:
-    """What each rank has written; now and then, a line says who is waited for."""
+    """Read what each rank has written; now and then, print the ranks that are waited for."""
     begun = time.monotonic()
     next_word, deadline = begun + WORD_S, begun + timeout_s
     told: list[Any] = []
@@ -190,7 +170,7 @@ def _wait(store: Any, key: str, deadline: float, check: Callable[[], None]) -> N
         if now > next_check:
             check()
             next_check = time.monotonic() + CHECK_S
-        pause(pause_s)
+        time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
 
 

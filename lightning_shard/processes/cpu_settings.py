@@ -1,4 +1,7 @@
-"""What ranks that compute on CPUs ask of Linux and of the C library."""
+"""Settings of this process that make ranks on CPUs faster: Linux's scheduler, and glibc's memory.
+
+They hold for the whole process, so a variable of the environment leaves it as it is.
+"""
 
 import ctypes
 import os
@@ -9,7 +12,26 @@ from contextlib import suppress
 # of malloc.h of glibc
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 32 * 2**20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD
+SWITCH = "LIGHTNING_SHARD_CPU_SETTINGS"  # 0: this process is left as it is
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+
+def tune_process(ranks: int) -> None:
+    """Change this process, of `ranks` that compute on CPUs, unless `SWITCH` is 0.
+
+    Raises:
+        ValueError: `SWITCH` is neither 0 nor 1.
+    """
+    switch = os.environ.get(SWITCH, "1")
+    if switch not in ("0", "1", ""):
+        raise ValueError(
+            f"the variable {SWITCH} must be 0, which leaves the settings of this process as they "
+            f"are, or 1; got {switch!r}."
+        )
+    if switch != "0":
+        keep_freed_memory()
+        if ranks > 1:
+            let_threads_run_on()
 
 
 def let_threads_run_on() -> None:

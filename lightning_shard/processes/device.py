@@ -48,13 +48,13 @@ class Device:
 
     Attributes:
         type: Its name in torch, whose module `torch.<type>` it has.
-        rates: How fast it is.
+        rates: Its speed.
         substitute: A backend for its collectives where this torch was built without its own, and
             the package that registers the backend.
-        averages: Whether its collectives average, and multiply while they sum. FSDP2 then asks for
+        averages: True if its collectives average, and multiply while they sum. FSDP2 then asks for
             that; of other devices it asks for sums, which it divides.
-        ends_groups: Whether its backend warns of process groups that a program has not ended.
-        found_by_lightning: Whether Lightning's accelerators "auto" and "gpu" find it.
+        ends_groups: True if its backend warns of process groups that a program has not ended.
+        found_by_lightning: True if Lightning's accelerators "auto" and "gpu" find it.
         shown_by: The variable that says which of its devices a process sees.
         lost: Words by which an error of its collectives says that another rank is gone.
     """
@@ -72,6 +72,12 @@ class Device:
     def module(self) -> Any:
         """The module of torch that speaks to its driver."""
         return getattr(torch, self.type)
+
+    @property
+    def computes_bfloat16(self) -> bool:
+        """Whether its cores compute in bfloat16, as torch finds; the CPU's cores do so slowly."""
+        supported = getattr(torch.get_device_module(self.type), "is_bf16_supported", None)
+        return supported is not None and supported(including_emulation=False)
 
     def count(self) -> int:
         """Count the devices that this process sees."""
@@ -114,18 +120,18 @@ def available_backends() -> list[str]:
 
 
 def carried() -> str:
-    """The device type of the process group: gloo, which can carry all, is for the CPU."""
+    """Return the device type of the process group: gloo, which can carry all, is for the CPU."""
     pairs = [part.split(":") for part in dist.get_backend_config().split(",")]
     return next((device for device, backend in pairs if backend != "gloo"), "cpu")
 
 
 def own_device(device_type: str | None, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of the process with this local rank.
+    """Return the device of the process with this local rank.
 
     Args:
-        device_type: Of the device; None: that of the process group, or the first that
-            this machine has.
-        local_rank: Among the processes of this node.
+        device_type: "cuda", "xpu" or "cpu"; None: the type of the process group, or the first
+            that this machine has.
+        local_rank: The rank among the processes of this node.
         local_world_size: Their number.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tells ranks about each other outside of training: errors, and values for the first of them."""
+"""Runs a step on all ranks so that an error of one ends all; passes values to or from rank 0."""
 
 from collections.abc import Callable
 from typing import Any

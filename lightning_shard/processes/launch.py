@@ -119,7 +119,7 @@ def launch(
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank is told beside its number."""
+    """The arguments of a rank beside its number."""
 
     processes: int
     device_type: str
@@ -129,6 +129,7 @@ class _Task:
     all_forked: Barrier | None  # None where ranks are new interpreters
 
     def result(self, rank: int) -> Path:
+        """Return the file of what the function returned on this rank."""
         return self.folder / str(rank)
 
 
@@ -176,7 +177,7 @@ def _first_failure(ranks: ProcessContext, task: _Task, shown: list[Stream]) -> E
 
 
 def _failure(ranks: ProcessContext, rank: int) -> Exception:
-    """Of the ranks that fail the first: those that lose a peer fail in turn."""
+    """Make the error of the rank that failed first: ranks that lose a peer fail in turn."""
     _join(ranks, FAIL_S)
     processes, files, pids = _processes(ranks), _error_files(ranks), ranks.pids()
     failed = {r for r, process in enumerate(processes) if process.exitcode} | {rank}
@@ -213,5 +214,5 @@ def _processes(ranks: ProcessContext) -> list[BaseProcess]:
 
 
 def _error_files(ranks: ProcessContext) -> list[Path]:
-    """For each rank, where torch writes the traceback of its error."""
+    """Return the files into which torch writes the traceback of each rank's error."""
     return [Path(file) for file in ranks.error_files]

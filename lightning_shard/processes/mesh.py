@@ -1,10 +1,11 @@
 """Arranges the processes as a mesh of named axes, and says which axes shard parameters.
 
-Ranks of one node share a domain, so that halos stay within it where they can (nodes.py); then come
-the ranks that share one set of parameters.
+Ranks of one node share a domain, so that halos stay within it where they can; then come the ranks
+that share one set of parameters.
 """
 
 import math
+import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -12,13 +13,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.device import carried
-from lightning_shard.processes.nodes import nearest_first, nodes_of_ranks, why_crossing
-from lightning_shard.processes.simulated.state import cached_per_rank
+from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened
+from lightning_shard.processes.torch_private.typed import integers
 
 Sharding = Literal["full", "gradients", "none", "hybrid"]
 _DATA = ("data", "replicate", "shard")  # axes that are never a domain
@@ -30,7 +32,7 @@ def make_mesh(
     """Make the mesh `("data", "domain")`, or `("data", "domain_0", ...)` for several split dims.
 
     Args:
-        device_type: Of all ranks: "cuda", "xpu" or "cpu".
+        device_type: The type of every rank's device: "cuda", "xpu" or "cpu".
         data: Number of data replicas.
         domain: Number of ranks along each split dim.
         shard_size: Number of ranks, those of a domain included, that share one set of parameters.
@@ -62,17 +64,17 @@ def make_mesh(
 
 
 def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> DeviceMesh:
-    """Give the mesh of all processes with axes of your names, wherever it is asked for.
+    """Return the mesh of all processes with axes of your names.
 
     The same sizes give the same mesh, in a Trainer its strategy's. `mesh["domain"]` is the group of
     this rank along an axis, `mesh["ensemble", "data"]` that along several; `shard`, `parallelize`
     and torch's own functions take either.
 
     Args:
-        sizes: Of each axis, by name; -1 for one of them: what is left. Ranks along the last axis
-            are nearest to each other: on one node, where they can be. Axes along which samples are
-            split are named "domain", or "domain_0", "domain_1", ...; of other names `parallelize`
-            must be told (its argument `domain`).
+        sizes: The size of each axis, by name; one of them may be -1: what is left. Ranks along the
+            last axis are nearest to each other: on one node, where they can be. Axes along which
+            samples are split are named "domain", or "domain_0", "domain_1", ...; other names are
+            given to `parallelize` (its argument `domain`).
         device_type: "cpu", "cuda" or "xpu"; by default that of the process group.
 
     Raises:
@@ -100,7 +102,7 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
 def _made(
     device_type: str, sizes: tuple[int, ...], names: tuple[str, ...], _: dist.ProcessGroup | None
 ) -> DeviceMesh:
-    """Once for each set of processes: every new mesh has communicators and threads of its own.
+    """Make a mesh once for each set of processes: a new one has communicators and threads.
 
     torch would lend the default group to an axis of all processes. A domain gets one of its own, so
     that its group can be told from all processes (replica_world.py).
@@ -134,6 +136,7 @@ def _is_domain(name: str) -> bool:
 
 
 def mesh_names(domain_axes: int) -> tuple[str, ...]:
+    """Name the axes of a mesh with so many domain axes."""
     if domain_axes == 1:
         return ("data", "domain")
     return ("data", *(f"domain_{axis}" for axis in range(domain_axes)))
@@ -157,19 +160,19 @@ def domain_axes(mesh: DeviceMesh, named: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def domain_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh | None:
-    """Give the domain axes of a mesh that has others, too."""
+    """Return the domain axes of a mesh; None if it has none, or no others."""
     names = domain_axes(mesh, named)
     return sub_mesh(mesh, names) if names and len(names) < mesh.ndim else None
 
 
 def replica_mesh(mesh: DeviceMesh, named: Sequence[str] = ()) -> DeviceMesh:
-    """Give the axes that split no sample: `data`, or `replicate` and `shard`."""
+    """Return the axes that split no sample: `data`, or `replicate` and `shard`."""
     domain = domain_axes(mesh, named)
     return sub_mesh(mesh, tuple(n for n in mesh.mesh_dim_names or () if n not in domain))
 
 
 def sub_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """`mesh[names]`, once: torch 2.15 keeps some objects for ever each time it is asked.
+    """Return `mesh[names]`, made once: torch 2.15 keeps some objects of each for ever.
 
     Each time `DeviceMesh.__getitem__` makes a `torch._dynamo.config.patch`, whose ContextVar stays
     in the context of the process.
@@ -179,7 +182,7 @@ def sub_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 @lru_cache(maxsize=64)
 def _sub_mesh(mesh: DeviceMesh, names: tuple[str, ...], _: dist.ProcessGroup | None) -> DeviceMesh:
-    """As `_flat_mesh`."""
+    """Make `mesh[names]`, once for each default group, since meshes outlive their groups."""
     return mesh[names]
 
 
@@ -190,7 +193,7 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 @lru_cache(maxsize=64)
 def _flat_mesh(mesh: DeviceMesh, _: dist.ProcessGroup | None) -> DeviceMesh:
-    """Of these processes: meshes are equal also where the groups of the former are destroyed."""
+    """Make the flat mesh once for each default group: equal meshes may outlive their groups."""
     ranks = mesh.mesh.flatten()
     with making_groups():
         if (ranks.diff() > 0).all():
@@ -199,7 +202,7 @@ def _flat_mesh(mesh: DeviceMesh, _: dist.ProcessGroup | None) -> DeviceMesh:
 
 
 def parameter_mesh(mesh: DeviceMesh, sharding: Sharding) -> DeviceMesh:
-    """Give the mesh that FSDP2 takes: one axis that shards, or one that replicates beside it."""
+    """Return the mesh that FSDP2 takes: one axis that shards, or one that replicates beside it."""
     return _parameter_mesh(mesh, sharding, dist.group.WORLD)
 
 
@@ -207,7 +210,7 @@ def parameter_mesh(mesh: DeviceMesh, sharding: Sharding) -> DeviceMesh:
 def _parameter_mesh(
     mesh: DeviceMesh, sharding: Sharding, _: dist.ProcessGroup | None
 ) -> DeviceMesh:
-    """As `_flat_mesh`."""
+    """Make the mesh once for each default group, since meshes outlive their groups."""
     names = mesh.mesh_dim_names or ()
     if sharding == "none":
         copies = mesh.size()
@@ -220,4 +223,77 @@ def _parameter_mesh(
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("copies", "parts"))
 
 
-cached_per_rank(__name__, "_made", "_sub_mesh", "_flat_mesh", "_parameter_mesh")
+def own_node() -> str:
+    """Name the node of this process."""
+    return f"{socket.gethostname()}/{process_info().node if launcher().tells_nodes else 0}"
+
+
+def nodes_of_ranks() -> list[str]:
+    """Find the node of each rank. All ranks must call it."""
+    nodes = [""] * dist.get_world_size()
+    dist.all_gather_object(nodes, own_node())
+    return nodes
+
+
+def nearest_first(nodes: Sequence[str], sizes: Sequence[int]) -> Tensor:
+    """Arrange the ranks in the shape `sizes`, with the last axes within nodes where they can be.
+
+    Along each axis they ascend, as in process groups, which order their ranks. Where that and the
+    nodes exclude each other, the ranks stand in their own order.
+
+    Args:
+        nodes: The node of each rank.
+        sizes: The sizes of the mesh; their product is the number of ranks.
+    """
+    own = torch.arange(len(nodes)).reshape(*sizes)
+    if not _crossing(own.reshape(sizes[0], -1), nodes):
+        return own
+    first = {node: nodes.index(node) for node in nodes}
+    order = sorted(range(len(nodes)), key=lambda rank: (first[nodes[rank]], rank))
+    near = _ascending(order, sizes)
+    return near if all((near.diff(dim=d) > 0).all() for d in range(near.ndim)) else own
+
+
+def _ascending(ranks: list[int], sizes: Sequence[int]) -> Tensor:
+    """Arrange `ranks` in blocks, each in ascending order."""
+    if len(sizes) == 1:
+        return torch.tensor(sorted(ranks))
+    block = len(ranks) // sizes[0]
+    parts = [
+        _ascending(ranks[start : start + block], sizes[1:]) for start in range(0, len(ranks), block)
+    ]
+    return torch.stack(sorted(parts, key=lambda part: int(part.flatten()[0])))
+
+
+def _crossing(groups: Tensor, nodes: Sequence[str]) -> list[list[int]]:
+    """Return the groups of ranks (groups, ranks) that are on several nodes."""
+    return [group for group in map(integers, groups) if len({nodes[rank] for rank in group}) > 1]
+
+
+def why_crossing(ranks: Tensor, nodes: Sequence[str]) -> str | None:
+    """Say why groups of `ranks` (groups, ranks) are on several nodes; None: none is."""
+    crossing = _crossing(ranks, nodes)
+    if not crossing:
+        return None
+    size = ranks.shape[-1]
+    counts = sorted({nodes.count(node) for node in set(nodes)})
+    if size > counts[-1]:
+        reason = f"a node has {counts[-1]} processes"
+    elif any(count % size for count in counts):
+        reason = f"it does not divide the {' or '.join(map(str, counts))} processes of each node"
+    else:
+        reason = "the launcher has numbered the ranks across nodes; let it fill one after the other"
+    return (
+        f"a domain of {size} processes is on several nodes (ranks {crossing[0]} on "
+        f"{', '.join(sorted({nodes[rank] for rank in crossing[0]}))}), because {reason}: halos and "
+        "Fourier modes travel between nodes in each layer."
+    )
+
+
+# meshes and groups are those of one process
+PROCESS_STATE = {
+    "_made": _made,
+    "_sub_mesh": _sub_mesh,
+    "_flat_mesh": _flat_mesh,
+    "_parameter_mesh": _parameter_mesh,
+}

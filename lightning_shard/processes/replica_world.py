@@ -28,7 +28,6 @@ import torch.distributed.nn.functional as differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.mesh import domain_axes
-from lightning_shard.processes.simulated.state import cached_per_rank, per_rank
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import number_in_group, replace_internal
 from lightning_shard.processes.torch_private.typed import integers
@@ -46,7 +45,6 @@ _CARRIERS = {
 # of the process, not a ContextVar: backward runs in threads that inherit none
 _active: dist.ProcessGroup | None = None
 _refused: dist.ProcessGroup | None = None  # all processes
-per_rank(sys.modules[__name__], "_active", "_refused")
 
 
 @contextlib.contextmanager
@@ -80,7 +78,7 @@ def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Genera
 def _replicas_of(
     mesh: DeviceMesh, domain: tuple[str, ...], _: dist.ProcessGroup | None
 ) -> dist.ProcessGroup:
-    """The group of this rank, whose ranks are called by their number in it, also as `src`."""
+    """Make this rank's group of replicas, whose ranks are numbered in it, also as `src`."""
     axes = [axis for axis, name in enumerate(mesh.mesh_dim_names or ()) if name in domain]
     places = mesh.mesh.movedim(axes, list(range(len(axes))))
     columns = [integers(c) for c in places.reshape(math.prod(places.shape[: len(axes)]), -1)]
@@ -109,9 +107,10 @@ def _install() -> None:
 
 
 def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.ProcessGroup]:
-    """`of_all`, which tells the group of the data replicas to a collective of the user's."""
+    """Wrap `of_all`: a user's collective without a group gets that of the data replicas."""
 
     def default_group() -> dist.ProcessGroup:
+        """Return the data replicas to a collective that a user's module calls without a group."""
         caller = sys._getframe(1)
         if _active is not None:
             given = caller.f_locals.get("group", ...)
@@ -123,9 +122,10 @@ def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.P
 
 
 def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """`resolve`, which refuses the group of all processes if a step of the user asks for it."""
+    """Wrap `resolve`: a user's step that names the group of all processes is refused."""
 
     def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
+        """Resolve a group that is not that of all processes, or is asked for by a library."""
         if (
             group is not None
             and group is _refused
@@ -144,7 +144,7 @@ def _refusing(resolve: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asked_by_user(frame: FrameType | None) -> str | None:
-    """The collective that was called, if it was called by a module that is no infrastructure.
+    """Return the collective that was called, if a module that is no infrastructure called it.
 
     What torch.distributed.nn does in backward has no caller of its own; nobody else uses it.
     """
@@ -162,4 +162,4 @@ def _asked_by_user(frame: FrameType | None) -> str | None:
     return None
 
 
-cached_per_rank(__name__, "_replicas_of")
+PROCESS_STATE = {"_active": _active, "_refused": _refused, "_replicas_of": _replicas_of}

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import time
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import agree
-from lightning_shard.processes.cpu_settings import keep_freed_memory, let_threads_run_on
+from lightning_shard.processes.cpu_settings import tune_process
 from lightning_shard.processes.device import (
     available_backends,
     default_backend,
@@ -19,9 +17,9 @@ from lightning_shard.processes.device import (
     own_device,
     present,
 )
-from lightning_shard.processes.meeting import meeting, note_group
 from lightning_shard.processes.process_info import process_info
-from lightning_shard.processes.variables import ProcessInfo, launcher_holds_store
+from lightning_shard.processes.store import connect, names_of_this_start, note_group
+from lightning_shard.processes.variables import ProcessInfo
 
 
 def start_process_group(
@@ -39,7 +37,7 @@ def start_process_group(
         timeout_s: Seconds to wait for the other processes, now and in collectives.
 
     Returns:
-        Where this process is; ask `process_info()` again wherever it is needed.
+        The place of this process; ask `process_info()` again wherever it is needed.
 
     Raises:
         ValueError: The ranks differ, two of them use one device, the backend is unknown, or a group
@@ -98,10 +96,9 @@ def join(
 ) -> None:
     """Meet the other ranks at `address` (host:port), compare, and start the process group."""
     check_backend(backend)
-    timeout = timedelta(seconds=timeout_s)
-    store = _store(rank, world_size, address, timeout)
+    store = connect(rank, world_size, address, timeout_s)
     carries_devices = device.type != "cpu" and "gloo" not in backend.split(",")
-    with _own_names(store, rank, world_size, address, timeout_s) as store:
+    with names_of_this_start(store, rank, world_size, address, timeout_s) as store:
         agree(
             store,
             "lightning_shard/start",
@@ -113,76 +110,17 @@ def join(
             device=_identity(device) if carries_devices else None,
         )
     if device.type == "cpu":
-        keep_freed_memory()
-        if world_size > 1:
-            let_threads_run_on()
+        tune_process(world_size)
     place: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **place
     )
     note_group()
 
 
-def _own_names(
-    store: Any, rank: int, world_size: int, address: str, timeout_s: float
-) -> AbstractContextManager[Any]:
-    """The store with the names of this start of the ranks, where the store was there before it."""
-    host, _, port = address.rpartition(":")
-    if world_size == 1 or not _launcher_holds_store(host, port):
-        return nullcontext(store)  # which rank 0 holds, for this start only
-    return meeting(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
-
-
-def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    if world_size == 1:  # nobody to meet, and no port that another program could have taken
-        # torch documents dist.HashStore
-        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    host, _, port = address.rpartition(":")
-    # torch documents dist.TCPStore
-    TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] # noqa: N806
-    holds = rank == 0 and not _launcher_holds_store(host, port)
-    try:
-        if not holds:
-            _wait_for_port(host, int(port), timeout.total_seconds())
-        # `agree` waits for the others, and says which of them do not come
-        return TCPStore(
-            host, int(port), None, holds, timeout, wait_for_workers=False, multi_tenant=True
-        )
-    except (RuntimeError, OSError) as err:
-        if "EADDRINUSE" in str(err):
-            raise RuntimeError(
-                f"port {address} is taken on this machine; set MASTER_PORT to another, equal on "
-                "all ranks."
-            ) from err
-        raise RuntimeError(
-            f"rank {rank} did not reach rank 0 at {address} ({err}); MASTER_ADDR and MASTER_PORT "
-            "must be those of rank 0, and its port open to the other nodes."
-        ) from err
-
-
-def _launcher_holds_store(host: str, port: str) -> bool:
-    """Whether torchrun's agent, or `launch`, holds the store at this address."""
-    env = os.environ
-    at = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
-    return launcher_holds_store() and at == (host, port)
-
-
-def _wait_for_port(host: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens; torch's store would try for three times as long."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            left = max(0.1, deadline - time.monotonic())
-            socket.create_connection((host, port), timeout=left).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 def _identity(device: torch.device) -> str:
-    """What two processes have alike only if they use the same device."""
+    """Return a string that is equal in two processes exactly if they use the same device."""
     properties = torch.get_device_module(device.type).get_device_properties(device)
     if uuid := getattr(properties, "uuid", None):
         return f"{properties.name} {uuid} of {socket.gethostname()}"

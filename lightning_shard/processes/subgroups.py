@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from lightning_shard.processes.simulated.state import cached_per_rank
 from lightning_shard.processes.torch_private.internals import splits
 
 
@@ -36,16 +35,16 @@ def making_groups() -> Generator[None, None, None]:
 
 
 def writing_group(timeout_s: float) -> dist.ProcessGroup:
-    """Give the group of all ranks in which a thread writes while training goes on."""
+    """Return the group of all ranks in which a thread writes while training goes on."""
     return _writing_group(timeout_s, dist.group.WORLD)
 
 
 @lru_cache(maxsize=8)
 def _writing_group(timeout_s: float, _: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Of these processes, as the meshes of mesh.py."""
+    """Make a gloo group of all processes, once for each default group, as meshes in mesh.py."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-cached_per_rank(__name__, "_writing_group")
+PROCESS_STATE = {"_writing_group": _writing_group}

@@ -1,11 +1,14 @@
 """Reads the variables of launchers, and checks their numbers."""
 
+import atexit
 import os
 import re
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +21,28 @@ _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMIX_NAMESPACE"
 
 
 def launcher_holds_store() -> bool:
-    """Whether torchrun's agent, or `launch`, holds the store in which the ranks meet."""
+    """Return whether torchrun's agent, or `launch`, holds the store in which the ranks meet."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def end_attempts() -> None:
+    """When this process ends, let the agent of torchrun that has started it end, too.
+
+    A status that says so does not exist, so the agent gets SIGTERM. Each agent has a first local
+    rank, which sends it.
+    """
+    env = os.environ
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and env.get("LOCAL_RANK") == "0" and _is_agent(os.getppid()):
+        atexit.register(os.kill, os.getppid(), signal.SIGTERM)
+
+
+def _is_agent(process: int) -> bool:
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(w == b"torch.distributed.run" or w.endswith(b"/torchrun") for w in words)
 
 
 @dataclass(frozen=True)

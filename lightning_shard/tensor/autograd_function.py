@@ -8,7 +8,6 @@ gradients of the whole tensors, as in one process (see ops/elementwise/autograd.
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of
 from lightning_shard.ops.elementwise.autograd import mean_over_ranks, ranks_of
-from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.torch_private.internals import (
     BackwardHookFunction,
     BackwardNode,
@@ -40,7 +38,7 @@ F = TypeVar("F", bound=type[Function])
 # of this process, for `check`: Functions that `allow_gather` met, and those to allow instead
 functions_met: dict[str, None] = {}
 functions_to_try: set[str] = set()
-per_rank(sys.modules[__name__], "functions_met", "functions_to_try")
+PROCESS_STATE = {"functions_met": functions_met, "functions_to_try": functions_to_try}
 
 
 def allow_function(function: F) -> F:

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
-from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.torch_private.internals import base_of, storage_users, version_of
 
 
@@ -64,7 +63,7 @@ class Watched:
 
 
 watched: list[Watched] = []
-per_rank(sys.modules[__name__], "watched")
+PROCESS_STATE = {"watched": watched}
 _OURS = 3  # references to rows while one looks at them: two of `Watched`, and the argument
 
 

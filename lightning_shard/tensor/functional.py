@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.domain import comm
 from lightning_shard.domain.layout import part_sizes
 from lightning_shard.domain.subdomain import domain_of
-from lightning_shard.domain.uneven import check_parts, exchange_rows, spans_of, told_to_all
+from lightning_shard.domain.uneven import check_parts, exchange_rows, gathered_objects, spans_of
 from lightning_shard.processes.torch_private.typed import fft
 from lightning_shard.tensor import placement
 
@@ -241,7 +241,7 @@ def _parts(
     if mesh.ndim != 1:
         raise ValueError(f"parts of any size need a mesh of one axis; got {mesh.ndim}. Slice it.")
     if sizes is None:
-        shapes = told_to_all(tuple(x.shape), _group(mesh))
+        shapes = gathered_objects(tuple(x.shape), _group(mesh))
         check_parts(shapes, [dim % x.ndim])
         sizes = [shape[dim] for shape in shapes]
     if len(sizes) != mesh.size() or x.shape[dim] != sizes[mesh.get_local_rank()]:

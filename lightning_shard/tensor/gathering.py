@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -13,13 +12,12 @@ from torch import Tensor
 from lightning_shard.domain.align import gathered
 from lightning_shard.ops import name_of
 from lightning_shard.ops.registry import is_in_place
-from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.tensor.part import Part, part_of
 
 gather_allowed: ContextVar[bool] = ContextVar("gather_allowed", default=False)
 
 _warned: set[Any] = set()
-per_rank(sys.modules[__name__], "_warned")
+PROCESS_STATE = {"_warned": _warned}
 
 
 def split_in(values: Any, kind: type[Tensor]) -> Iterator[Any]:

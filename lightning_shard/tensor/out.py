@@ -9,7 +9,7 @@ from lightning_shard.domain.align import local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
-from lightning_shard.processes.torch_private.typed import is_list
+from lightning_shard.processes.narrow import is_list
 from lightning_shard.tensor.gathering import split_in
 from lightning_shard.tensor.part import part_of
 

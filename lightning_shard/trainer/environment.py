@@ -1,4 +1,4 @@
-"""Tells Lightning of launchers that 2.6 does not know, or knows only with mpi4py."""
+"""Adapts launchers that Lightning 2.6 does not know, or knows only with mpi4py."""
 
 import os
 
@@ -13,9 +13,10 @@ from lightning_shard.processes.variables import ProcessInfo
 
 
 class LauncherEnvironment(ClusterEnvironment):
-    """Says in Lightning's terms what `process_info` finds."""
+    """Gives Lightning the ranks and the address that `process_info` finds."""
 
     def __init__(self, info: ProcessInfo) -> None:
+        """Take the ranks and the address from `info`."""
         super().__init__()
         self.info = info
 
@@ -65,7 +66,7 @@ class LauncherEnvironment(ClusterEnvironment):
 
 
 def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """Give the launcher's environment where Lightning `found` none, or the one outside of it.
+    """Return the launcher's environment where Lightning has `found` none or the wrong one.
 
     Raises:
         ValueError: The launcher's variables are incomplete or wrong, or SLURM's tasks were not
@@ -89,7 +90,7 @@ def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironm
 
 
 def _of_chosen(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """The environment of the launcher that the user has named, not that of Lightning's choice."""
+    """Return the environment of the launcher that the user has named, not of Lightning's choice."""
     kinds = {"torchrun": TorchElasticEnvironment, "slurm": SLURMEnvironment}
     kinds |= {"none": LightningEnvironment, "lightning": LightningEnvironment}
     kinds["notebook"] = TorchElasticEnvironment
@@ -100,7 +101,7 @@ def _of_chosen(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
 
 
 def check_processes(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
-    """Compare what a launcher has started with what the Trainer was told.
+    """Compare the number of processes that a launcher has started with the Trainer's arguments.
 
     Raises:
         ValueError: They differ.

@@ -1,4 +1,4 @@
-"""Says what to do about errors of torch and Lightning that only tell what happened inside them."""
+"""Adds a remedy to errors of torch and Lightning that only describe their own insides."""
 
 import traceback
 
@@ -40,7 +40,7 @@ _BY_MESSAGE = {
 
 
 def _is_of_too_small_a_dataset(error: AssertionError) -> bool:
-    """Whether a sampler of Lightning's, which makes it before a strategy sees it, refuses."""
+    """Return True if a sampler refuses that Lightning makes before a strategy sees the loader."""
     frames = list(traceback.walk_tb(error.__traceback__))
     sampler = frames[-1][0].f_locals.get("self") if frames else None
     return (
@@ -50,7 +50,7 @@ def _is_of_too_small_a_dataset(error: AssertionError) -> bool:
 
 
 def explain(error: BaseException) -> None:
-    """Add a note to `error`, which its traceback then ends with, if we know more."""
+    """Add a remedy to `error` if one is known, as a note with which its traceback ends."""
     notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
     if isinstance(error, AssertionError) and _is_of_too_small_a_dataset(error):
         notes.append(

@@ -7,6 +7,7 @@ is read on this page. `tests/trainer/test_host.py` lists the names that a releas
 
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ from lightning.fabric.utilities.distributed import (
 # Without it the states that a user gave to an optimizer stay on the CPU.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 # Without it hooks of DDP are not registered on Intel GPUs.
@@ -63,8 +69,12 @@ __all__ = [
     "callbacks_of",
     "chosen_devices",
     "destroy_process_group",
+    "follow_candidates",
+    "follow_reductions",
+    "follow_stopping",
     "inject_samplers",
     "meet_at",
+    "not_reduced",
     "optimizers_to_device",
     "plain_optimizer",
     "register_ddp_comm_hook",
@@ -169,3 +179,56 @@ def meet_at(environment: LightningEnvironment, port: int) -> None:
 def throughputs(monitor: ThroughputMonitor) -> list[Any]:
     """Give the counters of a monitor, of which each multiplies by a number of processes."""
     return list(monitor._throughputs.values())
+
+
+def follow_reductions(
+    trainer: Trainer, reducing: Callable[[str, bool], AbstractContextManager[None]]
+) -> None:
+    """Let Lightning reduce each logged value within `reducing(name, on_step)`, once for a Trainer.
+
+    Without it a value is reduced without its name, and ranks that log others get their mean.
+    """
+    training = trainer.fit_loop.epoch_loop
+    for loop in (training, training.val_loop, trainer.validate_loop, trainer.test_loop):
+        results: Any = loop._results
+        if "update_metrics" not in vars(results):
+            update, cached = results.update_metrics, results._get_cache
+            results.update_metrics = _named(update, reducing, results)
+            results._get_cache = _named(cached, reducing, None)
+
+
+def _named(plain: Callable[..., Any], reducing: Callable[..., Any], results: Any) -> Any:
+    """Name what `plain` reduces: a metric, or the metric of a key in `results`."""
+
+    def call(metric: Any, *args: Any) -> Any:
+        meta = (metric if results is None else results[metric]).meta
+        with reducing(meta.name, results is not None):
+            return plain(metric, *args)
+
+    return call
+
+
+def not_reduced(trainer: Trainer) -> list[str]:
+    """Return the names of the values that Lightning will reduce as an epoch ends, in its order."""
+    results: Any = trainer._results
+    metrics = [] if results is None else [metric for _, metric in results.valid_items()]
+    return [
+        metric.meta.name
+        for metric in metrics
+        if metric.meta.on_epoch and metric._computed is None
+        if not metric.is_tensor or (metric.meta.sync.should and not metric.meta.sync.rank_zero_only)
+    ]
+
+
+def follow_candidates(callback: ModelCheckpoint, agreed: Callable[[Any], Any]) -> None:
+    """Let a ModelCheckpoint decide by, and name files after, what `agreed` makes of the metrics."""
+    if "_monitor_candidates" not in vars(callback):
+        plain = callback._monitor_candidates
+        vars(callback)["_monitor_candidates"] = lambda trainer: agreed(plain(trainer))
+
+
+def follow_stopping(callback: EarlyStopping, agreed: Callable[[Any], Any]) -> None:
+    """Let an EarlyStopping decide by what `agreed` makes of its metric."""
+    if "_evaluate_stopping_criteria" not in vars(callback):
+        plain = callback._evaluate_stopping_criteria
+        vars(callback)["_evaluate_stopping_criteria"] = lambda current: plain(agreed(current))

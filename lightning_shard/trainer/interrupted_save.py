@@ -1,4 +1,4 @@
-"""Says that an exception left no checkpoint, where `save_on_exception` asked for one.
+"""Reports that an exception left no checkpoint, where `save_on_exception` asked for one.
 
 Ranks can save together only if all of them stop. After Ctrl-C one of them may wait in a collective
 for another, so that they are in different steps.
@@ -16,14 +16,14 @@ from lightning_shard.trainer.host import add_once
 
 
 class InterruptedSave(Callback):
-    """Comes before all ModelCheckpoints, which otherwise say that they have saved."""
+    """Runs before all ModelCheckpoints, which would otherwise report that they have saved."""
 
     def __init__(self, is_disconnected: Callable[[], bool], last_whole: Callable[[], Any]) -> None:
-        """Note whom to ask.
+        """Keep the two questions that are asked when an exception comes.
 
         Args:
-            is_disconnected: Whether the ranks cannot save together.
-            last_whole: Gives the path of the last checkpoint that they saved; None: there is none.
+            is_disconnected: Returns True if the ranks cannot save together.
+            last_whole: Returns the path of the last checkpoint that they saved, or None.
         """
         self._is_disconnected, self._last_whole = is_disconnected, last_whole
         self._silenced: list[ModelCheckpoint] = []
@@ -39,7 +39,7 @@ class InterruptedSave(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Tell it in one line on each rank."""
+        """Print it in one line on each rank, and keep ModelCheckpoint from saving."""
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         saving = [callback for callback in saving if callback.save_on_exception]
         if not saving or not self._is_disconnected():

@@ -29,6 +29,7 @@ class NotebookLauncher(MultiProcessingLauncher):
     """Forks the session, and brings weights and metrics back to its module and Trainer."""
 
     def __init__(self, strategy: ParallelStrategy) -> None:
+        """Fork this session for each process of `strategy`."""
         super().__init__(strategy, start_method="fork")
 
     @override
@@ -71,7 +72,7 @@ class NotebookLauncher(MultiProcessingLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> WorkerOutput | None:
-        """As Lightning's, with whole weights."""
+        """Return what Lightning returns, with whole weights in place of shards."""
         module, first = trainer.lightning_module, self._strategy.local_rank == 0
         fitted = trainer.state.fn == TrainerFn.FITTING
         state = full(module_state(module), keep=first) if fitted else None

@@ -25,11 +25,11 @@ Numbers = dict[str, Any]
 
 
 class OrderedBatches:
-    """The batches of a training loader, in an order that is drawn from known random numbers.
+    """Yields the batches of a training loader, in an order drawn from known random numbers.
 
     Attributes:
         agreed: The numbers from which the next pass draws its order, before the loader has drawn
-            the seed of its workers; None: those that this process has then.
+            the seed of its workers; None: those that this process then has.
         drawn_from: The numbers from which the order of this pass was drawn.
     """
 
@@ -40,13 +40,13 @@ class OrderedBatches:
         generator: torch.Generator | None,
         resumed: Callable[[], Numbers | None],
     ) -> None:
-        """Stand for the loader's batch sampler.
+        """Take the place of the loader's batch sampler.
 
         Args:
-            loader: Of the trainer.
-            trainer: Whose counters say what was read before a run was resumed.
-            generator: The sampler's own.
-            resumed: Gives the numbers from which the order of a resumed epoch was drawn.
+            loader: A training loader of the trainer.
+            trainer: Its counters say how many batches were read before a run was resumed.
+            generator: The sampler's own generator.
+            resumed: Returns the numbers from which the order of a resumed epoch was drawn.
         """
         self.inner: Any = loader.batch_sampler
         self.loader, self.trainer, self.generator = loader, trainer, generator
@@ -105,7 +105,7 @@ class OrderedBatches:
         return found
 
     def _drawn(self, read: int = 0) -> tuple[list[Any], Iterator[Any]]:
-        """The first batch, with which an order is drawn, and those after it."""
+        """Return the first batch, with which an order is drawn, and those after it."""
         batches = iter(self.inner)
         return list(islice(batches, read, read + 1)), batches
 
@@ -135,11 +135,11 @@ def put_into(
     """Let a loader read `batches`, in place, until the stage ends.
 
     Args:
-        loader: Whose batches they are.
-        batches: In order.
+        loader: The loader of these batches.
+        batches: The batches in order.
         until_end: Closed when the stage of the trainer ends.
-        late: Whether a pass begins with its first batch. Lightning begins one before it has
-            resumed, with other random numbers.
+        late: True if a pass begins with its first batch only: Lightning begins a pass before it
+            has resumed, with other random numbers.
     """
     until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
     _replace(loader, batches, _late(type(loader), batches.read_before) if late else type(loader))
@@ -153,8 +153,8 @@ def draw_no_seed_again(
     """Let a pass over a loader take no random numbers if it began before a run was resumed.
 
     Args:
-        loader: For validation.
-        begun: Says so of a pass that begins.
+        loader: A loader for validation.
+        begun: Returns True if the pass that begins now had begun before.
         until_end: Closed when the stage of the trainer ends; the loader is then as it was.
     """
     until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
@@ -186,7 +186,7 @@ def unfinished_step(trainer: Trainer) -> int | None:
 
 @contextmanager
 def _without_advice() -> Generator[None, None, None]:
-    """Lightning, which sees no `state_dict` of the loader, warns that it cannot be resumed."""
+    """Hide Lightning's warning that a loader without `state_dict` cannot be resumed."""
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
     added = warnings.filters[0]
     try:

@@ -1,4 +1,4 @@
-"""Runs the collectives that Lightning asks of a strategy, and ends all ranks when one fails."""
+"""Runs the collectives that Lightning expects of a strategy, and ends all ranks when one fails."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,14 +11,17 @@ from torch.distributed.nn.functional import all_gather
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.failures.failure import Failure
-from lightning_shard.processes.failures.failure_watch import FailureWatch, watch_ranks
-from lightning_shard.processes.simulated.turns import is_simulated
+from lightning_shard.processes.failures.failure_watch import (
+    FailureWatch,
+    is_of_processes,
+    watch_ranks,
+)
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.reduce import divide, reduce
 
 
 class Peers:
-    """Speaks with the other processes of a run, and ends with them when one fails.
+    """Exchanges values with the other processes of a run, and ends with them when one fails.
 
     Once this rank fails alone, the collectives of Lightning and of its callbacks return at once,
     since no other rank would take part in them.
@@ -28,19 +31,19 @@ class Peers:
         """Begin without a watch.
 
         Args:
-            interrupted: Whether the run is ending by an exception.
+            interrupted: Returns True if the run is ending by an exception.
         """
         self._interrupted = interrupted
         self._watch: FailureWatch | None = None
         self._alone: bool | None = None  # whether only this rank fails; None: not asked yet
 
     def watch(self, timeout_s: float = 1800.0) -> None:
-        """Follow the failures of other ranks, until `pause_watch` or `close`; no simulated ones.
+        """Follow the failures of other ranks, until `pause_watch` or `close`, of processes.
 
         Args:
             timeout_s: Seconds without an answer of rank 0's store, after which this process ends.
         """
-        if is_simulated() or dist.get_world_size() == 1:
+        if dist.get_world_size() == 1 or not is_of_processes():
             return
         if self._watch is None or self._watch.rests:
             self._watch, self._alone = watch_ranks(dist.get_rank(), timeout_s=timeout_s), None
@@ -54,13 +57,13 @@ class Peers:
         """Tell all ranks to end with this exit status; None where nobody watches.
 
         Returns:
-            What was told first, perhaps by another rank.
+            The failure that was reported first, perhaps by another rank.
         """
         self._alone = True
         return None if self._watch is None else self._watch.leave(text, code)
 
     def pause_watch(self) -> None:
-        """End a stage. Callbacks and the script go on, so failures are still told and heard."""
+        """End a stage; callbacks and the script go on, so failures are still reported."""
         if self._watch is not None and self._alone is None:
             self._watch.rest()
         else:  # it has told what failed
@@ -73,7 +76,7 @@ class Peers:
             self._watch = None
 
     def is_disconnected(self) -> bool:
-        """Say whether an exception on some of the ranks forbids collectives."""
+        """Return True if an exception on some of the ranks forbids collectives."""
         if self._watch is None or not self._interrupted():
             return False
         if self._alone is None:  # callbacks hear of an exception before the strategy does
@@ -106,12 +109,12 @@ class Peers:
         reduce_op: Any,
         copies: int = 1,
     ) -> Any:
-        """Reduce a tensor over the ranks of `group`; what is no tensor comes back as it is.
+        """Reduce a tensor over the ranks of `group`; return anything else as it is.
 
         Args:
             tensor: Equal on the ranks that share samples.
-            device: Where the collectives of this run find it.
-            group: None: all ranks.
+            device: The device whose collectives this run uses.
+            group: The ranks; None: all of them.
             reduce_op: "sum", "mean", "max" and the like, or a ReduceOp.
             copies: Number of ranks that share samples. The word "sum" over all ranks, with which
                 `self.log` counts, counts them once.

@@ -14,16 +14,17 @@ from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 
 
 class ShardedGradScaler(GradScaler):
-    """Lets all ranks skip a step, and change the scale, if one of them has a gradient not finite.
+    """Scales gradients; all ranks skip a step if one of them has a gradient that is not finite.
 
     torch has the same for FSDP1 (torch.distributed.fsdp.sharded_grad_scaler); here gradients are
     DTensors of several meshes, and plain ones.
 
     Attributes:
-        device_type: Of the gradients.
+        device_type: The type of the gradients' device.
     """
 
     def __init__(self, device_type: str, **options: Any) -> None:
+        """Scale on a device; `options` are those of torch's GradScaler."""
         super().__init__(device_type, **options)
         self.device_type = device_type
 
@@ -54,7 +55,7 @@ class ShardedGradScaler(GradScaler):
 
 
 class _LocalShards:
-    """What the scaler looks at of an optimizer: this rank's part of each gradient."""
+    """Shows the scaler this rank's part of each gradient, as if it were an optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.param_groups: list[dict[str, list[Tensor]]] = [

@@ -18,12 +18,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.processes.agreement import Check, agree, only_wait, store_of_attempt
-from lightning_shard.processes.attempts import end_attempts
+from lightning_shard.processes.agreement import Check, agree, only_wait
 from lightning_shard.processes.device import default_backend, device_of
 from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
-from lightning_shard.processes.simulated.state import per_rank
 from lightning_shard.processes.start import join
+from lightning_shard.processes.store import store_of_attempt
+from lightning_shard.processes.variables import end_attempts
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import (
     Launcher,
@@ -44,9 +44,7 @@ TRAINER_OPTIONS = (
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
 
 _comparisons = 0  # the ranks make theirs in the same order
-per_rank(sys.modules[__name__], "_comparisons")
-for _decorator in _RANK_ZERO:
-    per_rank(_decorator, "rank")
+PROCESS_STATE = {"_comparisons": _comparisons}
 
 
 class ProcessMesh:
@@ -55,10 +53,10 @@ class ProcessMesh:
     Attributes:
         data_parallel_size: Number of data replicas; "auto": what the domain leaves.
         domain_sizes: Number of ranks along each split dim; empty for "auto" until they have joined.
-        fits_itself: Whether the domain is "auto": the processes that the data replicas leave.
+        fits_itself: True if the domain is "auto": the processes that the data replicas leave.
         shard_size: Number of ranks that share one set of parameters, or "node"; None: all.
         timeout_s: Seconds after which a collective that does not end fails.
-        backend: Of the process group; None: the device's.
+        backend: The backend of the process group; None: the device's own.
         mesh: All processes; None until they have joined.
     """
 
@@ -150,9 +148,9 @@ class ProcessMesh:
         """Start the process group, unless an earlier stage has.
 
         Args:
-            environment: What the launcher says of this process.
-            device: Of this process.
-            offloads: Whether shards are in CPU memory, which the group must then carry, too.
+            environment: The ranks and the address that the launcher has chosen.
+            device: The device of this process.
+            offloads: True if shards are in CPU memory, which the group must then carry, too.
 
         Raises:
             ValueError: The sizes do not fit the number of processes.
@@ -167,10 +165,10 @@ class ProcessMesh:
             _check_that_cpu_is_carried()
 
     def arrange(self, device: torch.device, *, per_node: int) -> DeviceMesh:
-        """The mesh of the processes that have joined, made by the first stage.
+        """Return the mesh of the processes that have joined; the first stage makes it.
 
         Args:
-            device: Of this process.
+            device: The device of this process.
             per_node: Number of processes on each node.
         """
         if self.mesh is None:
@@ -194,8 +192,8 @@ class ProcessMesh:
         """Raise on all ranks if they differ in `same`, through the store, which cannot hang.
 
         Args:
-            what: Is compared.
-            same: What has to be alike, by name.
+            what: A name for the comparison.
+            same: Values that must be equal on all ranks, by name.
             check: Raises if one of the ranks that are waited for does not come any more.
 
         Raises:
@@ -317,21 +315,21 @@ def launcher_of(
 
 
 def started_nodes(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> int:
-    """How many nodes there are, where a launcher has started the processes; else `nodes`."""
+    """Count the nodes on which a launcher has started processes; without a launcher: `nodes`."""
     world = environment.world_size()
     external = environment.creates_processes_externally
     return nodes if not external or world % per_node else world // per_node
 
 
 def tell_ranks(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> None:
-    """Let Lightning's environment know its ranks, where the Trainer starts the processes itself."""
+    """Set the ranks of Lightning's environment, where the Trainer starts the processes itself."""
     node, local = environment.node_rank(), environment.local_rank()
     environment.set_global_rank(node * per_node + local)
     environment.set_world_size(nodes * per_node)
 
 
 def print_on_first_only(rank: int) -> None:
-    """Tell the decorators `rank_zero_only` the rank of this process."""
+    """Give the decorators `rank_zero_only` the rank of this process."""
     for decorator in _RANK_ZERO:
         decorator.rank = rank
 

@@ -48,7 +48,7 @@ def share_random_state(mesh: DeviceMesh, device: torch.device) -> None:
 
     Args:
         mesh: The domain mesh, of one or several axes.
-        device: Of this process.
+        device: The device of this process.
     """
     if mesh.size() > 1:
         states = [random_state(device)]
@@ -69,5 +69,5 @@ def share_seeded_state(device: torch.device) -> None:
 
 
 def same_numbers(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states that `random_state` returned draw the same numbers."""
+    """Return True if two states that `random_state` returned draw the same numbers."""
     return pickle.dumps(storable(one)) == pickle.dumps(storable(other))

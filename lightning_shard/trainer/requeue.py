@@ -17,9 +17,10 @@ from lightning_shard.trainer.host import add_once, begin_requeue
 
 
 class SaveBeforeRequeue(Callback):
-    """Notes the signal, and does what Lightning does once all ranks have ended the step."""
+    """Notes the signal, and saves as Lightning does once all ranks have ended the step."""
 
     def __init__(self, wanted: signal.Signals) -> None:
+        """Wait for the signal `wanted`."""
         self._signal, self._asked = wanted, False
 
     @override
@@ -45,7 +46,7 @@ class SaveBeforeRequeue(Callback):
 
 
 def save_before_requeue(trainer: Trainer, environment: Any) -> None:
-    """In a job of SLURM that Lightning may queue again, let all ranks save together."""
+    """Let all ranks save together in a job of SLURM that Lightning may queue again."""
     if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
         return
     if environment.auto_requeue:

@@ -52,14 +52,14 @@ class SampleOrder:
         replica: int,
         device: torch.device,
     ) -> None:
-        """Take over from Lightning which rank reads what, but for predictions.
+        """Choose in place of Lightning the samples of each rank, but not for predictions.
 
         Args:
-            trainer: Of this rank.
+            trainer: The Trainer of this rank.
             domain: The ranks that read the same samples.
             replicas: Number of data replicas.
-            replica: Of this rank.
-            device: Of this rank.
+            replica: The data replica of this rank.
+            device: The device of this rank.
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
@@ -77,13 +77,13 @@ class SampleOrder:
         *,
         late: bool,
     ) -> DataLoader[Any]:
-        """Give the loader of this rank's samples.
+        """Return a loader of this rank's samples.
 
         Args:
-            loader: Of all samples.
-            resumed: Gives the numbers from which a checkpoint's order was drawn, by the number of
-                the loader.
-            late: Whether the stage begins with a checkpoint.
+            loader: A loader of all samples.
+            resumed: Returns the numbers from which a checkpoint's order was drawn, by the number
+                of the loader.
+            late: True if the stage begins with a checkpoint.
         """
         generator = generator_of(loader)
         if self._replicas > 1 and self._asked and self._trainer.state.fn != TrainerFn.PREDICTING:
@@ -102,7 +102,7 @@ class SampleOrder:
         return loader
 
     def drawn_from(self) -> list[Numbers | None]:
-        """The numbers from which the loaders of the trainer drew the order of this epoch."""
+        """Return the numbers from which the trainer's loaders drew the order of this epoch."""
         return [batches.drawn_from for batches in _ordered(self._trainer)]
 
     def end_stage(self) -> None:
@@ -127,7 +127,7 @@ class SampleOrder:
         return with_sampler(loader, _Stride(sampler, *place))
 
     def _seed_workers(self, loader: DataLoader[Any]) -> None:
-        """By the replica: ranks of a domain augment alike; one replica as plain Lightning does."""
+        """Seed workers by the replica, so that the ranks of a domain augment alike."""
         asked = self._replicas > 1 or os.environ.get("PL_SEED_WORKERS", "0") == "1"
         if loader.worker_init_fn is None and asked:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self._replica)
@@ -143,7 +143,7 @@ class SampleOrder:
 
 
 class _Stride(DistributedSampler[Any]):
-    """What one replica reads of the order that a sampler draws for all."""
+    """Yields the samples of one replica, in the order that a sampler draws for all."""
 
     def __init__(self, whole: Any, replicas: int, replica: int) -> None:
         super().__init__(whole, replicas, replica, shuffle=False)
@@ -161,7 +161,7 @@ class _Stride(DistributedSampler[Any]):
 
 
 class _EpochsBeginAlike(Callback):
-    """Before the callbacks of the user draw; not in an epoch that is resumed inside."""
+    """Begins epochs alike on all ranks before callbacks draw, but none that is resumed inside."""
 
     def __init__(self, agree: Callable[[], None]) -> None:
         self._agree = agree

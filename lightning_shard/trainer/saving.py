@@ -75,7 +75,7 @@ class Saver:
         self._pending_path: str | Path | None = None
 
     def options(self) -> dict[str, str]:
-        """Name what all ranks must have alike, with its value."""
+        """Return the options that must be equal on all ranks, by name."""
         return {"checkpoint_format": self.format}
 
     def gather_module(self, module: nn.Module) -> dict[str, Any]:
@@ -92,8 +92,8 @@ class Saver:
         """Note the random numbers with which a training step begins.
 
         Args:
-            number: Of the step.
-            device: Whose numbers they are, beside those of the CPU.
+            number: The number of the step.
+            device: The device whose generator is noted beside the CPU's.
         """
         self._begun = (number, random_state(device))
 
@@ -106,15 +106,15 @@ class Saver:
         step: int | None = None,
         orders: Sequence[dict[str, Any] | None] = (),
     ) -> dict[str, Any]:
-        """Add to the checkpoint what this package needs to resume.
+        """Add to the checkpoint the mesh, versions and random numbers with which a run resumes.
 
         Args:
-            checkpoint: Lightning's.
-            mesh: All processes.
-            device: Whose random numbers go into it, beside those of the CPU.
+            checkpoint: The checkpoint that Lightning has made.
+            mesh: The mesh of all processes.
+            device: The device whose generator is saved beside the CPU's.
             step: The step that is not complete, as on an exception. A resumed run makes it again,
                 so the random numbers are those with which it began.
-            orders: For each loader, the numbers from which the order of its samples was drawn.
+            orders: The numbers from which the order of samples was drawn, for each loader.
         """
         entry: dict[str, Any] = {
             "mesh": sizes_of(mesh),
@@ -144,12 +144,12 @@ class Saver:
         """Write a marked checkpoint, as a file or a directory.
 
         Args:
-            checkpoint: What `mark` returned.
-            path: The same on all ranks.
-            io: What writes a file.
-            module: Whose buffers go to all ranks, and which names the parameters.
-            optimizers: In the order of the checkpoint's states.
-            storage_options: For `io`.
+            checkpoint: The value that `mark` returned.
+            path: The same path on all ranks.
+            io: The plug-in that writes a file.
+            module: The module that names the parameters; its buffers go to all ranks.
+            optimizers: The optimizers in the order of the checkpoint's states.
+            storage_options: Options that `io` takes.
 
         Raises:
             ValueError: The format is "sharded" and the path on no mounted file system.
@@ -213,11 +213,11 @@ class Saver:
         """Read a file or a directory, also of other programs, as a checkpoint of Lightning's.
 
         Args:
-            path: Of either.
-            io: What reads a file.
-            module: Whose names tell how the weights of other programs are meant.
-            weights_only: Whether code in the file is refused; None: the default, which it is.
-            into_sharded: Whether the module is loaded only once it is sharded.
+            path: The file or the directory.
+            io: The plug-in that reads a file.
+            module: Its names tell how the weights of other programs are meant.
+            weights_only: False if code in the file may run; None, the default, refuses it.
+            into_sharded: True if the module is loaded only once it is sharded.
 
         Raises:
             UnsafeFileError: The file holds code.
@@ -271,7 +271,7 @@ class Saver:
             load_optimizer_state(optimizer, state, module)
 
     def order(self, loader: int) -> dict[str, Any] | None:
-        """The numbers from which the run that saved drew the order of the samples of a loader."""
+        """Return the numbers from which the run that saved drew the sample order of a loader."""
         orders = self._own.get("orders", ()) if self._own is not None else ()
         return orders[loader] if loader < len(orders) else None
 

@@ -63,13 +63,13 @@ def shard_with_copies(
     """Shard a module, and like it the copies that callbacks keep of it.
 
     Args:
-        module: With its steps.
-        copied: What `copies` returned, before the module was sharded.
-        mesh: All processes.
+        module: The module with its steps.
+        copied: The list that `copies` returned, before the module was sharded.
+        mesh: The mesh of all processes.
         dims: The dims that the domain splits; None: not known.
-        options: How parameters are sharded.
+        options: The options of the parameters.
         files: Weights to begin with, by submodule; None: a checkpoint is loaded afterwards.
-        device: Of this process.
+        device: The device of this process.
 
     Returns:
         The new parameter for each old one.
@@ -97,7 +97,7 @@ def load_first_weights(module: nn.Module, files: Mapping[str, str]) -> None:
 
 @torch.no_grad()
 def copy_shards(source: nn.Module, target: nn.Module) -> None:
-    """Give `target`, which is sharded alike, the values of `source`."""
+    """Copy the values of `source` into `target`, which is sharded in the same way."""
     pairs = zip(
         [*target.parameters(), *target.buffers()],
         [*source.parameters(), *source.buffers()],

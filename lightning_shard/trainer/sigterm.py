@@ -24,10 +24,11 @@ class LeaveTogether:
     """Handles SIGTERM while a run has several processes."""
 
     def __init__(self, peers: Peers, rank: int) -> None:
+        """End the ranks of `peers`, of which this process is number `rank`."""
         self._peers, self._rank, self._process = peers, rank, os.getpid()
 
     def __call__(self, *_: Any) -> NoReturn:
-        """Tell all ranks and leave; die as a process without a handler where no run goes on."""
+        """End all ranks, and exit; without a run, die as a process without a handler does."""
         failure = None
         if os.getpid() == self._process:  # and not a process that was forked of it
             failure = self._peers.end_all_ranks("SIGTERM", SIGTERM_CODE)

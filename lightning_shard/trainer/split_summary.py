@@ -18,8 +18,8 @@ class SplitSummary:
     Attributes:
         split: The dims of each entry along which it is split over ranks.
         whole: The dtype of each entry that every rank holds whole.
-        split_bytes: Of all split entries together, on all ranks.
-        whole_bytes: Of all whole entries, on one rank.
+        split_bytes: Bytes of all split entries together, on all ranks.
+        whole_bytes: Bytes of all whole entries, on one rank.
     """
 
     split: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -48,18 +48,22 @@ class SplitSummary:
 
 
 class Announcements:
-    """Say once in a run what is split, and warn of a domain for which nothing is."""
+    """Prints once in a run which entries are split, and warns if none is.
+
+    Rank 0 prints.
+    """
 
     def __init__(self) -> None:
+        """Begin with nothing printed."""
         self._said: set[tuple[TrainerFn | None, str]] = set()
 
     def say(self, summary: SplitSummary, stage: TrainerFn | None, ranks: int) -> None:
-        """Say it on the first rank, unless it was said of this stage.
+        """Print it on the first rank, unless this stage has printed it.
 
         Args:
-            summary: Of a batch.
-            stage: What the Trainer does.
-            ranks: Those that share each sample.
+            summary: The summary of a batch.
+            stage: The stage of the Trainer.
+            ranks: The number of ranks that share each sample.
         """
         if (stage, str(summary)) in self._said:
             return

@@ -36,8 +36,8 @@ class Steps:
         """Begin without a module.
 
         Args:
-            whole_until_backward: Whether blocks keep their parameters whole after forward, as
-                sharding "gradients" asks.
+            whole_until_backward: True if blocks keep their parameters whole after forward, as in
+                sharding "gradients".
         """
         self._whole_until_backward = whole_until_backward
         self._manual: ManualBackward | None = None
@@ -55,7 +55,7 @@ class Steps:
 
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:
-        """Give the tensor from which the backward pass of `loss` must start."""
+        """Yield the tensor from which the backward pass of `loss` must start."""
         if self._manual is None:
             yield loss
         else:

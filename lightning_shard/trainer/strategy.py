@@ -35,7 +35,6 @@ from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
-from lightning_shard.trainer.count_once import count_domains_once
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.host import (
@@ -45,6 +44,8 @@ from lightning_shard.trainer.host import (
     tell_mesh,
 )
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
+from lightning_shard.trainer.logged_values import LoggedValues
+from lightning_shard.trainer.metrics_once import count_domains_once
 from lightning_shard.trainer.ordered_batches import unfinished_step
 from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.peers import Peers
@@ -107,12 +108,12 @@ class HybridShardStrategy(NotCompiled):
                 with the same spatial extents, such as integer classes (B, *spatial). An int or a
                 list: these dims instead. A dict: for each batch entry its dims; entries that are
                 not named stay whole. A run says what it splits.
-            exact_random: Whether dropout of split tensors draws the numbers of one process, at the
+            exact_random: True if dropout of split tensors draws the numbers of one process, at the
                 cost of drawing those of the whole tensor on each rank; None leaves what
                 `use_exact_random` chose. It holds until the fit, test or prediction ends.
-            sharding: How parameters are spread over the processes: one of the modes "full",
-                "gradients", "none" and "hybrid", or all of `ShardingOptions`, whose other options
-                then keep their defaults unless given.
+            sharding: The mode by which parameters are spread over the processes, "full",
+                "gradients", "none" or "hybrid"; or `ShardingOptions`, which hold the mode and all
+                other options of parameters.
             checkpoint_format: "single": Lightning's file, whole. "sharded": a directory, to which
                 each process writes its part. "async": such a directory, written while training
                 goes on. "auto": a file up to 16 GiB of weights and optimizer state, then a
@@ -124,7 +125,7 @@ class HybridShardStrategy(NotCompiled):
             accelerator: Set by the Trainer.
             parallel_devices: Set by the Trainer.
             cluster_environment: Set by the Trainer.
-            checkpoint_io: How files are written; by default Lightning's.
+            checkpoint_io: The plug-in that writes files; by default Lightning's.
             precision_plugin: Set by the Trainer.
 
         Raises:
@@ -140,6 +141,7 @@ class HybridShardStrategy(NotCompiled):
             backend=process_group_backend,
         )
         self.peers = Peers(self._is_interrupted)
+        self.logged = LoggedValues(self.peers)
         self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
         self.steps = Steps(whole_until_backward=options.mode == "gradients")
@@ -163,7 +165,7 @@ class HybridShardStrategy(NotCompiled):
         self._last_checked: Any = None
         self._announced = Announcements()
 
-    # What the mesh is, for others to ask.
+    # The mesh.
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -197,7 +199,7 @@ class HybridShardStrategy(NotCompiled):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks before it injects a sampler."""
+        """Return True; Lightning reads it before it injects a sampler."""
         return True
 
     @property
@@ -209,7 +211,7 @@ class HybridShardStrategy(NotCompiled):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of a domain read the same samples, data replicas different ones."""
+        """The number of data replicas and the place of this rank among them."""
         return {
             "num_replicas": self.world_size // self.domain_size,
             "rank": self.processes.replica(self.global_rank),
@@ -228,7 +230,7 @@ class HybridShardStrategy(NotCompiled):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """The launcher's, also of launchers that Lightning does not know."""
+        """The environment of the launcher, also of launchers that Lightning does not know."""
         return self._environment
 
     @cluster_environment.setter
@@ -257,7 +259,7 @@ class HybridShardStrategy(NotCompiled):
             clip_over_shards(precision_plugin)
 
     def set_world_ranks(self) -> None:
-        """Let the environment and the printing functions know the rank of this process."""
+        """Give the environment and the printing functions the rank of this process."""
         if self.cluster_environment is not None:
             process_mesh.tell_ranks(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
@@ -301,6 +303,7 @@ class HybridShardStrategy(NotCompiled):
             device=self.root_device,
         )
         if self.world_size > 1:
+            self.logged.follow(self._module.trainer, self._module, self.root_device)
             say_what_was_not_saved(
                 self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )
@@ -328,7 +331,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """With `empty_init`, tensors are made on the meta device, and get memory in setup."""
+        """Make tensors on the meta device with `empty_init`; setup gives them memory."""
         if not empty_init:
             with super().tensor_init_context(empty_init):
                 yield
@@ -339,7 +342,7 @@ class HybridShardStrategy(NotCompiled):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether the module has memory to load into only once it is sharded.
+        """Return True if the module has memory to load into only once it is sharded.
 
         Lightning asks before setup and after it, and must hear the same.
         """
@@ -349,7 +352,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Each stage needs what the one before it has made."""
+        """Prepare plug-ins, parameters and optimizers in this order: each needs those before it."""
         self._set_up_plugins(trainer)
         self._shard_parameters(trainer)
         self._share_among_ranks(trainer)
@@ -441,7 +444,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A step that an exception ends is made again by a resumed run, from these numbers on."""
+        """Note the random numbers: a resumed run repeats a step that an exception ends."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         self.saver.begin_step(progress.total.ready, self.root_device)
         self.steps.begin()
@@ -492,6 +495,8 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self.logged.reduces(tensor, reduce_op):
+            return self.logged.reduce(tensor, group, reduce_op, self.domain_size)
         return self.peers.reduce(
             tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
         )
@@ -571,6 +576,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def teardown(self) -> None:
         self._while_set_up.close()
+        self.logged.forget()
         self.samples.end_stage()
         self.saver.finish(together_with_all=not self.peers.is_disconnected())
         self.peers.pause_watch()

@@ -11,9 +11,9 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from safetensors.torch import load_file
 
 from lightning_shard import load_weights
-from lightning_shard.cli.lightning_cli import hyperparameters
+from lightning_shard.cli.hyper_parameters import hyperparameters
 from lightning_shard.cli.main import main
-from lightning_shard.cli.sources import UsageError
+from lightning_shard.cli.usage import UsageError
 from tests import pool
 from tests.checkpoint.tiny import SaveAt, Tiny, fit, loader, quiet, tiny
 
@@ -127,10 +127,10 @@ def test_hyperparameters_for_the_command_line(saved, tmp_path):
     directory, file = str(saved / "directory.ckpt"), str(saved / "file.ckpt")
     for source in (file, directory):
         assert hyperparameters(source, trusted=False)["width"] == 5
-    assert hyperparameters("last", trusted=False) is None
-    assert hyperparameters(None, trusted=False) is None
+    assert hyperparameters("last", trusted=False) == {}
+    assert hyperparameters(None, trusted=False) == {}
     torch.save({"state_dict": {}, "a": Fraction(1, 2)}, tmp_path / "code.ckpt")
-    assert hyperparameters(str(tmp_path / "code.ckpt"), trusted=True) is None
+    assert hyperparameters(str(tmp_path / "code.ckpt"), trusted=True) == {}
     with pytest.raises(UsageError, match=r"fractions\.Fraction .* pass weights_only=False"):
         hyperparameters(str(tmp_path / "code.ckpt"), trusted=False)
 

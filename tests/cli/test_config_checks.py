@@ -103,12 +103,12 @@ def test_torchrun_started_another_number(capsys, monkeypatch):
 def test_an_elastic_launcher_may_have_fewer_nodes(capsys, monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    words = ["--trainer.devices=2", "--trainer.num_nodes=3", "--trainer.gradient_clip_val=-1"]
+    words = ["--trainer.devices=2", "--trainer.num_nodes=3", "--trainer.default_root_dir=/proc/x"]
     sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *words)
     assert "asks for 6 processes" in sentence
     words.append(f"--{DOMAIN}=auto")
     sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", *words)
-    assert sentence.startswith("trainer.gradient_clip_val is -1")
+    assert sentence.startswith("trainer.default_root_dir")
 
 
 def test_mesh_is_checked_against_torchrun(capsys, monkeypatch):

@@ -11,6 +11,7 @@ from torch.optim import AdamW
 
 from lightning_shard.cli import main as cli
 from lightning_shard.cli import usage as report
+from lightning_shard.cli.lightning_cli import ShardCLI
 
 HERE = __name__
 BASE = f"""\
@@ -60,7 +61,7 @@ def one_quiet_process(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        cli.ShardCLI, "instantiate_classes", lambda self: pytest.fail("went on to build")
+        ShardCLI, "instantiate_classes", lambda self: pytest.fail("went on to build")
     )
     Path("base.yaml").write_text(BASE)
 
@@ -119,18 +120,19 @@ FILES = {
     ),
     "model class": (
         f"model:\n  class_path: {HERE}.Nett\n",
-        f"unknown class '{HERE}.Nett' for model.class_path at x.yaml:2: '{HERE}' has no 'Nett'; "
+        f"unknown class '{HERE}.Nett' for model.class_path at x.yaml:2: module '{HERE}' "
+        "has no attribute 'Nett'; "
         "did you mean 'Net'?",
     ),
     "class of another kind": (
         f"model:\n  class_path: {HERE}.Data\n",
         f"unknown class '{HERE}.Data' for model.class_path at x.yaml:2: it is not a "
-        "LightningModule",
+        "subclass of LightningModule",
     ),
     "module of a class": (
         "data:\n  class_path: no_such_package.Data\n",
-        "unknown class 'no_such_package.Data' for data.class_path at x.yaml:2: there is no module "
-        "'no_such_package'; did you mean 'Data'?",
+        "unknown class 'no_such_package.Data' for data.class_path at x.yaml:2: No module named "
+        "'no_such_package'",
     ),
     "callback class": (
         CALLBACK.format("ModelChekpoint", "monitor"),
@@ -140,7 +142,7 @@ FILES = {
     "optimizer class": (
         SGD.replace("SGD", "SDG").removesuffix("      init_args:\n"),
         "unknown class 'torch.optim.SDG' for model.init_args.optimizer.class_path at x.yaml:4: "
-        "'torch.optim' has no 'SDG'; did you mean 'SGD'?",
+        "module 'torch.optim' has no attribute 'SDG'; did you mean 'SGD'?",
     ),
     "type": (
         "model:\n  init_args:\n    modes: eight\n",
@@ -156,7 +158,7 @@ FILES = {
     ),
     "required option of a class": (
         f"model:\n  class_path: {HERE}.NeedsWidth\n",
-        "the option 'model.init_args.width' is missing: NeedsWidth needs it (at x.yaml:2)",
+        "the option 'model.init_args.width' is missing: the class needs it (at x.yaml:2)",
     ),
     "precision": (
         "trainer:\n  precision: bf16-mixd\n",
@@ -204,7 +206,7 @@ WORDS = {
         "the subcommand 'fit' comes first, options after it",
     ),
     "no model": (["fit"], "the option 'model' is missing: it names the LightningModule"),
-    "no data": (["fit", "--model", "Net"], "the option 'data' is missing"),
+    "no data": (["fit", "--model", f"{HERE}.Net"], "the option 'data' is missing"),
     "missing file": (
         ["fit", "--config", "bsae.yaml"],
         "config file 'bsae.yaml' does not exist; did you mean 'base.yaml'?",
@@ -216,7 +218,7 @@ WORDS = {
     ),
     "short option": (
         ["fit", "--config=base.yaml", "--model.mode=3"],
-        "unknown option 'model.init_args.mode' on the command line; did you mean 'modes'?",
+        "unknown option 'model.mode' on the command line; did you mean 'modes'?",
     ),
     "option of an added callback": (
         [
@@ -227,7 +229,7 @@ WORDS = {
             "--trainer.callbacks.durations",
             "3",
         ],
-        "unknown option 'trainer.callbacks.0.init_args.durations' on the command line; "
+        "unknown option 'trainer.callbacks.durations' on the command line; "
         "did you mean 'duration'?",
     ),
     "value": (

@@ -27,6 +27,7 @@ from lightning_modules.t5.tokenizer import load_tokenizer
 from lightning_shard import load_weights
 from lightning_shard.checkpoint.dcp_reader import read_dcp
 from lightning_shard.cli import main as cli
+from lightning_shard.cli.lightning_cli import ShardCLI
 from lightning_shard.processes.process_info import rank_variables
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 from tests.cli.test_main import BASE as MAIN_BASE
@@ -136,7 +137,7 @@ def refused(capsys, words, codes=(1, 2)):
         for kind in ("file", "directory")
     ],
 )
-def test_hyperparameters_choose_values_only(name, kind, capsys):
+def test_hyperparameters_choose_nothing(name, kind, capsys, monkeypatch):
     Path("evil.yaml").write_text(json.dumps(SYSTEM))
     Path("evil.py").write_text(CODE)
     Path("evil_module.py").write_text(CODE)
@@ -145,50 +146,82 @@ def test_hyperparameters_choose_values_only(name, kind, capsys):
     if kind == "directory":
         path.mkdir()
     torch.save(saved, path / "meta.pt" if kind == "directory" else path)
-    words = (
-        "fit",
-        "--config",
-        "base.yaml",
-        "--ckpt_path",
-        path,
-        "--model.optimizer",
-        "torch.optim.AdamW",
-    )
-    text = refused(capsys, words, codes=(2,))
-    assert text.startswith("error: the hyperparameters in 'evil.ckpt' ")
-    assert len(text.splitlines()) == 1
+    words = ["fit", "--config", "base.yaml", "--ckpt_path", path]
+    for typed in ([], ["--model.optimizer", "torch.optim.AdamW"]):
+        if name.startswith("the model"):
+            assert "was saved by the model" in refused(capsys, [*words, *typed], codes=(2,))
+            continue
+        model, options = built(monkeypatch, [*words, *typed])
+        assert options["optimizer"]["class_path"] == "torch.optim.AdamW"
+        assert options["optimizer"]["init_args"]["betas"] == (0.9, 0.999)
+        assert (options["anything"], options["layer"], options["lr_scheduler"]) == (None,) * 3
+        assert model.options == {"width": 8, "title": "", "anything": None}
 
 
-def test_hyperparameters_that_are_values_are_taken(capsys, monkeypatch):
+def built(monkeypatch, words):
+    """The model that `fit` builds, and its options."""
+    seen = []
+    monkeypatch.setattr(ShardCLI, "_run_subcommand", lambda self, _: seen.append(self))
+    cli.main([*map(str, words), "--trainer.logger=false"])
+    return seen[0].model, seen[0].config["fit"]["model"]["init_args"].as_dict()
+
+
+def notes(capsys):
+    return [line[6:] for line in capsys.readouterr().err.splitlines() if line[:6] == "note: "]
+
+
+def test_hyperparameters_that_are_values_serve_where_nothing_is_given(capsys, monkeypatch):
     """Numbers, texts, and the options of a class that the configuration names."""
-    taken = {
+    stored = {
         "_class_path": "moved.since.Net", "_instantiator": "os.system",
         "width": 5, "title": "a: b", "anything": [1, 2.5, {"a": None}, "text"], "sizes": [1, 2],
         "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.5}}, "other": 2,
     }  # fmt: skip
-    torch.save({"state_dict": {}, "hyper_parameters": taken}, "a.ckpt")
-    seen = {}
-    monkeypatch.setattr(
-        cli.ShardCLI, "instantiate_classes", lambda self: seen.update(self.config["fit"].as_dict())
-    )
-    monkeypatch.setattr(cli.ShardCLI, "after_instantiate_classes", lambda self: None)
-    monkeypatch.setattr(cli.ShardCLI, "_run_subcommand", lambda *_: None)
-    words = (
-        "--ckpt_path",
-        "a.ckpt",
-        "--model.optimizer",
-        "torch.optim.AdamW",
-        "--model.width",
-        "7",
-    )
-    cli.main(["fit", "--config", "base.yaml", *words])
-    init = seen["model"]["init_args"]
-    assert init["width"] == 5
-    assert init["title"] == "a: b"
-    assert init["anything"] == [1, 2.5, {"a": None}, "text"]
-    assert init["optimizer"]["init_args"]["lr"] == 0.5
-    assert seen["model"]["dict_kwargs"] == {"other": 2}
-    assert "note: model.init_args" in capsys.readouterr().err
+    torch.save({"state_dict": {}, "hyper_parameters": stored}, "a.ckpt")
+    words = ["fit", "--config", "base.yaml", "--ckpt_path", "a.ckpt"]
+    model, options = built(monkeypatch, words)
+    taken = {name: stored[name] for name in ("width", "title", "anything", "other")}
+    assert model.options == taken
+    assert options["optimizer"]["init_args"]["lr"] == 0.5
+    assert options["sizes"] == [1, 2]
+    assert notes(capsys) == [
+        "model.width is 5 as in ckpt_path; by default it is 8",
+        "model.title is 'a: b' as in ckpt_path; by default it is ''",
+        "model.anything is [1, 2.5, {'a': None}, 'text'] as in ckpt_path; by default it is None",
+        "model.sizes is [1, 2] as in ckpt_path; by default it is None",
+        "model.optimizer.lr is 0.5 as in ckpt_path; by default it is 0.001",
+    ]
+
+
+def test_what_is_given_wins_over_hyperparameters(capsys, monkeypatch):
+    stored = {
+        "_class_path": f"{HERE}.Net", "width": 5, "title": "a: b", "sizes": (1, 2), "anything": 3,
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.5, "eps": 1e-3}},
+    }  # fmt: skip
+    torch.save({"state_dict": {}, "hyper_parameters": stored}, "a.ckpt")
+    Path("more.yaml").write_text("model: {init_args: {width: 8, title: '', sizes: [1, 2]}}\n")
+    words = ["fit", "--config", "base.yaml", "--config", "more.yaml", "--ckpt_path", "a.ckpt"]
+    model, options = built(monkeypatch, [*words, "--model.optimizer.lr", "0.1"])
+    assert model.options == {"width": 8, "title": "", "anything": 3}
+    assert options["optimizer"]["init_args"]["lr"] == 0.1
+    assert options["optimizer"]["init_args"]["eps"] == 1e-3
+    assert notes(capsys) == [
+        "model.width is 8, but was 5 where ckpt_path was saved",
+        "model.title is '', but was 'a: b' where ckpt_path was saved",
+        "model.anything is 3 as in ckpt_path; by default it is None",
+        "model.optimizer.lr is 0.1, but was 0.5 where ckpt_path was saved",
+        "model.optimizer.eps is 0.001 as in ckpt_path; by default it is 1e-08",
+    ]
+    model, options = built(monkeypatch, [*words, "--model.optimizer", "torch.optim.SGD"])
+    assert options["optimizer"]["class_path"] == "torch.optim.SGD"
+    last = "model.optimizer is 'torch.optim.SGD', but was 'torch.optim.AdamW' where ckpt_path was"
+    assert notes(capsys)[-1] == f"{last} saved"
+
+
+def test_hyperparameters_of_another_type_are_refused(capsys):
+    torch.save({"state_dict": {}, "hyper_parameters": {"width": "wide"}}, "a.ckpt")
+    text = refused(capsys, ["fit", "--config", "base.yaml", "--ckpt_path", "a.ckpt"], codes=(2,))
+    assert text.startswith("error: hyperparameters in 'a.ckpt' are of other types than tests.cli.")
 
 
 GADGETS = {

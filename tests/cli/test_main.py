@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.cli import main as cli
 from lightning_shard.cli import usage as report
+from lightning_shard.cli.lightning_cli import ShardCLI
 from tests.cli.test_errors import HybridShardStrategy as HybridShardStrategy
 
 HERE = __name__
@@ -152,9 +153,9 @@ def test_environment_variables_give_options(capsys, monkeypatch):
 def optimizer_of(monkeypatch, *words):
     """The optimizer's resolved options, seen where the classes would be built."""
     seen = []
-    monkeypatch.setattr(cli.ShardCLI, "instantiate_classes", lambda self: seen.append(self.config))
-    monkeypatch.setattr(cli.ShardCLI, "after_instantiate_classes", lambda self: None)
-    monkeypatch.setattr(cli.ShardCLI, "_run_subcommand", lambda self, name: None)
+    monkeypatch.setattr(ShardCLI, "instantiate_classes", lambda self: seen.append(self.config))
+    monkeypatch.setattr(ShardCLI, "after_instantiate_classes", lambda self: None)
+    monkeypatch.setattr(ShardCLI, "_run_subcommand", lambda self, name: None)
     cli.main(["fit", "--config", "base.yaml", *words])
     return seen[0]["fit"]["model"]["init_args"]["optimizer"]["init_args"]
 
@@ -166,22 +167,6 @@ def test_another_optimizer_starts_from_its_own_defaults(monkeypatch):
     given = (*sgd, "--model.init_args.optimizer.weight_decay", "0.3", "--model.optimizer.lr", "1")
     options = optimizer_of(monkeypatch, *given)
     assert (options["weight_decay"], options["lr"]) == (0.3, 1)
-
-
-def test_value_for_a_linked_option_is_refused(capsys, monkeypatch):
-    add = cli.ShardCLI.add_arguments_to_parser
-
-    def add_link(self, parser):
-        add(self, parser)
-        parser.link_arguments("trainer.max_steps", "model.init_args.modes")
-
-    monkeypatch.setattr(cli.ShardCLI, "add_arguments_to_parser", add_link)
-    code, lines = refusal(capsys, "--model.init_args.modes", "3")
-    assert code == 2
-    assert lines == [
-        "error: model.init_args.modes on the command line would be ignored: it is computed from "
-        "another option; remove it"
-    ]
 
 
 def test_fit_saves_its_options_and_resumes_in_place():

@@ -102,20 +102,20 @@ IN_THE_FILE = [
      "wrap"),
     ("domain_parallel_size: 1", "sharding: {mode: ful}", f"{STRATEGY}.sharding.mode", "full"),
     ("seed_everything: ", "seed_everything: abc #", "seed_everything", "true or false"),
-    ("seed_everything: ", "seed_everything: -1 #", "seed_everything", "from 0 to"),
+    ("seed_everything: ", "seed_everything: -1 #", "seed_everything", "0 or more"),
     ("lightning_shard.HybridShardStrategy", "lightning_shard.parallelize",
-     "trainer.strategy.class_path", "not a class"),
+     "trainer.strategy.class_path", "it is not a subclass of Strategy"),
     # YAML itself
     ("max_epochs: 12", "max_epochs 12", "is not valid YAML", "expected ':'"),
     ("  max_epochs: 12", "   max_epochs: 12", "", "is not valid YAML"),
-    ("num_val: 32", "num_train: 32", "data.num_train", "a second time"),
+    ("num_val: 32", "num_train: 32", f"{DATA}.num_train", "a second time"),
 ]  # fmt: skip
 
 # words after `fit --config run.yaml`, what the sentence names, and the right word
 ON_THE_COMMAND_LINE = [
     ("--trainer.max_epoch 3", "trainer.max_epoch", "max_epochs"),
-    ("--model.hidden_chanels 4", f"{MODEL}.hidden_chanels", "hidden_channels"),
-    ("--data.num_trian 4", f"{DATA}.num_trian", "num_train"),
+    ("--model.hidden_chanels 4", "model.hidden_chanels", "hidden_channels"),
+    ("--data.num_trian 4", "data.num_trian", "num_train"),
     ("--trainer.precision bf16-mixd", "trainer.precision", "bf16-mixed"),
     ("--max_epochs 3", "max_epochs", "trainer.max_epochs"),
     ("--domain_parallel_size 2", "domain_parallel_size", "trainer.strategy.domain_parallel_size"),
@@ -127,7 +127,7 @@ ON_THE_COMMAND_LINE = [
     ("--model lightning_modules/darcy/tfno.py", "model", "as an import does"),
     ("--trainer.devices 0", "trainer.devices", "1 or more"),
     ("--trainer.default_root_dir /proc/nowhere", "trainer.default_root_dir", "cannot be made"),
-    ("--trainer.strategy.shard_dims {y:2}", "trainer.strategy.shard_dims", "cannot be '{y:2}'"),
+    ("--trainer.strategy.shard_dims {y:2}", "trainer.strategy.shard_dims", "got '{y:2}'"),
     ("-trainer.max_epochs 3", "-trainer.max_epochs", "--trainer.max_epochs"),
 ]
 

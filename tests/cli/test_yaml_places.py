@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.cli import yaml_places
+from lightning_shard.cli import positions
 from lightning_shard.cli.config_files import find_configs, named_configs
-from lightning_shard.cli.sources import check_variables, read_sources
-from lightning_shard.cli.yaml_places import UsageError, read_yaml
+from lightning_shard.cli.positions import UsageError, check_variables, read_given
+from lightning_shard.cli.positions import read_file as options_of
+
+
+def read_yaml(path):
+    return {option.key: option for option in options_of(path)}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,7 @@ HOSTILE = {
     ),
     "a key twice below": (
         "model:\n  init_args:\n    modes: 1\n    modes: 2\n",
-        "x.yaml:4 gives 'model.modes' a second time (the first is in line 3)",
+        "x.yaml:4 gives 'model.init_args.modes' a second time (the first is in line 3)",
     ),
 }  # fmt: skip
 
@@ -66,23 +70,22 @@ def test_a_pipe_is_not_read():
 
 def test_a_bomb_in_a_word():
     with pytest.raises(UsageError, match="a value on the command line holds more than"):
-        read_sources(["--model", f"{{{', '.join(bomb('list').splitlines())}}}"], "fit")
+        read_given(["--model", f"{{{', '.join(bomb('list').splitlines())}}}"], "fit")
 
 
 def test_merged_keys_are_no_second_ones():
     Path("x.yaml").write_text("a: &a {x: 1, y: 1}\nb:\n  <<: *a\n  y: 2\n")
-    options, places = read_yaml("x.yaml")
-    assert options["b"] == {"x": 1, "y": 2}
-    assert places["b.y"] == "at x.yaml:4"
+    options = read_yaml("x.yaml")
+    assert options["b.y"] == positions.Option("b.y", "2", "at x.yaml:4")
+    assert options["b.x"].where == "at x.yaml:1"
 
 
 def test_what_is_written_last_has_its_place():
     Path("x.yaml").write_text("model:\n  class_path: A\n  init_args:\n    modes: 1\n    lr: 1e-3\n")
-    given = read_sources(["--config", "x.yaml", "--model.modes=3"], "fit")
-    assert given.value("model.init_args.modes") == 3
+    given = read_given(["--config", "x.yaml", "--model.modes=3"], "fit")
+    assert given.last("model.init_args.modes").text == "3"
     assert given.place("model.init_args.modes") == "on the command line"
     assert given.place("model.lr") == "at x.yaml:5"
-    assert given.value("model.init_args.lr") == 1e-3
     assert given.place("model.init_args.zzz") == ""
     assert "data" not in given
 
@@ -129,7 +132,7 @@ def test_an_unknown_bare_name():
 
 
 def test_a_file_of_a_hundred_thousand_values_is_too_large(monkeypatch):
-    monkeypatch.setattr(yaml_places, "MAX_BYTES", 10)
+    monkeypatch.setattr(positions, "MAX_BYTES", 10)
     Path("x.yaml").write_text("trainer: {max_epochs: 1}")
     with pytest.raises(UsageError, match="more than 10 bytes"):
         read_yaml("x.yaml")

@@ -8,6 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.tensor import DTensor
 
+from lightning_shard import ShardingOptions
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from tests.checkpoint.test_resume_inside_epoch import shared_path
@@ -134,7 +135,7 @@ def test_policy_counts_on_one_process():
     """A mesh of one rank casts as the others do: here each rank has one of its own."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lightning_shard import ShardingOptions, parallelize
+    from lightning_shard import parallelize
 
     mesh = DeviceMesh("cpu", [[dist.get_rank()]], mesh_dim_names=("data", "domain"))
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -252,3 +253,30 @@ def test_optimizers_of_many_tensors_at_once():
     with pytest.warns(UserWarning, match="foreach=True updates parameters of one mesh"):
         found = train((2,), {}, module)
     assert_equal_runs(found, train_alone())
+
+
+def test_a_policy_can_hold_only_where_the_device_computes_in_bfloat16(monkeypatch):
+    """As PyTorch's tutorial of T5 asks before it casts: elsewhere parameters stay float32."""
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    options = ShardingOptions(mp_policy=policy, mp_policy_where_supported=True)
+    for supported, dtype in ((True, torch.bfloat16), (False, None)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s
+        )
+        assert options.on("cuda").policy.param_dtype == dtype
+    assert options.on("cpu").policy.reduce_dtype is None
+    assert ShardingOptions(mp_policy=policy).on("cpu").policy.param_dtype == torch.bfloat16
+
+
+@pytest.mark.spmd(2)
+def test_parameters_are_float32_where_bfloat16_is_not_supported():
+    """The CPU computes in it slowly; a strategy takes the option as parallelize does."""
+
+    def seen(**more):
+        module, policy = Plain(), {"param_dtype": "bfloat16"}
+        options = ShardingOptions(mp_policy=policy, **more)
+        train((1,), {"sharding": options}, module, torch.float32, limit_train_batches=1)
+        return module.seen
+
+    assert seen()["output"] == torch.bfloat16
+    assert seen(mp_policy_where_supported=True)["output"] == torch.float32

@@ -8,6 +8,7 @@ import torch
 from lightning_shard.lab.batches import first_batches
 from lightning_shard.lab.calibrate import MeasuredLinks, measured_links
 from lightning_shard.lab.lone_steps import Training, timed_together, train
+from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import (
     Collective,
     Cost,
@@ -17,7 +18,6 @@ from lightning_shard.lab.timeline import (
     Timeline,
 )
 from lightning_shard.processes.launch import launch
-from lightning_shard.processes.simulate import alone
 from tests.lab.test_check import Net, data
 
 PAIR = (0, 1)

@@ -15,8 +15,15 @@ from tests.ops.dense import test_linear
 from tests.ops.elementwise import test_pointwise
 from tests.ops.norm import test_batch_norm
 from tests.ops.reduce import test_loss, test_softmax, test_sums
-from tests.ops.view import test_become, test_lookup, test_mask, test_reshape, test_select
-from tests.ops.window import test_conv, test_conv_transpose, test_pixel_shuffle, test_pool
+from tests.ops.view import (
+    test_become,
+    test_lookup,
+    test_mask,
+    test_pixel_shuffle,
+    test_reshape,
+    test_select,
+)
+from tests.ops.window import test_conv, test_conv_transpose, test_pool
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import lightning_shard
 from lightning_shard.domain.halo import overlapping
-from lightning_shard.domain.memory import format_of
+from lightning_shard.domain.memory_format import format_of
 from tests.parity import mesh_of
 
 IMAGE, VOLUME = (2, 6, 25, 8), (2, 6, 12, 4, 5)

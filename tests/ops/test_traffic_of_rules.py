@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import lightning_shard
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.parity import mesh_of
 
 SHAPE = (2, 4, 12, 10)

@@ -5,7 +5,7 @@ import torch
 
 import lightning_shard
 from lightning_shard import knn, radius
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.parity import mesh_of
 
 

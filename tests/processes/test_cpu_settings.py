@@ -10,12 +10,12 @@ import pytest
 # blocks of 16 MiB, as many as a step of a small network frees, again and again
 STEPS = """
 import resource, sys
-from lightning_shard.processes.cpu_settings import keep_freed_memory
+from lightning_shard.processes.cpu_settings import tune_process
 
 def step():
     blocks = [b"x" * 2**24 for _ in range(8)]
 
-keep_freed_memory()
+tune_process(ranks=1)
 step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 step()
@@ -46,8 +46,42 @@ def test_memory_that_a_step_frees_is_kept_for_the_next_one():
     [
         {"MALLOC_TRIM_THRESHOLD_": "131072"},
         {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+        {"LIGHTNING_SHARD_CPU_SETTINGS": "0"},
     ],
-    ids=["variable", "tunable"],
+    ids=["variable", "tunable", "switch"],
 )
 def test_limits_that_a_user_chose_are_kept(variables: dict[str, str]):
     assert pages_taken(**variables) > PAGES / 2
+
+
+POLICY = """
+import os
+os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+from lightning_shard.processes.cpu_settings import tune_process
+
+tune_process(ranks=2)
+print(os.sched_getscheduler(0) == os.SCHED_BATCH)
+"""
+
+
+def policy_changed(value: str) -> str:
+    """What a process of two ranks, begun with Linux's usual policy, says with this switch."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import os; os.sched_setscheduler(0, 0, os.sched_param(0)){POLICY}",
+        ],
+        env=os.environ | {"LIGHTNING_SHARD_CPU_SETTINGS": value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of Linux")
+def test_one_switch_leaves_the_process_as_it_is():
+    assert policy_changed("1") == "True"
+    assert policy_changed("0") == "False"
+    assert "must be 0, which leaves" in policy_changed("off")

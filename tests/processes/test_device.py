@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import lightning_shard
-from lightning_shard.cli.config_checks import _device_kind
-from lightning_shard.cli.defaults import find_device
+from lightning_shard.cli.config_checks import _device_kind, find_device
 from lightning_shard.cli.doctor import _devices
 from lightning_shard.ops.spectral.cost import Extent, plan
 from lightning_shard.processes import device as devices

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lightning_shard
-from lightning_shard.processes.attempts import end_attempts
+from lightning_shard.processes.variables import end_attempts
 from tests import pool
 from tests.processes.launchers import finish, outputs, start
 from tests.processes.restarted import train

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lightning_shard.processes.meeting import meeting
+from lightning_shard.processes.store import meeting
 
 
 def met(store, ranks, timeout_s=20.0):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import lightning_shard
 from lightning_shard import init_mesh
 from lightning_shard.processes import mesh
-from lightning_shard.processes.nodes import nearest_first, why_crossing
+from lightning_shard.processes.mesh import nearest_first, why_crossing
 from tests.training import train_alone, train_sharded
 
 CYCLIC = ["a", "b", "a", "b"]
@@ -56,7 +56,7 @@ def on_nodes(nodes):
     """While open, ranks are on these nodes, and meshes are made anew."""
     mesh._made.cache_clear()
     return mock.patch(
-        "lightning_shard.processes.nodes.own_node", return_value=nodes[dist.get_rank()]
+        "lightning_shard.processes.mesh.own_node", return_value=nodes[dist.get_rank()]
     )
 
 

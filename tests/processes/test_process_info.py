@@ -13,10 +13,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_shard import ProcessInfo, process_info, start_process_group
-from lightning_shard.cli.sources import check_variables
+from lightning_shard.cli.positions import check_variables
 from lightning_shard.cli.usage import is_first_rank
 from lightning_shard.processes.forking import belongs_to_a_group
-from lightning_shard.processes.nodes import own_node
+from lightning_shard.processes.mesh import own_node
 from lightning_shard.processes.process_info import CHOICE, LAUNCHERS, NOTEBOOK
 from lightning_shard.processes.variables import PORTS, Launcher, read_numbers
 from lightning_shard.trainer.environment import (

@@ -22,10 +22,10 @@ from lightning_shard import ShardingOptions, UnsupportedOperationError
 from lightning_shard.domain import wire
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.shard_block import shard_block
-from lightning_shard.processes.byte_counter import counted
 from lightning_shard.processes.torch_private.internals import keep_in_order
 from lightning_shard.tensor import compiled
 from lightning_shard.tensor.compiled import CompiledBlock
+from lightning_shard.trainer.profile.traffic import counted
 from tests.double_fno import to_double
 from tests.parity import mesh_of
 

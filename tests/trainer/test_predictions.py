@@ -7,8 +7,8 @@ import zarr
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 
 from lightning_shard import PredictionWriter, predictions_in_order
-from lightning_shard.processes.byte_counter import counted
 from lightning_shard.trainer.explain import explain
+from lightning_shard.trainer.profile.traffic import counted
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 from tests.trainer.featured import Featured, loader, sample

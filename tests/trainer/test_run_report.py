@@ -110,7 +110,7 @@ def fit_alone(folder, *callbacks, config="", **options):
 @pytest.mark.spmd(2)
 def test_a_run_on_two_ranks():
     folder = shared_path("report")
-    report = RunReport(f"name: {HOSTILE}", check=f"equals, {HOSTILE}")
+    report = RunReport(f"name: {HOSTILE}")
     callbacks = [report, Draws(folder)]
     runner = training.trainer((2,), default_root_dir=folder, callbacks=callbacks)
     runner.fit(training.make("simple_cnn", torch.float32), data())
@@ -131,7 +131,7 @@ def test_a_run_on_two_ranks():
     assert "split over the domain: 0 (dim 2); whole: 1 (int64)" in words
     assert "rank 1" in words
     assert torch.__version__ in words
-    assert words.count(HOSTILE) == 2  # as text
+    assert words.count(HOSTILE) == 1  # as text
 
 
 def test_a_page_that_cannot_be_written_costs_nothing(tmp_path):

@@ -17,8 +17,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_shard import DomainTensor, StepProfile
-from lightning_shard.processes.byte_counter import counted
 from lightning_shard.trainer.profile import merge
+from lightning_shard.trainer.profile.traffic import counted
 from tests.checkpoint.tiny import fit, tiny
 from tests.training import shared_path
 

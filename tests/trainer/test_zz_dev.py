@@ -12,6 +12,8 @@ def run(mesh):
         if pick and not any(p in n for p in pick.split("|")):
             continue
         t = time.time()
+        out.write("> " + n + chr(10))
+        out.flush()
         try:
             check(**case)
             word = "ok"

@@ -88,7 +88,7 @@ class Operands:
         return _axes_of_rows(self.key, self.value)
 
     def keys(self) -> Dim:
-        """How keys and values are split along the sequence."""
+        """The split of keys and values along the sequence."""
         split = [x for x in subdomains([self.key, self.value]) if x.layout.axes(x.ndim - 2)]
         dim = common_dim(split[0].layout.dims[-2], split[-1].layout.dims[-2])
         assert dim is not None  # they have the same axes
@@ -168,7 +168,7 @@ def bring_all(shares: Sequence[tuple[Operand, Layout]]) -> list[Tensor]:
 
 
 def _travel(share: tuple[Operand, Layout]) -> tuple[object, ...]:
-    """What is equal of operands that travel in one message; None of those that go alone."""
+    """Return the key by which operands share one message; (None,) for one that is sent alone."""
     x, wanted = share
     if not isinstance(x, Subdomain) or not _moves(x, wanted):
         return (None,)

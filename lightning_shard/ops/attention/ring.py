@@ -31,14 +31,14 @@ State = tuple[Tensor, Tensor, Tensor]  # maximum and sum of exponentials of each
 
 @dataclass(frozen=True)
 class Ring:
-    """How blocks travel, seen from one rank.
+    """The route of the blocks of keys and values, seen from one rank.
 
     Attributes:
-        counts: How many keys each rank holds.
+        counts: Number of keys that each rank holds.
         group: The ranks that hold keys.
-        scale: Of the products of queries and keys.
-        queries: For causal attention the places of each rank's queries in the sequence.
-        keys: For causal attention the places of all keys, in the order of their ranks.
+        scale: Factor of the products of queries and keys.
+        queries: Places of each rank's queries in the sequence, in causal attention.
+        keys: Places of all keys, in the order of their ranks, in causal attention.
     """
 
     counts: Sequence[int]
@@ -48,7 +48,7 @@ class Ring:
     keys: Tensor | None = None
 
     def steps(self) -> Iterator[tuple[Span, Route]]:
-        """Which keys come next, in the order of their ranks, and their way here."""
+        """Yield the keys that come next, in the order of their ranks, and their route."""
         rank, ranks = dist.get_rank(self.group), len(self.counts)
         for step in range(ranks):
             owners = [(peer + step) % ranks for peer in range(ranks)]
@@ -60,7 +60,7 @@ class Ring:
             yield columns, Route(tuple(sends), tuple(receives), order, moves)
 
     def _taken(self, peer: int, owner: int) -> int:
-        """How many keys of `owner` come to `peer`: all, or none if all are later."""
+        """Count the keys of `owner` that `peer` needs: all, or none if all are later."""
         count = self.counts[owner]
         if count and self.queries is not None and self.keys is not None:
             keys, queries = self.keys.narrow(0, sum(self.counts[:owner]), count), self.queries[peer]
@@ -68,7 +68,7 @@ class Ring:
         return count
 
     def later(self, rows: Span, columns: Span, device: torch.device) -> Tensor | None:
-        """For causal attention, which keys come after each query."""
+        """Mark the keys that come after each query; None without a causal order."""
         if self.queries is None or self.keys is None:
             return None
         queries = self.queries[dist.get_rank(self.group)].narrow(0, *rows)
@@ -83,7 +83,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: R
         k: This rank's keys, (..., s, E), with as many heads or fewer (grouped queries).
         v: This rank's values, (..., s, Ev).
         mask: Boolean (True takes part) or additive; broadcasts to (..., l, S).
-        ring: How blocks travel.
+        ring: The route of the blocks.
     """
     return _RingAttention.apply(
         q, k, v, None if mask is None else typed_torch.atleast_2d(mask), ring
@@ -253,5 +253,5 @@ def _like_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """As torch's own math does, half precision is computed in single."""
+    """Return half precision in single, as torch's own math attention computes it."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -82,6 +82,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Operand:
+    """Scaled dot-product attention; keys and values travel, by heads or around a ring."""
     if attn_mask is not None and is_causal:
         raise RuntimeError("attn_mask should not be set when is_causal=True")
     query, key, value = cast_for(func, query, key, value)  # before rows travel

@@ -63,6 +63,7 @@ def _norm(
 def cosine_similarity(
     func: Callable[..., Tensor], x1: Operand, x2: Operand, dim: int = 1, eps: float = 1e-8
 ) -> Operand:
+    """Cosine along `dim`; sums of products and squares travel if it is split."""
     a, b = _aligned(x1, x2)
     dims = (a.layout.dim(dim),)
     sizes = [_local(norm(typed_torch.norm, x, 2, dims, True)).clamp_min(eps) for x in (a, b)]
@@ -95,6 +96,7 @@ def pairwise_distance(
     eps: float = 1e-6,
     keepdim: bool = False,
 ) -> Operand:
+    """Norm of differences along the last dim; sums of powers travel if it is split."""
     a, b = _aligned(x1, x2)
     return norm(typed_torch.norm, a.like(a.local - b.local + eps), p, -1, keepdim)
 

@@ -85,6 +85,7 @@ def diagonal(
     dim1: int | None = None,
     dim2: int | None = None,
 ) -> Subdomain:
+    """Diagonal of two whole dims; nothing travels."""
     first, second = (-2, -1) if func is linalg.diagonal else (0, 1)
     one = x.layout.dim(first if dim1 is None else dim1)
     two = x.layout.dim(second if dim2 is None else dim2)
@@ -97,6 +98,7 @@ def diagonal(
 
 @composes(torch.trace, Tensor.trace)
 def trace(func: Callable[..., Tensor], x: Any) -> Tensor:
+    """Sum of the diagonal; the sums of the ranks are added up."""
     (x,) = cast_for(torch.trace, x)
     return x.tril().triu().sum(dtype=x.dtype if x.is_floating_point() else None)
 

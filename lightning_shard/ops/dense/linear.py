@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import (
     common_dim,
-    simple,
+    one_factor,
     split_differently,
     subdomains,
     take_local,
@@ -63,7 +63,7 @@ def contract(
                 if one_row or not any(f.axes for f in dims[labels[d]]):
                     operand = whole(operand, d)
                 elif merge(operand.layout.dims[d]) != merge(dims[labels[d]]):
-                    operand = simple(operand, d)
+                    operand = one_factor(operand, d)
         local = operand.local if isinstance(operand, Subdomain) else operand
         for d, label in enumerate(labels):
             split = isinstance(operand, Subdomain) and operand.layout.axes(d)
@@ -118,6 +118,7 @@ def _each_axis_once(dims: dict[str, Dim], output: str) -> dict[str, Dim]:
 def linear(
     func: Callable[..., Tensor], x: Operand, weight: Operand, bias: Tensor | None = None
 ) -> Operand:
+    """Linear layer; sums over split features are added up, and otherwise nothing travels."""
     free = ascii_letters[: x.ndim - 1]
     if (
         isinstance(x, Subdomain)
@@ -165,6 +166,7 @@ def inner(func: Callable[..., Tensor], input: Operand, other: Operand) -> Operan
 
 @implements(torch.outer, Tensor.outer, torch.ger, Tensor.ger)
 def outer(func: Callable[..., Tensor], input: Operand, vec2: Operand) -> Operand:  # noqa: A002
+    """Outer product; where both operands are split, one of them travels."""
     return contract(torch.outer, [input, vec2], ["X", "Z"], "XZ")
 
 
@@ -173,6 +175,7 @@ def outer(func: Callable[..., Tensor], input: Operand, vec2: Operand) -> Operand
     limits="an equation without a repeated label in one operand",
 )
 def einsum(func: Callable[..., Tensor], equation: str, *operands: Any) -> Operand:
+    """Einstein sum: kept dims stay split, sums over split dims are added up over the ranks."""
     if not isinstance(equation, str):
         raise UnsupportedOperationError("einsum with lists of dims; write the equation as a string")
     tensors = listed(operands)
@@ -209,6 +212,7 @@ def _expand_ellipsis(
 def tensordot(
     func: Callable[..., Tensor], a: Operand, b: Operand, dims: Any = 2, **_: Any
 ) -> Operand:
+    """Contract dims of two tensors, as `einsum` does."""
     if isinstance(dims, int):
         dims = (range(a.ndim - dims, a.ndim), range(dims))
     left, right = ([d % t.ndim for d in each] for t, each in ((a, dims[0]), (b, dims[1])))

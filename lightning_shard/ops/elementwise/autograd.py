@@ -26,12 +26,12 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
 from lightning_shard.ops.registry import composes, implements
+from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.torch_private.internals import (
     backward_pass,
     in_transform,
     replace_internal,
 )
-from lightning_shard.processes.torch_private.typed import is_list
 
 Operand = Subdomain | Tensor
 _GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor
@@ -123,6 +123,7 @@ def get_grad(func: Callable[..., Any], x: Subdomain) -> Subdomain | None:
 
 @implements(_GRAD.__set__, checked=False)
 def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> None:
+    """Assign `.grad`: each rank keeps its part, times the ranks; nothing travels."""
     if value is None:
         x.local.grad = None
     else:
@@ -131,15 +132,18 @@ def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> N
 
 @implements(_GRAD.__delete__, checked=False)
 def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
+    """Delete `.grad` of this rank's part; nothing travels."""
     x.local.grad = None
 
 
 @implements(_REQUIRES_GRAD.__set__, checked=False)
 def set_requires_grad(func: Callable[..., Any], x: Subdomain, value: bool) -> None:
+    """Set `.requires_grad` of this rank's part; nothing travels."""
     x.local.requires_grad = value
 
 
 def ranks_of(domain: Domain) -> int:
+    """Count the ranks of a domain."""
     return math.prod(domain.grid.sizes)
 
 

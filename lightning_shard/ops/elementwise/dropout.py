@@ -26,11 +26,13 @@ def dropout(
     inplace: bool = False,
     **named: bool,
 ) -> Subdomain:
+    """Drop single elements of each rank's part; nothing travels."""
     return _dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
 
 
 @implements(torch.dropout_)
 def dropout_in_place(func: Callable[..., Tensor], x: Subdomain, p: float, train: bool) -> Subdomain:
+    """Drop single elements in place; nothing travels."""
     return _dropped(x, p, train, True, dims=range(x.ndim))
 
 
@@ -43,6 +45,7 @@ def alpha_dropout(
     inplace: bool = False,
     **named: bool,
 ) -> Subdomain:
+    """Replace single elements by the value that keeps mean and variance; nothing travels."""
     return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
 
 
@@ -55,6 +58,7 @@ def feature_dropout(
     inplace: bool = False,
     **named: bool,
 ) -> Subdomain:
+    """Drop whole channels, the same ones on the ranks that share a sample; nothing travels."""
     dims = range(2 if x.ndim >= _BATCHED.get(func, 0) else 1)
     return _dropped(x, p, named.get("train", training), inplace, dims=dims)
 
@@ -68,6 +72,7 @@ def feature_alpha_dropout(
     inplace: bool = False,
     **named: bool,
 ) -> Subdomain:
+    """Replace whole channels so that mean and variance are kept; nothing travels."""
     return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(2))
 
 

@@ -10,13 +10,15 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.ops.autocast import cast_for, without_autocast
 from lightning_shard.ops.registry import composes, listed, without_deprecated
-from lightning_shard.processes.torch_private.typed import is_sequence, linalg, typed_torch
+from lightning_shard.processes.narrow import is_sequence
+from lightning_shard.processes.torch_private.typed import linalg, typed_torch
 
 
 @composes(torch.trapezoid, torch.trapz)
 def trapezoid(
     func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
 ) -> Tensor:
+    """Sum the areas of trapezoids under `y`; the sums of the ranks are added up."""
     return _areas(y, x, dx, dim % y.ndim).sum(dim)
 
 
@@ -24,6 +26,7 @@ def trapezoid(
 def cumulative_trapezoid(
     func: Callable[..., Any], y: Any, x: Any = None, *, dx: float = 1, dim: int = -1
 ) -> Tensor:
+    """Sum the areas of trapezoids up to each place; sums of earlier ranks travel."""
     return _areas(y, x, dx, dim % y.ndim).cumsum(dim)
 
 
@@ -68,6 +71,7 @@ def _one_sided(rows: Sequence[Tensor]) -> Tensor:
 
 @composes(F.glu)
 def glu(func: Callable[..., Any], x: Any, dim: int = -1) -> Tensor:
+    """Multiply the first half of `dim` by the sigmoid of the second; rows of a split dim travel."""
     if x.shape[dim] % 2:
         raise RuntimeError(
             f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}"
@@ -92,6 +96,7 @@ def prelu(func: Callable[..., Any], x: Any, weight: Tensor) -> Tensor:
 def bilinear(
     func: Callable[..., Any], x: Any, input2: Any, weight: Any, bias: Any = None
 ) -> Tensor:
+    """Contract two inputs with a weight; sums over split features travel."""
     operands = [x, weight, input2]
     with without_autocast(operands[0]):  # which leaves it alone
         product = torch.einsum("...i,oij,...j->...o", *operands)
@@ -133,11 +138,13 @@ def add_product(
 
 @composes(torch.vdot, Tensor.vdot)
 def vdot(func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+    """Dot product with the conjugate of `x`; the sums of the ranks are added up."""
     return torch.dot(x.conj(), other)
 
 
 @composes(linalg.vecdot)
 def vecdot(func: Callable[..., Tensor], x: Any, y: Any, *, dim: int = -1) -> Tensor:
+    """Dot products along `dim`; the sums of the ranks are added up if it is split."""
     x, y = cast_for(linalg.vecdot, x, y)
     return (x.conj() * y).sum(dim, dtype=x.dtype)
 
@@ -167,6 +174,7 @@ def cov(func: Callable[..., Tensor], x: Any, *, correction: int = 1, **weights: 
 
 @composes(torch.renorm, Tensor.renorm)
 def renorm(func: Callable[..., Tensor], x: Any, p: float, dim: int, maxnorm: float) -> Tensor:
+    """Scale slices along `dim` to a norm of at most `maxnorm`; sums of powers travel."""
     others = [d for d in range(x.ndim) if d != dim % x.ndim]
     sizes = linalg.vector_norm(x, p, others, keepdim=True)
     return x * torch.where(sizes > maxnorm, maxnorm / (sizes + 1e-7), 1.0)
@@ -192,11 +200,13 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor:
+    """Copy of `x` with rows of a slice replaced; rows of `src` go to their owners."""
     return _with_rows(x, src, dim, slice(start, end, step))
 
 
 @composes(torch.select_scatter, Tensor.select_scatter)
 def select_scatter(func: Callable[..., Tensor], x: Any, src: Any, dim: int, index: int) -> Tensor:
+    """Copy of `x` with one row replaced; it goes to its owner."""
     return _with_rows(x, src, dim, index)
 
 
@@ -211,11 +221,13 @@ def _with_rows(x: Any, src: Any, dim: int, entry: int | slice) -> Tensor:
 def constant_pad(
     func: Callable[..., Tensor], x: Any, pad: Sequence[int], value: float = 0
 ) -> Tensor:
+    """Pad by a constant, as `F.pad` does; rows go to the owners of the longer dim."""
     return F.pad(x, list(pad), value=value)
 
 
 @composes(torch.dist, Tensor.dist)
 def dist(func: Callable[..., Any], x: Any, other: Any, p: float = 2) -> Tensor:
+    """Norm of the difference; sums of powers travel."""
     x, other = cast_for(torch.dist, x, other)
     return linalg.vector_norm(x - other, p)
 
@@ -252,6 +264,7 @@ def triplet_margin_loss(
     reduction: str = "mean",
     **deprecated: Any,
 ) -> Tensor:
+    """Triplet loss by pairwise distances; sums along split dims travel."""
     without_deprecated(deprecated)
     anchor, positive, negative = cast_for(F.triplet_margin_loss, anchor, positive, negative)
     far = F.pairwise_distance(anchor, negative, p, eps)

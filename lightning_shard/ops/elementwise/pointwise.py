@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.memory import format_of
+from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split, made_from_split
 from lightning_shard.ops.registry import implements, is_in_place, rule_for
@@ -132,7 +132,7 @@ def convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lies_dense(x: Subdomain) -> bool:
-    """Whether the strides are those of new memory, in each dim that has several rows anywhere."""
+    """Return True if dims of several rows have the strides of new memory."""
     if format_of(x.local) != torch.contiguous_format:
         return True
     step = 1

@@ -9,7 +9,6 @@ whole tensor, in the order of its memory, and keeps its part.
 """
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeGuard
@@ -24,7 +23,6 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.registry import implements
-from lightning_shard.processes.simulated.state import per_rank
 
 Operand = Subdomain | Tensor
 
@@ -36,7 +34,7 @@ Draw = Callable[[Tensor, torch.Generator | None], Any]
 # of the process, not a ContextVar: backward, which may draw again in a checkpoint, runs in threads
 # that inherit no context
 _exact = False
-per_rank(sys.modules[__name__], "_exact")
+PROCESS_STATE = {"_exact": _exact}  # what each process has of its own
 
 
 class use_exact_random:  # noqa: N801 - read as a function
@@ -53,7 +51,7 @@ class use_exact_random:  # noqa: N801 - read as a function
     block ends. A call without `with` sets it for good; that is deprecated.
 
     Args:
-        mode: Whether the numbers equal those of one process.
+        mode: True to draw the numbers of one process.
 
     Example:
         >>> with lightning_shard.use_exact_random():
@@ -143,6 +141,7 @@ _FILLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 
 @implements(*_FILLS)
 def random_like(func: Callable[..., Tensor], x: Subdomain, **options: Any) -> Subdomain:
+    """Draw random numbers of the shape and split of `x`; nothing travels."""
     return _new_numbers(x, _FILLS[func], **options)
 
 
@@ -178,6 +177,7 @@ def fill_randomly(
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> Subdomain:
+    """Fill this rank's part with random numbers in place; nothing travels."""
     if not _exact:
         args = tuple(local_part(a, x.layout) if _is_tensor(a) else a for a in args)
         return x.like(func(x.local, *args, **kwargs, generator=own_generator(x, generator)))
@@ -202,6 +202,7 @@ def normal(
     *,
     generator: torch.Generator | None = None,
 ) -> Subdomain:
+    """Draw normal numbers with elementwise mean and deviation; nothing travels."""
     layout = common_layout([o for o in (mean, std) if _is_tensor(o)])
     return _elementwise(layout, [mean, std], lambda m, s, g: func(m, s, generator=g), generator)
 
@@ -235,6 +236,7 @@ def rrelu_in_place(
     upper: float = 1 / 3,
     training: bool = False,
 ) -> Subdomain:
+    """Randomized leaky ReLU in place; nothing travels."""
     return rrelu(func, x, lower, upper, training, inplace=True)
 
 

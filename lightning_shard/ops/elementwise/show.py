@@ -28,6 +28,7 @@ def text(func: Callable[..., str], x: Any, *args: Any, **kwargs: Any) -> str:
 @implements(Tensor.__format__, checked=False)
 @implements_lazily(Tensor.__format__)
 def formatted(func: Callable[..., str], x: Any, spec: str) -> str:
+    """Text for an f-string, without a format: shape and split; no values are read."""
     if spec:
         raise TypeError(
             f"unsupported format string {spec!r} for a tensor split over ranks; format item()"
@@ -48,6 +49,7 @@ def number(func: Callable[..., Any], x: Subdomain) -> Any:
 
 @implements(Tensor.__contains__)
 def contains(func: Callable[..., bool], x: Subdomain, element: Any) -> bool:
+    """Return True if any rank has the element; one number of each rank travels."""
     found = any_(torch.any, x.like(x.local == element))
     assert isinstance(found, Tensor)
     return bool(found.item())
@@ -64,6 +66,11 @@ def contains(func: Callable[..., bool], x: Subdomain, element: Any) -> bool:
     checked=False,
 )
 def refuse_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse to make an array of one rank's part; nothing travels.
+
+    Raises:
+        UnsupportedOperationError: Always.
+    """
     raise UnsupportedOperationError(
         "the values lie on several ranks; take lightning_shard.gather(tensor)"
     )

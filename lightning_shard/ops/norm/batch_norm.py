@@ -108,6 +108,7 @@ def _all_channels(x: Subdomain, local: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_running(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
+    """Move a running statistic towards `value` in place, on every rank alike."""
     if buffer is not None:
         buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
 
@@ -122,6 +123,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Subdomain:
+    """Normalize groups of channels; mean and variance of the ranks' parts travel."""
     x, spatial = input, tuple(range(2, input.ndim))
     batch, channels = x.local.shape[0], x.shape[1]
     if x.layout.axes(1):

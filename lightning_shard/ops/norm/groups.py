@@ -1,4 +1,4 @@
-"""Which values of a split tensor share their moments, and these over all ranks.
+"""Groups of values that share a mean and a variance, and these moments over all ranks.
 
 A local tensor is (B, C, ...). Its C channels are K groups of neighbours; the values of a group
 share their moments, along B too. Where each sample has moments of its own, the channels of all
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.domain.align import one_of_all, sum_over, volume
+from lightning_shard.domain.align import all_gather_small, sum_over, volume
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -25,13 +25,13 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Groups:
-    """Which values share their moments.
+    """The values of a split tensor that share their moments.
 
     Attributes:
         place: A part without rows, of the layout of the split tensor.
         dims: The dims of the split tensor along which values share moments.
         number: K, of this rank.
-        count: How many values share them, over all ranks.
+        count: Number of values that share them, over all ranks.
         eps: Is added to the variance.
     """
 
@@ -70,10 +70,10 @@ class Groups:
             return own
         shares = _shares(self.place.layout, self.dims)
         weights = None if len({*shares}) == 1 else _weights(shares, own.dtype, own.device)
-        return mixed(one_of_all(self.place, axes, own), weights)
+        return mixed(all_gather_small(self.place, axes, own), weights)
 
     def mean_of_all(self, sums: Tensor) -> Tensor:
-        """Of sums for each group over this rank's values the mean over all values."""
+        """Add each group's sum over the ranks, and divide by the number of its values."""
         if not sums.numel():  # no sample here: as little on the ranks that share it
             return sums
         return sum_over(self.place, sums, self.dims) / self.count
@@ -138,9 +138,9 @@ def groups_of(
     Args:
         x: The split tensor.
         dims: The dims along which values share moments.
-        number: How many groups of channels this rank's tensor has.
+        number: Number of groups of channels in this rank's tensor.
         eps: Is added to the variance.
-        parts: How many groups lie along `dims`.
+        parts: Number of groups along `dims`.
     """
     place = x.like(x.local.new_empty(0))
     return Groups(place, dims, number, volume(x.layout, dims) // parts, eps)

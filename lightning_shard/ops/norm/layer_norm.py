@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, sum_over, take_local, volume
+from lightning_shard.domain.align import one_factor, sum_over, take_local, volume
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
@@ -29,6 +29,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Subdomain:
+    """Normalize each sample over its last dims; its moments travel if one of them is split."""
     x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, bias, eps))
@@ -48,6 +49,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Subdomain:
+    """Divide by the root mean square of the last dims; sums of squares travel if one is split."""
     x, dims = input, _trailing(input, normalized_shape)
     if not (dims and x.layout.axes(*dims)):
         return x.like(func(x.local, list(normalized_shape), weight, eps))
@@ -93,12 +95,13 @@ def local_response_norm(
     beta: float = 0.75,
     k: float = 1.0,
 ) -> Subdomain:
+    """Normalize over neighbouring channels; some channels of other ranks travel."""
     x = input
     if 0 in x.local.shape and 0 not in x.shape:  # torch would return it as it is
         (x,) = cast_for(of_one(func, 1), x)
     if x.ndim < 3 or not x.layout.axes(1):
         return x.like(func(x.local, size, alpha, beta, k))
-    x = simple(x, 1)
+    x = one_factor(x, 1)
     rows = window_rows(x, 1, x.shape[1], kernel=size, stride=1, padding=size // 2).local
     own = x.local.shape[1]
     if own == 0:
@@ -115,6 +118,7 @@ def normalize(
     dim: Any = 1,
     eps: float = 1e-12,
 ) -> Subdomain:
+    """Divide by the norm along `dim`; sums of powers travel if it is split."""
     norm = rule_for(typed_torch.norm)
     assert norm is not None
     size = norm.run(typed_torch.norm, input, p, dim, keepdim=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.memory import format_of
+from lightning_shard.domain.memory_format import format_of
 from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
 from lightning_shard.processes.torch_private.internals import in_transform
 
@@ -32,7 +32,7 @@ def normalize_groups(
         local: This rank's values, (B, C, ...).
         weight: A factor for each channel.
         bias: A summand for each channel.
-        groups: Which values share their moments.
+        groups: The values that share their moments.
 
     Returns:
         The result, and of each group the mean and the biased variance over all ranks, (K), which
@@ -103,7 +103,10 @@ class _Normalize(Function):
 
 
 def _fused_moments(x: Tensor, groups: Groups) -> Tensor:
-    """Of this rank's rows, (2, K); the kernel of group norm finds them for each of B."""
+    """Mean and variance of this rank's rows, shape (2, K).
+
+    torch's kernel of group norm gives them for each of B samples; these are mixed.
+    """
     samples, channels, area = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     if x.numel() == 0 or area == 1:
         return own_moments(groups.view(x)).flatten(1)
@@ -140,7 +143,13 @@ def _scaled(
 def _fused_gradients(
     grad: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, groups: Groups
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of `x`, `weight` and `bias`: two sums for each group go over the ranks at once."""
+    """Gradients of `x`, `weight` and `bias`; two sums for each group travel in one message.
+
+    With g = dL/dy, n = (x - mean) / sigma and M values in a group, over all ranks: dL/dx = (w g -
+    sum(w g) / M - n sum(w g n) / M) / sigma, where w is the weight of a value's channel. The two
+    sums are over the whole group. dL/dw = sum(g n) and dL/db = sum(g) are over this rank's values
+    of a channel; FSDP2 adds them up with the other parameters' gradients.
+    """
     inverse = torch.rsqrt(moments[1] + groups.eps)
     if x.numel():
         # contiguous: of others the kernel of the CPU gives less exact sums, or wrong ones

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, one_of_all, simple, sum_over
+from lightning_shard.domain.align import (
+    all_gather_small,
+    common_layout,
+    local_part,
+    one_factor,
+    sum_over,
+)
 from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.subdomain import Subdomain
@@ -105,6 +111,7 @@ def max_(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
 def argmax(
     func: Callable[..., Tensor], x: Subdomain, dim: int | None = None, keepdim: bool = False
 ) -> Subdomain | Tensor:
+    """Place of the extreme; each rank's candidate and its global place travel."""
     pick = _PLACES[func].along
     x = x.like(x.local.detach())
     if dim is None:
@@ -119,6 +126,7 @@ def argmax(
 def aminmax(
     func: Callable[..., Any], x: Subdomain, *, dim: int | None = None, keepdim: bool = False
 ) -> Any:
+    """Smallest and largest values; one candidate of each rank travels for each."""
     dims = () if dim is None else dim
     both: Any = (extreme(torch.amin, x, dims, keepdim), extreme(torch.amax, x, dims, keepdim))
     return torch.return_types.aminmax(both)
@@ -128,7 +136,7 @@ def _best_along(pick: Callable[..., Any], x: Subdomain, dim: int) -> tuple[Tenso
     """The extreme rows of `dim`, kept with extent 1, and their global indices."""
     if not x.layout.axes(dim):
         return pick(x.local, dim, True)
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     rows = x.local
     if rows.shape[dim] == 0:
         shape = [*rows.shape[:dim], 1, *rows.shape[dim + 1 :]]
@@ -148,11 +156,11 @@ def _best_of_all(pick: Callable[..., Any], x: Subdomain) -> Tensor:
     )
     if flat.numel():
         value, index = pick(flat, 0)
-    values = one_of_all(x, x.layout.axes(), value)
-    indices = one_of_all(x, x.layout.axes(), _global_index(x, index))
+    values = all_gather_small(x, x.layout.axes(), value)
+    indices = all_gather_small(x, x.layout.axes(), _global_index(x, index))
     best = pick(values, 0).values
     chosen = (values == best) | (values.isnan() & best.isnan())
-    owned = one_of_all(x, x.layout.axes(), torch.tensor(flat.numel() > 0, device=flat.device))
+    owned = all_gather_small(x, x.layout.axes(), torch.tensor(flat.numel() > 0, device=flat.device))
     last = math.prod(x.shape)
     return torch.where(chosen & owned, indices, last).min()
 
@@ -170,7 +178,7 @@ def _global_index(x: Subdomain, index: Tensor) -> Tensor:
 
 
 def _worst(x: Tensor, top: bool) -> float | int | bool:
-    """What no element of the dtype of `x` loses to."""
+    """The identity of max (`top`) or min: the smallest or largest value of the dtype."""
     if x.dtype == torch.bool:
         return not top
     if x.is_floating_point():

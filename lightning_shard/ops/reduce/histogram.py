@@ -18,11 +18,11 @@ from lightning_shard.domain.align import (
     subdomains,
     sum_over,
 )
-from lightning_shard.domain.chosen import chosen_by
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.masked_rows import chosen_by
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.uneven import exchange_rows, spans_of, told_to_all
+from lightning_shard.domain.uneven import exchange_rows, gathered_objects, spans_of
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.processes.torch_private.typed import typed_torch
@@ -92,7 +92,7 @@ def unique(
     group = x.domain.group(axes) if axes else None
     found, owned, offset = own, [(0, own.shape[along])], 0
     if group is not None:
-        owned = spans_of(told_to_all(own.shape[along], group))
+        owned = spans_of(gathered_objects(own.shape[along], group))
         everything = [(0, owned[-1][1])] * len(owned)
         found = exchange_rows(own, along, owned, everything, group)
         numbers = exchange_rows(numbers, 0, owned, everything, group)

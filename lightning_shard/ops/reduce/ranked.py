@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import gathered, simple, sum_over
+from lightning_shard.domain.align import gathered, one_factor, sum_over
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, uncast
@@ -26,7 +26,7 @@ _PAIRS: dict[str, Any] = {
 def row_of_all(x: Subdomain) -> Subdomain:
     """All elements in their order, as one dim of one factor."""
     factors = tuple(f for dim in x.layout.dims for f in dim)
-    return simple(x.like(x.local.reshape(-1), Layout((factors,), x.layout.grid)), 0)
+    return one_factor(x.like(x.local.reshape(-1), Layout((factors,), x.layout.grid)), 0)
 
 
 @uncast
@@ -87,7 +87,7 @@ def quantile_of_row(
 
 
 def _nans(row: Subdomain) -> Tensor:
-    """How many elements are NaN, on every rank."""
+    """Count the elements of all ranks that are NaN."""
     return sum_over(row, row.local.isnan().sum(), [0])
 
 
@@ -98,7 +98,7 @@ def _picked(row: Subdomain, ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _order(row: Subdomain) -> Subdomain:
-    """For each place in the order where the element is."""
+    """Global places of the elements in ascending order, of which each rank has its part."""
     if row.layout.axes(0):
         return sorted_rows(row.like(row.local.detach()), descending=False)[1]
     return row.like(row.local.detach().argsort(stable=True))

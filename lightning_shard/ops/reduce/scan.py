@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch_all
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, uncast
@@ -29,6 +29,7 @@ _SCANS: dict[Callable[..., Any], _Scan] = {
 def scan(
     func: Callable[..., Tensor], x: Subdomain, dim: int, *, dtype: torch.dtype | None = None
 ) -> Subdomain:
+    """Cumulative function; the totals of earlier ranks travel if `dim` is split."""
     if dtype is None:
         (x,) = cast_for(of_one(func, -1), x)
     return _scan(func, x, x.layout.dim(dim), dtype)
@@ -42,7 +43,7 @@ def _scan(
     options: dict[str, Any] = {"dtype": dtype} if dtype else {}
     if not x.layout.axes(d):
         return x.like(func(x.local, d, **options))
-    x = simple(x, d)
+    x = one_factor(x, d)
     local = func(x.local, d, **options)
     totals = one_of_each(
         x, d, total(x.local if dtype is None else x.local.to(dtype), d).to(local.dtype)

@@ -25,6 +25,7 @@ def softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Subdomain:
+    """Softmax; maxima and sums of exponentials travel if `dim` is split."""
     x, d = _operand(x, dim, _stacklevel, dtype)
     if not x.layout.axes(d):
         return x.like(torch.softmax(x.local, d, dtype))
@@ -51,6 +52,7 @@ def log_softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Subdomain:
+    """Logarithm of softmax; maxima and sums of exponentials travel if `dim` is split."""
     x, d = _operand(x, dim, _stacklevel, dtype)
     if not x.layout.axes(d):
         return x.like(torch.log_softmax(x.local, d, dtype))
@@ -65,6 +67,7 @@ def _log_softmax(x: Subdomain, d: int) -> Subdomain:
 
 @implements(F.softmin)
 def softmin(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain:
+    """Softmax of the negated tensor; the same travels."""
     return softmax(func, x.like(-x.local), *args, **kwargs)
 
 

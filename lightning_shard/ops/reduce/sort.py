@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import gathered, simple, split_moved
+from lightning_shard.domain.align import gathered, one_factor, split_moved
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch_all
@@ -29,6 +29,7 @@ _ONE_ROW = f"{_ORDERED}, or it is the only one"
 
 @implements(torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, limits=_ONE_ROW)
 def sort(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    """Sort along a whole dim; of one long split row, rows travel to their places in the order."""
     return _ordered_along(func, x, _named_dim(args, kwargs, -1), *args, **kwargs)
 
 
@@ -40,6 +41,7 @@ def ordered(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -
 
 @implements(torch.msort, Tensor.msort, limits=_ONE_ROW)
 def msort(func: Callable[..., Any], x: Subdomain) -> Any:
+    """Sort along the first dim; the same travels as for `sort`."""
     return _ordered_along(func, x, 0)
 
 
@@ -63,7 +65,7 @@ _SORTS = {torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.msort, T
 
 
 def _is_one_row(x: Subdomain, dim: int) -> bool:
-    """Whether `dim` is split, and all others are of extent 1 and whole."""
+    """Return True if `dim` is split, and all others are of extent 1 and whole."""
     others = [d for d in range(x.ndim) if d != dim]
     alone = all(x.shape[d] == 1 and not x.layout.axes(d) for d in others)
     return alone and bool(x.layout.axes(dim))
@@ -74,7 +76,7 @@ def _is_descending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _sorted_row(func: Callable[..., Any], x: Subdomain, dim: int, *, descending: bool) -> Any:
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     row = Layout((x.layout.dims[dim],), x.layout.grid)
     found = sorted_rows(x.like(x.local.reshape(-1), row), descending=descending)
     values, places = (x.like(f.local.reshape(x.local.shape)) for f in found)
@@ -180,7 +182,7 @@ def topk(
     topk_type: Any = torch.return_types.topk
     if not x.layout.axes(d):
         return topk_type([x.like(f, layout) for f in func(x.local, k, d, largest, sorted)])
-    x = simple(x, d)
+    x = one_factor(x, d)
     low, high = x.layout.dims[d][0].bounds(x.layout.grid)
     own = func(x.local, min(k, high - low), d, largest, sorted)
     offsets = partition(x.shape[d], x.layout.grid.parts(x.layout.axes(d)))
@@ -220,6 +222,6 @@ def _spare_dim(func: Callable[..., Any], x: Subdomain, dim: int) -> int | None:
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """How many q a quantile takes; None for a single number."""
+    """Count the values of `q` that a quantile takes; None for a single number."""
     q = kwargs.get("q", args[0] if args else None)
     return q.numel() if isinstance(q, Tensor) and q.ndim else None

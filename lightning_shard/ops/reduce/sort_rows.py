@@ -52,7 +52,7 @@ def sorted_rows(x: Subdomain, *, descending: bool) -> tuple[Subdomain, Subdomain
 
 
 def _key(x: Tensor) -> Tensor:
-    """What is compared, in types that every device searches."""
+    """Cast to a dtype that every device can compare and search."""
     if x.dtype in (torch.float16, torch.bfloat16):
         return x.float()
     return x.to(torch.uint8) if x.dtype == torch.bool else x

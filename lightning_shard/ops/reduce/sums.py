@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, one_of_all, sum_over, volume
+from lightning_shard.domain.align import (
+    all_gather_small,
+    common_layout,
+    local_part,
+    sum_over,
+    volume,
+)
 from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import uncast
@@ -19,6 +25,7 @@ Dims = int | Sequence[int] | None
 
 
 def reduced_dims(x: Subdomain, dim: Dims) -> tuple[int, ...]:
+    """List the dims that a reduction names; all of them if it names none."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(x.ndim))
     return tuple(x.layout.dim(d) for d in ((dim,) if isinstance(dim, int) else dim))
@@ -44,6 +51,7 @@ def sum_(
     *,
     dtype: Any = None,
 ) -> Subdomain | Tensor:
+    """Sum; the sums of the ranks that split the dims are added up."""
     dims = reduced_dims(x, dim)
     local = func(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
     return result(x, sum_over(x, local, dims), dims, keepdim)
@@ -59,6 +67,7 @@ def mean(
     *,
     dtype: Any = None,
 ) -> Subdomain | Tensor:
+    """Mean; the sums of the ranks that split the dims are added up, and divided by all elements."""
     dims = reduced_dims(x, dim)
     local = torch.sum(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
     return result(x, sum_over(x, local, dims) / volume(x.layout, dims), dims, keepdim)
@@ -75,6 +84,7 @@ def var(
     *,
     correction: float | None = None,
 ) -> Subdomain | Tensor:
+    """Variance; mean and squared deviations of the ranks travel."""
     return _var_and_mean(x, dim, unbiased, keepdim, correction=correction)[0]
 
 
@@ -119,6 +129,7 @@ def std(
     *,
     correction: float | None = None,
 ) -> Subdomain | Tensor:
+    """Standard deviation; mean and squared deviations of the ranks travel."""
     found = var(torch.var, x, dim, unbiased, keepdim, correction=correction)
     return found.like(found.local.sqrt()) if isinstance(found, Subdomain) else found.sqrt()
 
@@ -126,12 +137,14 @@ def std(
 @implements(torch.var_mean)
 @uncast
 def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Variance and mean; mean and squared deviations of the ranks travel."""
     return _var_and_mean(x, *args, **kwargs)
 
 
 @implements(torch.std_mean)
 @uncast
 def std_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Standard deviation and mean; mean and squared deviations of the ranks travel."""
     found, mean = _var_and_mean(x, *args, **kwargs)
     return found.like(found.local.sqrt()) if isinstance(found, Subdomain) else found.sqrt(), mean
 
@@ -146,6 +159,7 @@ def nanmean(
     *,
     dtype: Any = None,
 ) -> Subdomain | Tensor:
+    """Mean of the elements that are not NaN; sums and counts travel."""
     dims = reduced_dims(x, dim)
     total = sum_over(x, torch.nansum(x.local, dims, keepdim, dtype=dtype), dims)
     return result(
@@ -157,6 +171,7 @@ def nanmean(
 def count_nonzero(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = None
 ) -> Subdomain | Tensor:
+    """Count the elements that are not zero; the counts of the ranks are added up."""
     dims = reduced_dims(x, dim)
     return result(x, sum_over(x, (x.local != 0).sum(dims), dims), dims, False)
 
@@ -172,11 +187,11 @@ def prod(
 ) -> Subdomain | Tensor:
     """The product of all ranks' products, so that a zero on one of them has its gradient."""
     if dim is None:
-        return torch.prod(one_of_all(x, x.layout.axes(), x.local.prod(dtype=dtype)), 0)
+        return torch.prod(all_gather_small(x, x.layout.axes(), x.local.prod(dtype=dtype)), 0)
     d = x.layout.dim(dim)
     local = x.local.prod(d, keepdim, dtype=dtype)
     if x.layout.axes(d):
-        local = torch.prod(one_of_all(x, x.layout.axes(d), local), 0)
+        local = torch.prod(all_gather_small(x, x.layout.axes(d), local), 0)
     return result(x, local, (d,), keepdim)
 
 
@@ -184,6 +199,7 @@ def prod(
 def any_(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False
 ) -> Subdomain | Tensor:
+    """Return True where any element is; counts of the ranks are added up."""
     dims = reduced_dims(x, dim)
     return result(x, _as_truth(x, _count(x, x.local.bool(), dims, keepdim) > 0), dims, keepdim)
 
@@ -192,6 +208,7 @@ def any_(
 def all_(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False
 ) -> Subdomain | Tensor:
+    """Return True where all elements are; counts of the ranks are added up."""
     dims = reduced_dims(x, dim)
     wrong = _count(x, x.local.logical_not(), dims, keepdim)
     return result(x, _as_truth(x, wrong == 0), dims, keepdim)
@@ -203,7 +220,7 @@ def _as_truth(x: Subdomain, found: Tensor) -> Tensor:
 
 
 def _count(x: Subdomain, marks: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """How many of the `marks` of all ranks are true along `dims`."""
+    """Count the true `marks` of all ranks along `dims`."""
     return sum_over(x, marks.sum(tuple(dims), keepdim=keepdim), dims)
 
 
@@ -224,4 +241,5 @@ def allclose(func: Callable[..., bool], x: Any, other: Any, *args: Any, **kwargs
 
 
 def squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Remove `dims`, all of extent 1."""
     return x.reshape([n for d, n in enumerate(x.shape) if d not in dims])

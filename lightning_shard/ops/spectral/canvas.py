@@ -43,11 +43,17 @@ class Canvas:
 
     @staticmethod
     def of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Canvas":
+        """Make a canvas of zeros of this shape."""
         order = tuple(tuple(range(n)) for n in shape)
         return Canvas(shape, dtype, [], order, torch.empty(0, dtype=dtype, device=device))
 
     @staticmethod
     def like(plain: Tensor) -> "Canvas":
+        """Make a canvas in place of a plain tensor of zeros.
+
+        Raises:
+            UnsupportedOperationError: The tensor is not of zeros, or needs a gradient.
+        """
         if plain.requires_grad or bool(plain.any()):
             raise UnsupportedOperationError(
                 "modes of a split tensor can be assigned to a plain tensor of zeros only"
@@ -56,10 +62,12 @@ class Canvas:
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.shape)
 
     @property
     def layout(self) -> Layout | None:
+        """The split of the modes written last; None before the first."""
         return self.writes[-1].modes.layout if self.writes else None
 
     def read(self) -> Subdomain:
@@ -69,6 +77,7 @@ class Canvas:
         )
 
     def assign(self, index: Any, value: Subdomain) -> None:
+        """Record that modes were assigned to a slice; nothing travels yet."""
         entries = expanded_index(len(self.shape), index)
         slices: list[slice] = [e for e in entries if isinstance(e, slice)]
         if len(slices) < len(entries):
@@ -85,7 +94,7 @@ class Canvas:
         self.writes.append(Write(value.like(value.local.to(self.dtype)), positions))
 
     def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Canvas":
-        """What is at index i of the result was at index order(i) of this."""
+        """Return a canvas that has at index i what is at index order(i) of this one."""
         moved: list[dict[int, int]] = []
         for d, n in enumerate(self.shape):
             source = order[d](tuple(range(n))) if d in order else tuple(range(n))

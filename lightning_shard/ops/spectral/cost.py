@@ -66,7 +66,7 @@ def plan(
         extents: The transformed dims.
         others: The number of elements along all other dims, on this rank.
         real_bytes: Bytes of a real number.
-        real: Whether the field is real.
+        real: True if the field is real.
         device: Its type.
     """
     return _plan(extents, others, real_bytes, real, device, _METHOD.get())

@@ -34,7 +34,7 @@ class Transform:
         extent: N, the number of points; rows beyond it are ignored, missing ones are zero.
         rows: The global rows `[low, high)` that are at hand.
         kept: The frequencies, in the order of the result.
-        fft: Whether to run an FFT and keep, instead of a product; the rows must begin at 0.
+        fft: True for an FFT instead of a product; the rows must begin at 0.
     """
 
     extent: int
@@ -43,7 +43,7 @@ class Transform:
     fft: bool = False
 
     def half(self) -> bool:
-        """Whether the one-sided FFT of real data has all kept frequencies."""
+        """True if the one-sided FFT of real data has all kept frequencies."""
         return max(self.kept, default=0) <= self.extent // 2
 
 

@@ -16,7 +16,7 @@ from lightning_shard.ops.spectral.dft import scale
 from lightning_shard.ops.spectral.spectrum import Spectrum, inverse
 from lightning_shard.ops.view.entries import expanded_index
 from lightning_shard.ops.view.index import getitem, take_rows
-from lightning_shard.ops.window.shift import roll
+from lightning_shard.ops.view.shift import roll
 from lightning_shard.processes.torch_private.typed import fft
 
 Lazy = Spectrum | Canvas
@@ -145,6 +145,7 @@ def lazy_shift(func: Callable[..., Any], x: Lazy, dim: Any = None) -> Lazy | Sub
 
 @implements(fft.fftshift, fft.ifftshift)
 def shift(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Subdomain:
+    """Shift along all transformed or named dims, as `roll` does; rows travel."""
     dims = _dims(x, dim)
     forward = func is fft.fftshift
     return roll(func, x, [x.shape[d] // 2 if forward else -(x.shape[d] // 2) for d in dims], dims)
@@ -194,6 +195,7 @@ def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Be
 
 @implements_lazily(Tensor.chalf, Tensor.to)
 def lazy_convert(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Convert the modes that a spectrum computes; they travel when they are read."""
     if not isinstance(x, Spectrum):
         raise UnsupportedOperationError("conversion of a spectrum to which modes were assigned")
     x = x.read()

@@ -25,12 +25,14 @@ _FORWARD: dict[Any, Callable[..., Tensor]] = {
 
 @composes(*_INVERSE)
 def to_real(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Transform of a Hermitian signal, by the inverse real transform of its conjugate."""
     args, kwargs = _scaled_the_other_way(func, args, kwargs)
     return _INVERSE[func](x.conj(), *args, **kwargs)
 
 
 @composes(*_FORWARD)
 def to_hermitian(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Inverse of the Hermitian transform, by the conjugate of a real transform."""
     args, kwargs = _scaled_the_other_way(func, args, kwargs)
     return _FORWARD[func](x, *args, **kwargs).conj()
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, whole
+from lightning_shard.domain.align import one_factor, whole
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.comm import transpose
 from lightning_shard.domain.fetch import scatter_sum
@@ -38,8 +38,8 @@ class Spectrum:
         dims: The transformed dims, in the order of torch.fft; of real data the last one is
             one-sided.
         extents: The number of points of the transform in each of `dims`.
-        frequencies: For each of `dims` the frequencies in the order in which indices show them.
-        factor: What the sums are multiplied by.
+        frequencies: Frequencies of each of `dims`, in the order in which indices show them.
+        factor: Factor of the sums.
         dtype: The complex dtype that is shown.
         begun: The first steps of earlier reads, for reads that share them.
     """
@@ -57,6 +57,7 @@ class Spectrum:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The global shape, with the kept frequencies in the transformed dims."""
         shape = list(self.source.shape)
         for dim, kept in zip(self.dims, self.frequencies, strict=True):
             shape[dim] = len(kept)
@@ -64,14 +65,17 @@ class Spectrum:
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return self.source.ndim
 
     @property
     def local(self) -> Tensor:
+        """This rank's part of the field that is transformed."""
         return self.source.local
 
     @property
     def layout(self) -> Layout:
+        """The split of the field that is transformed."""
         return self.source.layout
 
     def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Spectrum":
@@ -87,7 +91,7 @@ class Spectrum:
         """The modes, split along the dims along which the source is split."""
         x = self.source
         for dim in self.dims:
-            x = simple(x, dim)
+            x = one_factor(x, dim)
         if not x.dtype.is_complex:
             x = x.like(x.local.to(_computed_in(self.dtype).to_real()))
         layout = x.layout
@@ -135,8 +139,8 @@ def inverse(
         dims: The transformed dims; of a real field the last one is one-sided.
         extents: The extents of the field along `dims`; modes that do not fit are dropped, as torch
             does when it trims its input.
-        norm: As in torch.fft.
-        real: Whether the field is real.
+        norm: The normalization, by torch.fft's names.
+        real: True if the field is real.
     """
     factor = scale(norm, extents, forward=False)
     sums: dict[tuple[Step, Positions], tuple[Subdomain, tuple[int, ...]]] = {}
@@ -194,7 +198,7 @@ def _on_whole_rows(
     Args:
         x: The split tensor.
         dim: The split dim.
-        extent: Of the result in `dim`.
+        extent: Extent of the result in `dim`.
         function: (m, N) -> (m, extent).
     """
     group, parts = x.domain.group(x.layout.axes(dim)), _parts(x, dim)
@@ -238,7 +242,7 @@ def _fitting(
     x = x.like(x.local.to(_computed_in(x.dtype)))
     kept: list[Positions] = []
     for dim, extent in zip(dims, extents, strict=True):
-        x = simple(x, dim)
+        x = one_factor(x, dim)
         positions = write.positions[dim]
         limit = extent // 2 + 1 if one_sided and dim == dims[-1] else extent
         fits = [i for i, p in enumerate(positions) if p < limit]

@@ -10,4 +10,6 @@ from lightning_shard.ops.view import repeat as repeat
 from lightning_shard.ops.view import reshape as reshape
 from lightning_shard.ops.view import scatter as scatter
 from lightning_shard.ops.view import select as select
+from lightning_shard.ops.view import shift as shift
+from lightning_shard.ops.view import shuffle as shuffle
 from lightning_shard.ops.view import split as split

@@ -12,9 +12,9 @@ from lightning_shard.domain.align import (
     take_local,
     whole,
 )
-from lightning_shard.domain.chosen import global_rows
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Subdomain
 
 Operand = Subdomain | Tensor
@@ -79,7 +79,10 @@ def as_table(x: Operand, owner: Subdomain) -> Subdomain:
 
 
 def places_of(layout: Layout, local: Tensor, dim: int | None = None) -> list[Tensor]:
-    """For each dim where this rank's elements lie; along `dim` where `local`, an index, says."""
+    """Give this rank's global rows in each dim, as index tensors.
+
+    Along `dim` they are the index `local`.
+    """
     found: list[Tensor] = []
     for e, factors in enumerate(layout.dims):
         rows = global_rows(factors, layout.grid, local.device)

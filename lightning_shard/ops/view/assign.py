@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import (
-    simple,
+    one_factor,
     split_differently,
     subdomains,
     take_local,
@@ -123,7 +123,7 @@ def _written_to_plain(func: Callable[..., Any], x: Tensor, index: Any, value: An
 
 
 def _layout_of_target(x: Tensor, index: Any, value: Any) -> Layout:
-    """How the plain tensor `x` is to be split so that it can take split rows, or a split mask."""
+    """Choose the split of the plain tensor `x` so that it can take split rows, or a split mask."""
     if isinstance(index, Subdomain):
         whole_dims = tuple((Factor(n),) for n in x.shape[index.ndim :])
         return Layout(index.layout.dims + whole_dims, index.layout.grid)
@@ -173,7 +173,10 @@ def _with_dims(func: Callable[..., Any], value: Any, single_rows: Sequence[bool]
 def _owned_of_product(
     x: Subdomain, dim: int, rows: range, value: Any
 ) -> tuple[Any, slice | Tensor]:
-    """As `_owned`, of a dim that several dims were flattened to: a rank's rows lie apart."""
+    """Return `_owned` for a dim that several dims were flattened to.
+
+    There a rank's rows lie apart.
+    """
     factors, grid = x.layout.dims[dim], x.layout.grid
     own = dim - x.ndim if isinstance(value, Subdomain | Tensor) else 0
     given = bool(own) and value.ndim >= -own and (value.shape[own] > 1 or len(rows) == 1)
@@ -221,7 +224,7 @@ def _owned(x: Subdomain, dim: int, rows: range, value: Any) -> tuple[Any, slice]
         return value, where
     d = value.ndim + own
     if isinstance(value, Subdomain) and value.layout.axes(d):
-        value = simple(value, d)
+        value = one_factor(value, d)
         local = fetch(value, d, needs_of(factor.extent, parts, positions))
         return value.like(local, value.layout.with_dim(d, len(rows), axes=())), where
     if isinstance(value, Subdomain):

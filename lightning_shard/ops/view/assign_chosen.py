@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains
-from lightning_shard.domain.chosen import Chosen, chosen_by
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
-from lightning_shard.domain.requests import rows_of
+from lightning_shard.domain.masked_rows import Chosen, chosen_by
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split
 from lightning_shard.ops.registry import implements, is_in_place

@@ -29,13 +29,14 @@ def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
 
 
 def covers(entry: Any) -> int:
-    """For how many dims of the tensor an entry stands."""
+    """Count the dims of the tensor for which an entry stands."""
     if entry is None or entry is ...:
         return 0
     return entry.ndim if is_mask(entry) else 1
 
 
 def is_mask(entry: Any) -> bool:
+    """Return True for a tensor of truth values."""
     return isinstance(entry, Tensor | Subdomain) and entry.dtype == torch.bool
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import one_of_all, subdomains
+from lightning_shard.domain.align import all_gather_small, subdomains
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.view.aligned import Operand
@@ -33,7 +33,7 @@ def row_numbers_of(x: Operand, dim: int, index: Operand, source: Any) -> Operand
     alike = all(local.stride(d) == 0 or local.shape[d] == 1 for d in others)
     vote = torch.tensor(alike or not local.numel(), device=local.device)
     everyone = tuple(range(len(split[0].layout.grid.sizes)))
-    if not bool(one_of_all(split[0], everyone, vote).all()):
+    if not bool(all_gather_small(split[0], everyone, vote).all()):
         return None
     for d in reversed(others):
         local = local.select(d, 0)

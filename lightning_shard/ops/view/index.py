@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, subdomains
+from lightning_shard.domain.align import one_factor, subdomains
 from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -30,7 +30,7 @@ def strided(x: Subdomain, dim: int, rows: range) -> Subdomain:
         return x.view(local, x.layout.with_dim(dim, len(rows)))
     if rows == range(x.shape[dim]):
         return x
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, len(rows))
     (factor,) = layout.dims[dim]
     grid = layout.grid
@@ -51,7 +51,7 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
     """Take row `row` of `dim` to every rank; the dim itself goes."""
     local, place, moved = x.local, row, False
     if x.layout.axes(dim):
-        x = simple(x, dim)
+        x = one_factor(x, dim)
         parts = x.layout.grid.parts(x.layout.axes(dim))
         local, place, moved = fetch(x, dim, (((row, row + 1),),) * parts), 0, parts > 1
     dims = x.layout.dims[:dim] + x.layout.dims[dim + 1 :]
@@ -61,7 +61,7 @@ def single(x: Subdomain, dim: int, row: int) -> Subdomain:
 
 def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int]) -> Subdomain:
     """Output row `o` of `extent` is input row `row_of(o)`; runs of rows travel together."""
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, extent)
 
     def spans(low: int, high: int) -> list[Span]:
@@ -135,24 +135,34 @@ def _picked(x: Subdomain, picks: Sequence[tuple[int, Operand]]) -> Subdomain:
 
 
 def places_in(mask: Operand) -> Sequence[Operand]:
-    """For each dim of a mask where it is true."""
+    """Return the places where a mask is true, one index tensor for each dim."""
     if isinstance(mask, Subdomain):
         return nonzero(torch.nonzero, mask, as_tuple=True)
     return mask.nonzero(as_tuple=True)
 
 
 def is_short(index: Operand) -> TypeGuard[Tensor]:
-    """Whether every rank can read the index and know from it which rows travel."""
+    """Return True if every rank can read the index and see from it which rows travel."""
     return isinstance(index, Tensor) and index.ndim == 1 and index.numel() <= SHORT
 
 
 def range_of(extent: int, entry: slice) -> range:
+    """Return the rows of a slice.
+
+    Raises:
+        ValueError: The step is not positive, as in torch.
+    """
     if entry.step is not None and entry.step < 1:
         raise ValueError("step must be greater than zero")
     return range(extent)[entry]
 
 
 def row_of(x: Subdomain, dim: int, row: int) -> int:
+    """Return a row counted from the front.
+
+    Raises:
+        IndexError: There is no such row, in torch's words.
+    """
     if not -x.shape[dim] <= row < x.shape[dim]:
         raise IndexError(
             f"index {row} is out of bounds for dimension {dim} with size {x.shape[dim]}"
@@ -162,12 +172,14 @@ def row_of(x: Subdomain, dim: int, row: int) -> int:
 
 @implements(torch.select, Tensor.select)
 def select(func: Callable[..., Any], x: Subdomain, dim: int, index: int) -> Any:
+    """Take one row; it travels to all ranks if `dim` is split."""
     d = x.layout.dim(dim)
     return getitem(func, x, (slice(None),) * d + (int(index),))
 
 
 @implements(torch.narrow, Tensor.narrow, torch.narrow_copy, Tensor.narrow_copy)
 def narrow(func: Callable[..., Any], x: Subdomain, dim: int, start: int, length: int) -> Any:
+    """Take neighbouring rows; they travel to their places in the shorter dim if it is split."""
     d = x.layout.dim(dim)
     start = row_of(x, d, int(start)) if length else 0
     if start + length > x.shape[d]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import broadcasting, common_layout, local_part, simple
+from lightning_shard.domain.align import broadcasting, common_layout, local_part, one_factor
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Layout
@@ -20,6 +20,7 @@ Operand = Subdomain | Tensor
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kwargs: Any) -> Any:
+    """Join tensors; rows travel to the owners in the longer dim if it is split."""
     dim = kwargs.get("axis", dim)
     joined = [t for t in tensors if tuple(t.shape) != (0,)]  # torch leaves these out, of any rank
     tensors = joined or tensors
@@ -72,7 +73,7 @@ def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
 
     low, high = factor.bounds(grid)
     if isinstance(t, Subdomain) and t.layout.axes(dim):
-        t = simple(t, dim)
+        t = one_factor(t, dim)
         rows = fetch(t, dim, needs_of(factor.extent, grid.parts(factor.axes), inside))
         t = t.like(rows, t.layout.with_dim(dim, t.shape[dim], ()))
         return local_part(t, own)
@@ -82,6 +83,7 @@ def _rows(t: Operand, dim: int, start: int, target: Layout) -> Tensor:
 
 @implements(torch.stack)
 def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) -> Any:
+    """Join tensors along a new dim, which is whole; nothing travels."""
     d = dim % (tensors[0].ndim + 1)
     raised = [
         unsqueeze(func, t, d) if isinstance(t, Subdomain) else t.unsqueeze(d) for t in tensors
@@ -91,7 +93,7 @@ def stack(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0) ->
 
 @dataclass(frozen=True)
 class _Stacking:
-    """How a function of numpy's joins: along `dim`, after tensors of fewer dims have `least`."""
+    """The way in which a function of numpy joins: along `dim`, with at least so many dims."""
 
     least: int
     dim: int

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains, whole
+from lightning_shard.domain.fetch_by_index import (
+    Complaint,
+    named_rows,
+    refuse_out_of_range,
+    rows_of,
+)
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.requests import Complaint, named_rows, refuse_out_of_range, rows_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.domain.transfer import transferred
@@ -33,7 +38,7 @@ def looked_up(
         x: The table, split or whole.
         first: The first of the dims that are indexed.
         indices: Split or plain, broadcast together; numbers may be counted from the end.
-        error: What is raised for a number that is out of range, where that is not torch's error of
+        error: The error of a number that is out of range, where that is not torch's error of
             `x[index]`.
 
     Raises:
@@ -85,9 +90,9 @@ def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Comp
     """The rows of the table's first dim that this rank names.
 
     Args:
-        table: What they are looked up in.
-        numbers: Which rows.
-        wrong: What `rows_of` says is out of range.
+        table: The tensor in which rows are looked up.
+        numbers: Numbers of the rows.
+        wrong: The number out of range that `rows_of` found.
         complaint: Makes torch's error for that.
     """
     if not table.layout.axes(0):
@@ -95,7 +100,7 @@ def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Comp
         return table.local.index_select(0, numbers)
     named = named_rows(numbers, table.layout, table.domain, wrong, complaint)
     row = math.prod(table.shape[1:]) * table.dtype.itemsize
-    if named.is_most(row):
+    if named.sends_less_whole(row):
         return whole(table, 0).local.index_select(0, numbers)
     requests = named.requests()
     return transferred(table.local, requests.lookup, requests.group)
@@ -104,7 +109,7 @@ def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Comp
 def index_layout(
     x: Subdomain, dims: Sequence[int], indices: Sequence[Operand], taken: tuple[int, ...]
 ) -> Layout:
-    """How the broadcast indices are split.
+    """Choose the split of the broadcast indices.
 
     They stay split as they are, but for mesh axes that are `taken` by dims that are carried along.
     Whole indices of split dims are split along their largest dim, as the result is.

@@ -1,7 +1,7 @@
 """Rows that a mask chooses, and where they are: counted once, then moved to where they belong.
 
 The result is an ordinary split tensor of M rows, split canonically, for which every rule holds; see
-domain/chosen.py. Ranks whose rows are not chosen get rows of others.
+domain/masked_rows.py. Ranks whose rows are not chosen get rows of others.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains
-from lightning_shard.domain.chosen import Chosen, chosen_by, flat_places
 from lightning_shard.domain.layout import Factor, Layout
+from lightning_shard.domain.masked_rows import Chosen, chosen_by, flat_places
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.aligned import Operand
@@ -92,7 +92,7 @@ def nonzero(func: Callable[..., Any], x: Subdomain, *, as_tuple: bool = False) -
 
 
 def _places(x: Subdomain) -> tuple[Chosen, Tensor]:
-    """What is not zero, and the flat global place of each on the rank that holds it."""
+    """Choose what is not zero, with each element's flat global place, on its new owner."""
     chosen = chosen_by(x.like(x.local.detach() != 0))
     flat = flat_places(x.layout, x.shape, x.local.device).reshape(-1)
     return chosen, chosen.moved(flat, x.domain)

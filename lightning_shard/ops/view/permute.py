@@ -13,12 +13,14 @@ from lightning_shard.processes.torch_private.internals import accessors
 
 
 def permuted(x: Subdomain, order: Sequence[int]) -> Subdomain:
+    """Return the tensor with its dims in another order; nothing travels."""
     layout = Layout(tuple(x.layout.dims[d] for d in order), x.layout.grid)
     return x.view(x.local.permute(*order), layout)
 
 
 @implements(torch.permute, Tensor.permute)
 def permute(func: Callable[..., Any], x: Subdomain, *dims: Any, **kwargs: Any) -> Subdomain:
+    """Change the order of dims; nothing travels."""
     order = listed(dims or tuple(kwargs.values()))
     return permuted(x, [x.layout.dim(d) for d in order])
 
@@ -26,6 +28,7 @@ def permute(func: Callable[..., Any], x: Subdomain, *dims: Any, **kwargs: Any) -
 @implements(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims,
             Tensor.swapdims)  # fmt: skip
 def transpose(func: Callable[..., Any], x: Subdomain, dim0: int, dim1: int) -> Subdomain:
+    """Exchange two dims; nothing travels."""
     order = list(range(x.ndim))
     a, b = x.layout.dim(dim0), x.layout.dim(dim1)
     order[a], order[b] = b, a
@@ -34,6 +37,7 @@ def transpose(func: Callable[..., Any], x: Subdomain, dim0: int, dim1: int) -> S
 
 @implements(torch.t, Tensor.t, accessors("mT").__get__)
 def matrix_transpose(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """Exchange the last two dims; nothing travels."""
     return transpose(func, x, -2, -1) if x.ndim > 1 else x
 
 
@@ -45,11 +49,13 @@ def reverse_dims(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 
 @implements(torch.adjoint, Tensor.adjoint, accessors("mH").__get__, accessors("H").__get__)
 def adjoint(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """Exchange the last two dims and conjugate; nothing travels."""
     turned = transpose(func, x, -2, -1)
     return turned.view(turned.local.conj(), turned.layout)
 
 
 @implements(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis)
 def movedim(func: Callable[..., Any], x: Subdomain, source: Any, destination: Any) -> Subdomain:
+    """Move dims to other positions; nothing travels."""
     meta = torch.empty(tuple(range(x.ndim)), device="meta")  # extents that name the dims
     return permuted(x, torch.movedim(meta, source, destination).shape)

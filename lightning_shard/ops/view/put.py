@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains
-from lightning_shard.domain.chosen import global_rows
-from lightning_shard.domain.requests import rows_of
+from lightning_shard.domain.fetch_by_index import rows_of
+from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.ops.registry import implements, is_in_place
 from lightning_shard.ops.view.aligned import Operand, as_table
 from lightning_shard.ops.view.scatter import given_back, local_of

@@ -11,7 +11,7 @@ from lightning_shard.domain.align import (
     common_layout,
     gathered,
     local_part,
-    simple,
+    one_factor,
     subdomains,
     take_local,
 )
@@ -96,7 +96,7 @@ def by_counts(x: Subdomain, d: int, counts: Operand, output_size: int | None) ->
     if is_traced():
         raise UnsupportedOperationError("how many rows there are is known only when it runs")
     if x.layout.axes(d):
-        x = simple(x, d)
+        x = one_factor(x, d)
         factors = x.layout.dims[d]
         rows = x.local
     else:
@@ -126,6 +126,7 @@ def _interleaved(x: Subdomain, dim: int, repeats: int | Tensor) -> Subdomain:
 
 @implements(typed_torch.broadcast_tensors)
 def broadcast_tensors(func: Callable[..., Any], *tensors: Any) -> tuple[Subdomain, ...]:
+    """Expand tensors to their common shape; rows travel where splits differ."""
     operands = listed(tensors)
     layout = common_layout(operands)
     owner = subdomains(operands)[0]
@@ -158,11 +159,13 @@ def _along(x: Operand, dim: int, ndim: int) -> Operand:
 
 @implements(torch.tril, Tensor.tril)
 def tril(func: Callable[..., Any], x: Subdomain, diagonal: int = 0) -> Subdomain:
+    """Keep the elements on and below a diagonal; nothing travels."""
     return x.like(x.local.masked_fill(_diagonals(x) > diagonal, 0))
 
 
 @implements(torch.triu, Tensor.triu)
 def triu(func: Callable[..., Any], x: Subdomain, diagonal: int = 0) -> Subdomain:
+    """Keep the elements on and above a diagonal; nothing travels."""
     return x.like(x.local.masked_fill(_diagonals(x) < diagonal, 0))
 
 

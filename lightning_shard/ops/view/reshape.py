@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, simple, whole
+from lightning_shard.domain.align import common_layout, local_part, one_factor, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
@@ -74,7 +74,7 @@ def _first_part(layout: Layout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether torch gives a view of `target` of a tensor of these strides."""
+    """Return True if torch gives a view of shape `target` of a tensor of these strides."""
     try:
         torch.empty_strided(shape, strides, device="meta").view(target)
     except (RuntimeError, ValueError):  # the latter while torch traces
@@ -84,7 +84,7 @@ def _is_view(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int
 
 @lru_cache(maxsize=4096)
 def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether torch copies to give `target` of a whole whose dims lie in the order of `strides`."""
+    """Return True if torch copies to give `target` of a whole tensor in this order of dims."""
     if 0 in strides or len(strides) != len(shape):
         return False
     order = sorted(range(len(shape)), key=lambda d: -strides[d])
@@ -127,7 +127,7 @@ def _regrouped(x: Subdomain, shape: tuple[int, ...]) -> Subdomain:
 
 
 def _alike(shape: Sequence[int], target: Sequence[int]) -> int:
-    """How many dims from the first on stay as they are."""
+    """Count the first dims that stay as they are."""
     pairs = enumerate(zip(shape, target, strict=False))
     return next((d for d, (n, m) in pairs if n != m), min(len(shape), len(target)))
 
@@ -141,7 +141,7 @@ def _split_factor(flat: Subdomain, dim: int, outer: int) -> Subdomain:
         dims = [*flat.layout.dims]
         dims[dim : dim + 2] = [merge([*dims[dim], *dims[dim + 1]])]
         layout = Layout(tuple(dims), flat.layout.grid)
-        flat = simple(_laid_out(flat, layout), dim)
+        flat = one_factor(_laid_out(flat, layout), dim)
     ((factor,), grid) = flat.layout.dims[dim], flat.layout.grid
     inner = factor.extent // outer
     local, moved = flat.local, False
@@ -170,6 +170,7 @@ def _resolved(shape: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...
 
 @implements(torch.reshape, Tensor.reshape, Tensor.view, limits="no view of another dtype")
 def reshape(func: Callable[..., Any], x: Subdomain, *shape: Any, **kwargs: Any) -> Subdomain:
+    """Regroup dims; rows travel only where a split dim is cut elsewhere."""
     shape = shape or tuple(kwargs.values())
     if isinstance(shape[0], torch.dtype):
         raise UnsupportedOperationError("view of another dtype; use to(dtype)")
@@ -178,6 +179,7 @@ def reshape(func: Callable[..., Any], x: Subdomain, *shape: Any, **kwargs: Any) 
 
 @implements(Tensor.view_as, Tensor.reshape_as)
 def reshape_as(func: Callable[..., Any], x: Subdomain | Tensor, other: Any) -> Subdomain | Tensor:
+    """Regroup dims to the shape of another tensor; rows travel as for `reshape`."""
     if isinstance(x, Tensor):  # of a split one it only needs the shape
         return x.reshape(other.shape)
     return reshape_to(x, other.shape)
@@ -187,6 +189,7 @@ def reshape_as(func: Callable[..., Any], x: Subdomain | Tensor, other: Any) -> S
 def flatten(
     func: Callable[..., Any], x: Subdomain, start_dim: int = 0, end_dim: int = -1
 ) -> Subdomain:
+    """Merge dims; nothing travels."""
     first, last = x.layout.dim(start_dim), x.layout.dim(end_dim)
     if first > last:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
@@ -197,12 +200,14 @@ def flatten(
 
 @implements(torch.unflatten, Tensor.unflatten)
 def unflatten(func: Callable[..., Any], x: Subdomain, dim: int, sizes: Sequence[int]) -> Subdomain:
+    """Cut a dim into several; rows travel only where the ranks' parts are cut."""
     d = x.layout.dim(dim)
     return reshape_to(x, [*x.shape[:d], *_resolved((x.shape[d],), tuple(sizes)), *x.shape[d + 1 :]])
 
 
 @implements(torch.unsqueeze, Tensor.unsqueeze)
 def unsqueeze(func: Callable[..., Any], x: Subdomain, dim: int) -> Subdomain:
+    """Add a dim of extent 1; nothing travels."""
     d = dim % (x.ndim + 1)
     dims = (*x.layout.dims[:d], (Factor(1),), *x.layout.dims[d:])
     return x.view(x.local.unsqueeze(d), Layout(dims, x.layout.grid))
@@ -210,6 +215,7 @@ def unsqueeze(func: Callable[..., Any], x: Subdomain, dim: int) -> Subdomain:
 
 @implements(torch.squeeze, Tensor.squeeze)
 def squeeze(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Any:
+    """Remove dims of extent 1; the row of one that is split travels to all ranks."""
     asked = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {d for d in map(x.layout.dim, asked) if x.shape[d] == 1}
     source = x
@@ -243,6 +249,7 @@ def view_as_real(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 
 @implements(torch.view_as_complex)
 def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """Read pairs of numbers as complex ones; rows travel if the last dim is split."""
     local = whole(x, x.ndim - 1).local
     if not local.numel():  # whose strides torch leaves as they are also where it makes them dense
         local = local.clone(memory_format=torch.contiguous_format)
@@ -251,6 +258,7 @@ def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 
 @implements(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to)
 def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subdomain:
+    """Repeat dims of extent 1; the row of one that is split travels to all ranks."""
     sizes = sizes or tuple(kwargs.values())
     first = sizes[0]
     if isinstance(x, Tensor):  # like a split tensor

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part, subdomains, take_part
-from lightning_shard.domain.chosen import global_rows
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
-from lightning_shard.domain.requests import rows_of
+from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split, large_target
 from lightning_shard.ops.registry import implements, is_in_place, name_of
@@ -140,6 +140,7 @@ def _cut(source: Operand, shape: Sequence[int]) -> Operand:
 
 
 def local_of(x: Operand) -> Tensor:
+    """Return the local part of a split tensor; a plain one as it is."""
     return x.local if isinstance(x, Subdomain) else x
 
 
@@ -270,7 +271,9 @@ def _out_of_range(name: str, value: int, dim: int, extent: int) -> Exception:
 
 
 def _rows_layout(x: Operand, d: int, index: Operand, values: Operand | None) -> Layout:
-    """How rows that are written to `x` lie: other dims as those of `x`, `d` as they or the index.
+    """Choose the split of rows that are written to `x`.
+
+    Other dims are split as those of `x`, and `d` as the rows or the index.
 
     A mesh axis that splits the rows of `x` cannot split another dim of what is written: that dim
     becomes whole, and the rows are split instead.

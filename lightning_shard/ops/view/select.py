@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, subdomains, whole
+from lightning_shard.domain.align import one_factor, subdomains, whole
 from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import scatter_sum
+from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
-from lightning_shard.domain.requests import rows_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.reduce.extreme import extreme
@@ -36,6 +36,7 @@ from lightning_shard.ops.view.lookup import index_part, looked_up, rows_named
 
 @implements(torch.index_select, Tensor.index_select)
 def index_select(func: Callable[..., Any], x: Operand, dim: int, index: Operand) -> Operand:
+    """Take rows by number; they travel to the ranks that name them."""
     d = dim_of(x, dim)
     x = as_split(x, index)
     if is_short(index):
@@ -48,6 +49,7 @@ def index_select(func: Callable[..., Any], x: Operand, dim: int, index: Operand)
 def gather(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False
 ) -> Subdomain:
+    """Take elements by their place along `dim`; they travel to the ranks that name them."""
     d = dim_of(x, dim, index)
     layout = aligned_layout(d, index.shape, [x, index])
     if layout is not None and is_traced():
@@ -87,6 +89,7 @@ def _gathered(x: Operand, d: int, index: Operand) -> Subdomain:
 def take_along_dim(
     func: Callable[..., Any], x: Tensor, indices: Tensor, dim: int | None = None
 ) -> Tensor:
+    """Take elements along `dim` by broadcast indices; they travel as for `gather`."""
     if dim is None:
         x, indices, dim = x.flatten(), indices.flatten(), 0
     d = dim % x.ndim
@@ -147,6 +150,7 @@ def embedding(
 
 @implements(F.one_hot)
 def one_hot(func: Callable[..., Any], x: Subdomain, num_classes: int = -1) -> Subdomain:
+    """Mark the class of each element; the largest one travels if no number of classes is given."""
     if num_classes < 0:
         largest = extreme(torch.amax, x)
         assert isinstance(largest, Tensor)
@@ -163,7 +167,7 @@ def _gather_from_ranks(x: Subdomain, dim: int, index: Tensor, layout: Layout) ->
 
     Everything that travels has a shape that a graph can hold.
     """
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     (factor,) = x.layout.dims[dim]
     low, high = factor.bounds(x.layout.grid)
     zero = x.local.new_zeros([1 if d == dim else n for d, n in enumerate(x.local.shape)])

@@ -25,6 +25,7 @@ _DIM_OF: dict[Callable[..., Any], int] = {
 def split(
     func: Callable[..., Any], x: Subdomain, split_size_or_sections: Any, dim: int = 0
 ) -> tuple[Subdomain, ...]:
+    """Cut into pieces of given sizes; rows travel to the owners within each piece."""
     d, sizes = x.layout.dim(dim), split_size_or_sections
     if isinstance(sizes, int):
         starts = range(0, x.shape[d], max(sizes, 1))
@@ -39,12 +40,14 @@ def split(
 def chunk(
     func: Callable[..., Any], x: Subdomain, chunks: int, dim: int = 0
 ) -> tuple[Subdomain, ...]:
+    """Cut into so many pieces; rows travel as for `split`."""
     extent = x.shape[x.layout.dim(dim)]
     return split(func, x, -(-extent // chunks) if extent else [0] * chunks, dim)
 
 
 @implements(torch.unbind, Tensor.unbind)
 def unbind(func: Callable[..., Any], x: Subdomain, dim: int = 0) -> Any:
+    """Take each row along `dim`; every row travels to all ranks if it is split."""
     d = x.layout.dim(dim)
     return tuple(getitem(func, x, (slice(None),) * d + (i,)) for i in range(x.shape[d]))
 
@@ -57,6 +60,7 @@ def tensor_split(
     dim: int = 0,
     **named: Any,
 ) -> tuple[Subdomain, ...]:
+    """Cut at given places or into so many pieces; rows travel as for `split`."""
     d = x.layout.dim(dim)
     cuts: Any = next(iter(named.values())) if indices_or_sections is None else indices_or_sections
     cuts = integers(cuts) if isinstance(cuts, Tensor) else cuts
@@ -71,6 +75,7 @@ def tensor_split(
 def split_by_name(
     func: Callable[..., Any], x: Subdomain, indices_or_sections: int | Sequence[int]
 ) -> tuple[Subdomain, ...]:
+    """Cut along the dim that the function's name fixes; rows travel as for `split`."""
     d = min(_DIM_OF[func], x.ndim - 1)
     cuts = indices_or_sections
     if isinstance(cuts, int) and x.shape[d] % cuts:

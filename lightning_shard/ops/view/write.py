@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_shard.domain.align import sum_over, take_local, whole
 from lightning_shard.domain.fetch import scatter_sum
+from lightning_shard.domain.fetch_by_index import Complaint, named_rows, refuse_out_of_range
 from lightning_shard.domain.layout import Factor, partition
-from lightning_shard.domain.requests import Complaint, named_rows, refuse_out_of_range
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.transfer import transferred
 
@@ -22,11 +22,11 @@ Function = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What this rank has to write.
+    """The rows that this rank writes into a split tensor.
 
     Attributes:
-        numbers: For each row the number of the target's row that it goes to.
-        wrong: What `rows_of` says is out of range.
+        numbers: Number of the target's row to which each row goes.
+        wrong: The number out of range that `rows_of` found.
         values: The rows; None where one number is written.
         axes: The mesh axes that split them; ranks along the others have the same.
         order: Where the result depends on it, their places in the order of one process.
@@ -52,7 +52,7 @@ class Writing:
     Attributes:
         run: Takes a target, the numbers of its rows, and the rows; gives a new target.
         complaint: Makes torch's error for a number that is out of range.
-        adds: Whether rows are added to what is there.
+        adds: True to add rows to what is there.
     """
 
     run: Function
@@ -106,7 +106,7 @@ def _delivered(x: Subdomain, rows: Rows, writing: Writing) -> Tensor:
         own = rows.chosen(mine)
         return writing.run(x.local, named.row[mine], own.values)
     size = math.prod(x.shape[1:]) * x.dtype.itemsize
-    if writing.adds and len(x.layout.dims[0]) == 1 and named.is_most(size):
+    if writing.adds and len(x.layout.dims[0]) == 1 and named.sends_less_whole(size):
         zeros = x.local.new_zeros(x.shape[0], *x.local.shape[1:])
         partial = writing.run(zeros, rows.numbers, rows.values)
         layout = x.layout.with_dim(0, x.shape[0], ())

@@ -10,7 +10,5 @@ from lightning_shard.ops.window import grid_sample as grid_sample
 from lightning_shard.ops.window import interpolate as interpolate
 from lightning_shard.ops.window import pad as pad
 from lightning_shard.ops.window import pool as pool
-from lightning_shard.ops.window import shift as shift
-from lightning_shard.ops.window import shuffle as shuffle
 from lightning_shard.ops.window import sliding as sliding
 from lightning_shard.ops.window import unpool as unpool

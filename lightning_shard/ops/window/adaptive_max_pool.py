@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import one_of_all, simple
+from lightning_shard.domain.align import all_gather_small, one_factor
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span
@@ -42,6 +42,7 @@ def adaptive_max_pool(
     output_size: Any,
     return_indices: bool = False,
 ) -> Any:
+    """Maxima of adaptive windows; rows under a rank's own windows travel."""
     return adaptive_max_pool_with_indices(func, input, output_size)[0]
 
 
@@ -52,6 +53,7 @@ def adaptive_max_pool_with_indices(
     output_size: Any,
     return_indices: bool = True,
 ) -> tuple[Any, Any]:
+    """Maxima of adaptive windows and their places; rows under own windows travel."""
     n = SPATIAL_DIMS[func]
     (x,) = cast_for(of_one(func, 1), input)
     numbers: dict[int, Tensor] = {}  # of the rows that are side by side: their global rows
@@ -60,7 +62,7 @@ def adaptive_max_pool_with_indices(
     for dim, size in enumerate(output_sizes(x, n, output_size), x.ndim - n):
         layout = layout.with_dim(dim, size)
         if axes := x.layout.axes(dim):
-            x, numbers[dim] = _side_by_side(simple(x, dim), dim, size)
+            x, numbers[dim] = _side_by_side(one_factor(x, dim), dim, size)
             layout = layout.with_dims({dim: x.layout.dims[dim]})
             shared += [] if layout.axes(dim) else axes
     if 0 in layout.local_shape:
@@ -130,7 +132,7 @@ def _first_of_all(
     x: Subdomain, axes: tuple[int, ...], values: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The largest of the ranks' values; among equals the one of the smallest index."""
-    values, indices = one_of_all(x, axes, values), one_of_all(x, axes, indices)
+    values, indices = all_gather_small(x, axes, values), all_gather_small(x, axes, indices)
     best = values.detach().amax(0)
     chosen = (values == best) | values.isnan()
     rank = indices.where(chosen, torch.iinfo(indices.dtype).max).argmin(0, keepdim=True)

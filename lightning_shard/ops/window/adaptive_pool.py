@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple, sum_over
+from lightning_shard.domain.align import one_factor, sum_over
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor
-from lightning_shard.domain.memory import format_of, selected
+from lightning_shard.domain.memory_format import format_of, selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, without_autocast
 from lightning_shard.ops.registry import implements
@@ -27,6 +27,7 @@ AVERAGE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 
 
 def output_sizes(x: Subdomain, n: int, output_size: Any) -> list[int]:
+    """Resolve the output extents of the last `n` dims."""
     listed = [output_size] if isinstance(output_size, int) else output_size
     sizes: list[int | None] = list(listed)
     sizes = sizes * n if len(sizes) == 1 else sizes
@@ -34,6 +35,7 @@ def output_sizes(x: Subdomain, n: int, output_size: Any) -> list[int]:
 
 
 def window(output_row: int, extent: int, output: int) -> Span:
+    """Return the input rows under one output row."""
     return output_row * extent // output, -(-(output_row + 1) * extent // output)
 
 
@@ -59,6 +61,7 @@ def adaptive_avg_pool(
     input: Subdomain,  # noqa: A002 - torch's name of the argument
     output_size: Any,
 ) -> Subdomain | Tensor:
+    """Means of adaptive windows; partial sums at the edges of parts travel."""
     sizes = output_sizes(input, AVERAGE.index(func) + 1, output_size)
     (x,) = cast_for(of_one(func, 1), input)
     return average_rows(x, sizes)
@@ -70,7 +73,7 @@ def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
     split = set(x.layout.split_dims)
     # whole dims first: what travels along a split one is then smaller
     for dim, size in sorted(pairs, key=lambda pair: pair[0] in split):
-        x = _average_dim(simple(x, dim), dim, size)
+        x = _average_dim(one_factor(x, dim), dim, size)
     local = x.local.contiguous(memory_format=stored)
     return x.like(local) if x.layout.split_dims else local
 
@@ -88,7 +91,7 @@ def _average_dim(x: Subdomain, dim: int, output: int) -> Subdomain:
 
 
 def _averaged(x: Tensor, dim: int, extent: int, output: int, outputs: Span, rows: Span) -> Tensor:
-    """What the input rows `rows` in `x` give to the output rows `outputs` of the average.
+    """Add up what the input rows `rows` in `x` contribute to the output rows `outputs`.
 
     A row counts in its own windows only, also if it is NaN or infinite.
     """
@@ -116,7 +119,7 @@ def _parted(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 def _windows_within(
     extent: int, output: int, outputs: Span, rows: Span
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each output row where its window begins in `rows`, and how many of them are in it."""
+    """Give each output row's first place in `rows`, and the count of them in its window."""
     spans = [window(o, extent, output) for o in range(*outputs)]
     cut = [(min(max(low, rows[0]), rows[1]), min(high, rows[1])) for low, high in spans]
     return tuple(a - rows[0] for a, _ in cut), tuple(max(b - a, 0) for a, b in cut)
@@ -124,7 +127,7 @@ def _windows_within(
 
 @lru_cache(maxsize=1024)
 def _lie_beside(starts: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether windows of one size follow each other."""
+    """Return True if windows of one size follow each other without a gap."""
     steps = {b - a for a, b in pairwise(starts)}
     return len({*sizes}) == 1 and sizes[0] > 0 and steps <= {sizes[0]}
 

@@ -43,6 +43,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Subdomain:
+    """Convolution; rows under a rank's own output rows travel, while it computes the others."""
     n = weight.ndim - 2
     first = input.ndim - n  # the first spatial dim; 1 for an input without batch
     if input.layout.axes(first - 1):
@@ -127,7 +128,7 @@ def _windows(
     paddings: str | tuple[int, ...],
     dilations: tuple[int, ...],
 ) -> tuple[Window, ...]:
-    """How each spatial dim, from `first` on, is read."""
+    """Describe the windows along each spatial dim, from `first` on."""
     least = {"stride": min(strides), "dilation": min(dilations)}
     if wrong := [f"{name} {value}" for name, value in least.items() if value < 1]:
         raise RuntimeError(f"a convolution needs numbers from 1 on; got {' and '.join(wrong)}")

@@ -30,6 +30,7 @@ def conv_transpose(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Subdomain:
+    """Transposed convolution; input rows that reach a rank's own output rows travel."""
     x, n = input, weight.ndim - 2
     first = x.ndim - n  # the first spatial dim; 1 for an input without batch
     if x.layout.axes(first - 1):

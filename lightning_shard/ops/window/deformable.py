@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import (
+    all_gather_small,
     local_part,
-    one_of_all,
-    simple,
+    one_factor,
     subdomains,
     take_local,
     whole,
@@ -31,7 +31,7 @@ from lightning_shard.ops.view.aligned import Operand, as_split, refuse_other_dom
 
 @dataclass(frozen=True)
 class _Reach:
-    """How one spatial dim is read: like a convolution, and by offsets from `low` to `high`."""
+    """The window along one spatial dim: a convolution's, and offsets from `low` to `high`."""
 
     kernel: int
     stride: int
@@ -48,11 +48,11 @@ class _Reach:
         return begin, max(min(last + self.high + 2, extent), begin + 1)
 
     def reads(self, rows: int) -> int:
-        """How many input rows a kernel without padding reads for so many output rows."""
+        """Count the input rows that a kernel without padding reads for so many output rows."""
         return (rows - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
 
     def writes(self, rows: int) -> int:
-        """How many output rows it gives for so many input rows."""
+        """Count the output rows that so many input rows give."""
         return (rows - self.reads(1)) // self.stride + 1
 
 
@@ -129,7 +129,7 @@ def _layout_of(x: Operand, weight: Tensor, offset: Operand, split: list[Subdomai
 def _moved_as(x: Subdomain, layout: Layout) -> Subdomain:
     """The images, with no dim split but over the ranks that split it in the result."""
     for d in x.layout.split_dims:
-        x = whole(x, d) if x.layout.axes(d) != layout.axes(d) else simple(x, d)
+        x = whole(x, d) if x.layout.axes(d) != layout.axes(d) else one_factor(x, d)
     return x
 
 
@@ -139,7 +139,7 @@ def _ends(owner: Subdomain, moved: Tensor, i: int) -> tuple[int, int]:
     ends = torch.zeros(2, dtype=torch.float64, device=moved.device)
     if own.numel():
         ends = torch.stack([own.amin().floor(), own.amax().ceil()])
-    everywhere = one_of_all(owner, tuple(range(len(owner.layout.grid.sizes))), ends)
+    everywhere = all_gather_small(owner, tuple(range(len(owner.layout.grid.sizes))), ends)
     return int(everywhere[:, 0].min()), int(everywhere[:, 1].max())
 
 

@@ -30,6 +30,7 @@ def grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> Subdomain:
+    """Sample at given places; the whole image travels to all ranks, the samples stay split."""
     x, owner = input, input if isinstance(input, Subdomain) else grid
     layout = _sampled(x, grid, owner)
     if isinstance(x, Subdomain):

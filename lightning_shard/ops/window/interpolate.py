@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Needs, Span, fetch_to_read, needs_of
-from lightning_shard.domain.memory import selected
+from lightning_shard.domain.memory_format import selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
@@ -33,7 +33,7 @@ HALF_WIDTH = {"nearest": 0.5, "nearest-exact": 0.5, "linear": 1, "bilinear": 1, 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How one dim is interpolated, in torch's words."""
+    """The mode of interpolation along one dim, in torch's words."""
 
     mode: str
     align_corners: bool | None
@@ -61,7 +61,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Resize:
-    """What the weights of one interpolated dim depend on."""
+    """The numbers on which the weights of one interpolated dim depend."""
 
     extent: int
     output: int
@@ -119,7 +119,7 @@ def _local_rows(resize: Resize, span: Span, low: int, high: int) -> Tensor:
 def _interpolate_dim(
     x: Subdomain, dim: int, output: int, scale: float | None, kernel: Kernel
 ) -> Subdomain:
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     grid, layout = x.layout.grid, x.layout.with_dim(dim, output)
     (factor,) = layout.dims[dim]
     half = x.dtype in (torch.float16, torch.bfloat16)
@@ -181,7 +181,7 @@ def interpolate(
 
 
 def _repeats_own_rows(x: Subdomain, dim: int, output: int, scale: float | None) -> bool:
-    """Whether each rank's output rows are its own input rows, each a power of two times.
+    """Return True if each rank's output rows repeat its own input rows 2^k times.
 
     Then torch's function of this rank's rows finds the same rows as that of all rows: products with
     a power of two are exact.
@@ -226,7 +226,7 @@ def _output_shape(
     factors: tuple[float, ...] | None,
     recompute: bool,
 ) -> tuple[int, ...]:
-    """As torch computes it, which is the same in every mode; the nearest is the quickest."""
+    """Compute the output shape as torch does; it is the same in every mode."""
     meta = torch.empty((1, 1, *shape[2:]), device="meta")  # torch 2.15 fails for no samples on it
     found = F.interpolate(meta, size, factors, "nearest", recompute_scale_factor=recompute or None)
     return (*shape[:2], *found.shape[2:])

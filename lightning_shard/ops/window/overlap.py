@@ -55,12 +55,12 @@ class Numbers:
 
 @lru_cache(maxsize=4096)
 def numbers_of(windows: tuple[Window, ...], split: tuple[Window, ...], groups: int) -> Numbers:
-    """Those of a convolution that reads its spatial dims through these windows.
+    """Collect the numbers of a convolution that reads its spatial dims through these windows.
 
     Args:
-        windows: Of all spatial dims.
-        split: Those of them whose rows travel.
-        groups: Of channels.
+        windows: The windows along all spatial dims.
+        split: The windows along dims whose rows travel.
+        groups: Number of groups of channels.
     """
     return Numbers(
         [w.stride for w in windows],
@@ -81,9 +81,9 @@ def overlapped(
     """This rank's rows of a convolution.
 
     Args:
-        plan: What travels.
+        plan: The rows that travel, and the strips.
         tensors: This rank's rows, the weight and the bias.
-        numbers: Those of the convolution.
+        numbers: Strides, paddings, dilations and groups of the convolution.
         plain: The same function of the tensors, differentiable twice; it waits for the rows.
         group: The ranks.
     """
@@ -91,7 +91,7 @@ def overlapped(
 
 
 def may_overlap(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> bool:
-    """Whether these are tensors of a convolution that torch takes as they are."""
+    """Return True if torch takes these tensors of a convolution as they are."""
     given = [t for t in (x, weight, bias) if t is not None]
     return (
         overlap_mode() != "never"

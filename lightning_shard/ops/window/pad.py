@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
@@ -63,7 +63,7 @@ def _pad_split(
             "circular": lambda o: (o - before) % n,
         }
         return chosen_rows(x, dim, extent, source[mode])
-    x = simple(x, dim)
+    x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, extent)
     low, high = layout.dims[dim][0].bounds(layout.grid)
 

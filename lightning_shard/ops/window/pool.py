@@ -85,6 +85,7 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Subdomain:
+    """Maxima of windows; rows under a rank's own windows travel."""
     n = SPATIAL_DIMS[func]
     x, layout, windows = _pooled(func, input, n, kernel_size, stride, padding, dilation, ceil_mode)
     if 0 in layout.local_shape:
@@ -184,7 +185,7 @@ def avg_pool(
 def _corrections(
     rows: range, kernel: int, stride: int, padding: int, edges: tuple[int, int]
 ) -> list[float]:
-    """For each output row the size of a window over how many input rows this one counts."""
+    """Give each output row the factor from the window's size to the rows that count."""
     starts = [row * stride - padding for row in rows]
     return [kernel / (min(start + kernel, edges[1]) - max(start, edges[0])) for start in starts]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -28,7 +28,7 @@ def windows(
     local, source, moved = x.local, x, False
     layout = x.layout.with_dim(d, count)
     if x.layout.axes(d):
-        x = simple(x, d)
+        x = one_factor(x, d)
         parts = x.layout.grid.parts(x.layout.axes(d))
         needs = window_needs(x.shape[d], parts, count, size, step, 0, 1)
         local, source, moved = fetch(x, d, needs), x, route_of(x, d, needs).moves

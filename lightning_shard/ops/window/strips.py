@@ -21,7 +21,7 @@ LEAST = 2**14  # elements of a part; of fewer the numbers cost more than the cop
 
 @dataclass(frozen=True)
 class Window:
-    """How a convolution reads one split dim: `before` and `after` are its padding."""
+    """The window of a convolution along one split dim; `before` and `after` are its padding."""
 
     dim: int
     kernel: int
@@ -32,7 +32,7 @@ class Window:
 
     @property
     def reads_others(self) -> bool:
-        """Whether an output row reads more than the input row at its place."""
+        """True if an output row reads more than the input row at its place."""
         return (self.kernel, self.stride, self.before, self.after) != (1, 1, 0, 0)
 
     @property
@@ -41,6 +41,7 @@ class Window:
         return self.dilation * (self.kernel - 1) + 1
 
     def output(self, extent: int) -> int:
+        """Count the output rows for `extent` input rows."""
         return (extent + self.before + self.after - self.reach) // self.stride + 1
 
     def under(self, rows: Span, padding: int) -> Span:
@@ -51,14 +52,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Side:
-    """Of one rank and one split dim: rows in and out, and at which of them others are needed.
+    """One rank's rows along one split dim, and how many at each end need those of other ranks.
 
     Attributes:
         rows: Input rows.
         output: Output rows.
         padding: Where the first window begins before the first row.
         first: Output rows at the beginning that need other ranks' rows.
-        last: Those at the end.
+        last: Output rows at the end that need other ranks' rows.
     """
 
     rows: int
@@ -70,12 +71,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Plan:
-    """What travels, and what this rank computes.
+    """The rows that travel, and the parts of the output that this rank computes meanwhile.
 
     Attributes:
         halo: The rows that travel.
-        paddings: For each split dim the zeros around this rank's rows.
-        strips: What other ranks' rows add to this rank's output.
+        paddings: Zeros around this rank's rows in each split dim.
+        strips: Parts of this rank's output that other ranks' rows add to.
     """
 
     halo: Halo
@@ -91,7 +92,7 @@ class Strip:
         output: The output rows.
         input: The rows that the windows there read. Those that others have are among them.
         kernel: The rows of the kernel that meet them.
-        paddings: For each split dim the zeros around `input`.
+        paddings: Zeros around `input` in each split dim.
         boxes: Where those rows come from.
     """
 
@@ -107,9 +108,9 @@ def plan_of(layout: Layout, windows: tuple[Window, ...], thinner: int) -> Plan |
     """The plan for a convolution of a tensor of this layout; None where it is to wait instead.
 
     Args:
-        layout: Of the input.
-        windows: Of the split dims.
-        thinner: How many times thinner the parts count; with 0 none is too thin.
+        layout: The split of the input.
+        windows: The windows along the split dims.
+        thinner: Factor by which the parts count as thinner; with 0 none is too thin.
     """
     axes = layout.axes(*(w.dim for w in windows))
     if math.prod(layout.shape) < LEAST * layout.grid.parts(axes) * thinner:
@@ -155,7 +156,9 @@ def _side(layout: Layout, window: Window, place: Grid) -> Side:
 
 
 def _is_possible(side: Side, window: Window, thinner: int) -> bool:
-    """Whether the rank's rows with zeros around them give as many rows as its part of the output.
+    """Return True if the rank's rows with zeros around them give its part of the output.
+
+    The rank must also have enough rows for that to be worth its price.
 
     And whether it has enough rows for that to be worth its price.
     """
@@ -167,7 +170,7 @@ def _is_possible(side: Side, window: Window, thinner: int) -> bool:
 
 
 def _strips(windows: Sequence[Window], sides: Sequence[Side], halo: Halo) -> list[Strip]:
-    """Those before and after this rank's rows in each dim.
+    """List the strips of output before and after this rank's rows in each dim.
 
     A strip reaches into the corners of the dims after its own, and has this rank's rows of the dims
     before it, so that each corner counts once.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import local_part, simple
+from lightning_shard.domain.align import local_part, one_factor
 from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -45,7 +45,7 @@ def max_unpool(
     meta = [torch.empty(x.shape, dtype=d, device="meta") for d in (x.dtype, torch.long)]
     extents = func(*meta, kernels, strides, paddings, output_size).shape[-n:]
     for dim in range(x.ndim - n, x.ndim):
-        x = simple(x, dim)
+        x = one_factor(x, dim)
     places = x.like(local_part(indices, x.layout))
     _check(x, places.local, extents, (kernels, strides, paddings))
     layout = x.layout

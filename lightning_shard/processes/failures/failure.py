@@ -35,13 +35,13 @@ class Failure:
     code: int = 1
 
     def told_by(self, rank: int) -> str:
-        """The rest of the sentence "[rank 0] ended, because"."""
+        """Return the rest of the sentence "[rank 0] ended, because" for this `rank`."""
         if self.code == SIGTERM_CODE:
             return f"of SIGTERM on rank {self.rank}"
         return f"{'it' if self.rank == rank else 'another rank'} failed first: {self.text}"
 
     def packed(self) -> str:
-        """As text, for the store in which the ranks meet."""
+        """Return the failure as text, for the store in which the ranks meet."""
         return json.dumps([self.rank, self.text, self.code])
 
 
@@ -57,7 +57,7 @@ class RankFailedError(LightningShardError, RuntimeError):
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, says no more than that another rank is not reached."""
+    """Return whether an error, or its cause, says no more than that another rank is not reached."""
     while error is not None:
         lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
         if lost or isinstance(error, dist.DistError):
@@ -67,12 +67,12 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def unpacked(told: bytes) -> Failure:
-    """The failure that a rank has packed."""
+    """Return the failure that a rank has packed."""
     return Failure(*json.loads(told))
 
 
 def ended(ranks: Sequence[int]) -> Failure:
-    """The failure of ranks that say nothing."""
+    """Return the failure of ranks that ended without a word."""
     return Failure(ranks[0], f"rank {' and '.join(map(str, ranks))}: {ENDED}")
 
 

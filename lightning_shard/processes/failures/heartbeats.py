@@ -1,4 +1,4 @@
-"""Each rank counts its heartbeats in the store, and says which process it is."""
+"""Heartbeats, which each rank counts in the store: the ranks whose processes still run."""
 
 import time
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ class Heartbeats:
         """Begin; all ranks do.
 
         Args:
-            store: In which the ranks meet.
-            prefix: Of the names in it.
-            rank: Of this process.
-            ranks: How many there are.
+            store: The store in which the ranks meet.
+            prefix: The beginning of the names in it.
+            rank: The rank of this process.
+            ranks: Number of ranks.
         """
         self._store, self._prefix = store, prefix
         self.rank, self.ranks = rank, ranks
@@ -27,34 +27,34 @@ class Heartbeats:
         store.set(f"{prefix}/place_{rank}", own_place())
 
     def beat(self) -> None:
-        """Count one."""
+        """Count one heartbeat of this rank."""
         self._store.add(f"{self._prefix}/beat_{self.rank}", 1)
 
     def counts(self) -> list[int]:
-        """Of each rank."""
+        """Return how many heartbeats each rank has counted."""
         return [self._count(rank) for rank in range(self.ranks)]
 
     def silent_since(self, before: list[int]) -> list[int]:
-        """The other ranks that have not counted since `counts` returned `before`."""
+        """Return the other ranks that have not counted since `counts` returned `before`."""
         now = self.counts()
         return [r for r in range(self.ranks) if now[r] == before[r] and r != self.rank]
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose processes have ended, as far as it is seen from this machine."""
+        """Return the ranks of `ranks` whose processes are seen to have ended, on this machine."""
         keys = {rank: f"{self._prefix}/place_{rank}" for rank in ranks if rank != self.rank}
         there = [rank for rank, key in keys.items() if self._store.check([key])]
         return [rank for rank in there if has_ended(self._store.get(keys[rank]).decode())]
 
     def lost(self, waited_for: Sequence[int]) -> list[int]:
-        """Those of the ranks that do not live any more, where it is called about every second."""
+        """Return the ranks that have ended or fallen silent; call it about every second."""
         now = time.monotonic()
         for rank in waited_for:
             count = self._count(rank)
             if self._seen.get(rank, (0, 0.0))[0] != count:
                 self._seen[rank] = (count, now)
         seen = [(rank, self._seen[rank][1]) for rank in waited_for if rank in self._seen]
-        still = [rank for rank, since in seen if now - since > SILENT_S]
-        return still or self.ended(waited_for)
+        silent = [rank for rank, since in seen if now - since > SILENT_S]
+        return silent or self.ended(waited_for)
 
     def forget(self) -> None:
         """Begin to wait anew."""

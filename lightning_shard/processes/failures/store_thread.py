@@ -1,6 +1,6 @@
-"""The one thread of a process that talks to a store, since some operations never return.
+"""A thread that alone talks to the store, so that nobody else waits for it without a limit.
 
-An operation on a dead connection has no end. Whoever needs an answer waits for it with a limit.
+An operation on a dead connection never returns.
 """
 
 import queue
@@ -14,7 +14,7 @@ ANSWER_S = 3.0  # for the store to answer
 
 
 class StoreThread:
-    """Does what is asked of the store, and `beat` every `every_s`, until `close`.
+    """Runs operations on the store, and `beat` every `every_s`, until `close`.
 
     Attributes:
         answered: The reading of `time.monotonic` when the store last answered; infinite once it has
@@ -30,7 +30,7 @@ class StoreThread:
         self._thread.start()
 
     def ask(self, operation: Callable[[], Any], limit_s: float = ANSWER_S) -> Any:
-        """What `operation` returns.
+        """Run `operation` in the thread and return its result.
 
         Raises:
             RuntimeError: The store has ended, or this thread.
@@ -43,12 +43,12 @@ class StoreThread:
         return answer.result(limit_s)
 
     def close(self) -> None:
-        """End after the operation that is going on."""
+        """End the thread after the operation that is going on."""
         self._closed.set()
         self._tasks.put((lambda: None, Future[Any]()))  # wakes the thread
 
     def join(self) -> None:
-        """Wait for the end, so that no thread is inside of torch when the interpreter ends."""
+        """Wait for the thread, so that none is inside of torch when the interpreter ends."""
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_S)
 

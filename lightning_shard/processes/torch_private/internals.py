@@ -1,8 +1,7 @@
 """Lists every private name of torch that this package uses, seen in torch 2.11 to 2.15.
 
-It lies in the lowest room because all rooms above may import it, and a new release of torch is read
-in one file. `INTERNALS` says of each name what breaks without it. Where a release has removed some,
-importing this module raises one ImportError that lists all of them.
+`INTERNALS` says what breaks without each name. Where a release of torch has removed some, importing
+this module raises one ImportError that lists all of them.
 """
 
 import functools
@@ -105,7 +104,7 @@ INTERNALS = {
         "modules' collectives number replicas from 0",
     "torch.distributed._functional_collectives._resolve_group|_resolve_group_name":
         "modules' functional collectives count replicas",
-    # ranks that are threads (processes/simulated)
+    # ranks that are threads (lab/simulated)
     "torch.distributed.distributed_c10d._world": "a simulated rank has its own process groups",
     "torch.distributed.distributed_c10d._pg_map": "the same",
     "torch.distributed.distributed_c10d._pg_names": "the same",
@@ -216,11 +215,12 @@ else:
 
 
 def is_view(x: Tensor) -> bool:
+    """Return whether `x` is a view of another tensor."""
     return internal("torch.Tensor._is_view")(x)
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """Of a gradient that is zeros without memory, which autograd makes, zeros that can be sent."""
+    """Return `x`; of autograd's zeros without memory, zeros with memory, which can be sent."""
     return x.clone() if internal("torch.Tensor._is_zerotensor")(x) else x
 
 
@@ -294,7 +294,7 @@ def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int,
 
 
 def has_hooks(x: Tensor) -> bool:
-    """Whether something is called with the gradient of `x`."""
+    """Return whether hooks are called with the gradient of `x`."""
     assert "torch.Tensor._backward_hooks" in INTERNALS
     return bool(x._backward_hooks or x._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -349,7 +349,7 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 
 
 def _of_this_rank(path: str) -> Any:
-    """As `internal`, of what each simulated rank has its own."""
+    """Find the object of a name, anew each time: simulated ranks have objects of their own."""
     assert path in INTERNALS, path
     return _find(path)
 
@@ -406,6 +406,7 @@ def use_world(world: dict[str, Any]) -> None:
 
 
 def new_world() -> dict[str, Any]:
+    """Return what torch knows where there are no process groups."""
     return {name: type(value)() for name, value in own_world().items()}
 
 

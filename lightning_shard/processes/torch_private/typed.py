@@ -1,18 +1,16 @@
-"""Types that a type checker cannot find by itself.
+"""torch's functions that torch declares without types, with types.
 
-torch declares some functions without types, among them all of `fft`, `linalg` and `special`. Here
-the same functions have types. A checker that reads `isinstance(value, list)` complains that it does
-not know what is in the list; after `is_list(value)` it takes that to be anything. This module lies
-in the lowest room because all rooms above may import it.
+Among them are all of `fft`, `linalg` and `special`. A stub package cannot give them types: a
+checker reads a partial one only for a package that says itself that it is partial, which torch
+does not.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypeIs
 
 ToTensor = Callable[..., Tensor]
 ToTensors = Callable[..., tuple[Tensor, ...]]
@@ -111,29 +109,13 @@ linalg: Linalg = torch.linalg
 special: Special = torch.special
 
 
-def is_list(value: object) -> TypeIs[list[Any] | tuple[Any, ...]]:
-    return isinstance(value, list | tuple)
-
-
-def is_sequence(value: object) -> TypeIs[Sequence[Any]]:
-    return isinstance(value, Sequence)
-
-
-def is_dict(value: object) -> TypeIs[dict[Any, Any]]:
-    return isinstance(value, dict)
-
-
-def is_mapping(value: object) -> TypeIs[Mapping[Any, Any]]:
-    return isinstance(value, Mapping)
-
-
 def integers(x: Tensor) -> list[int]:
-    """The numbers in a tensor of one dim."""
+    """Return the entries of a tensor of integers, shape (n,), as a list."""
     return x.tolist()
 
 
 def named_modules(
     root: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`root` and every module below it, each with its path."""
+    """Yield `root` and every module below it, each with its path."""
     return root.named_modules(remove_duplicate=remove_duplicate)

@@ -37,7 +37,7 @@ class DeviceTimer(Callback):
 
 
 def _start_clock(device: torch.device) -> Callable[[], float]:
-    """Begin; the function returned waits for the device and tells the seconds since."""
+    """Start a clock; the function returned waits for the device and gives the seconds since."""
     if device.type == "cpu":
         begin_s = time.perf_counter()
         return lambda: time.perf_counter() - begin_s

@@ -1,7 +1,9 @@
 """Prints a line for each epoch, and at the end where everything lies and how to go on."""
 
+import math
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ class EpochReport(Callback):
     seconds, validation included. `epoch_samples/s` counts the samples of all data replicas, without
     the time of validation. `peak_memory_mib` is the largest value of any rank: what tensors held at
     most on its device in this epoch, or on the CPU what the process has held at most since it
-    began.
+    began. `memory_allocated_mib` and `memory_reserved_mib`, of devices other than the CPU, are what
+    tensors and torch's allocator hold when the epoch ends. A metric that a ModelCheckpoint monitors
+    is called a new best where it is better than in all epochs before.
 
     Source: PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel", which
     tracks duration and memory.
@@ -34,10 +38,13 @@ class EpochReport(Callback):
         self._batches = self._samples = 0
         self._before: set[str] = set()  # names of metrics that were there before a validation
         self._of_validation: set[str] = set()  # and those that a validation brought
+        self._best: dict[str, float] = {}  # values of monitored metrics
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit_began_s = time.perf_counter()
+        scores = {c.monitor: c.best_model_score for c in _monitors(trainer)}  # of a run resumed
+        self._best = {name: float(s) for name, s in scores.items() if name and s is not None}
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,24 +78,43 @@ class EpochReport(Callback):
             return
         now_s = time.perf_counter()
         training_s = self._trained_until_s - self._began_s - self._validating_s
-        mib = torch.tensor(peak_memory_mib(trainer.strategy.root_device))
+        memory = memory_mib(trainer.strategy.root_device)
+        held: Any = trainer.strategy.reduce(torch.tensor([*memory.values()]), reduce_op="max")
         measured = {
             "epoch_s": now_s - self._began_s,
             "epoch_samples/s": self._samples / max(training_s, 1e-9),
-            "peak_memory_mib": float(trainer.strategy.reduce(mib, reduce_op="max")),
+            **dict(zip(memory, held.tolist(), strict=True)),
         }
         metrics = _epoch_means(trainer)  # a collective
         if not self._validating_s:  # Lightning keeps the values of an earlier epoch
             metrics = {k: v for k, v in metrics.items() if k not in self._of_validation}
+        better = "".join(f", new best {name}" for name in self._new_bests(trainer))
         for logger in trainer.loggers:
             logger.log_metrics(measured, step=trainer.global_step)
         if trainer.is_global_zero:
             values = "".join(f", {name} {value:.4g}" for name, value in metrics.items())
+            words = (name.removesuffix("_mib").replace("_", " ") for name in memory)
+            mib = (f", {w} {n:.0f} MiB" for w, n in zip(words, held.tolist(), strict=True))
             print(
                 f"Epoch {trainer.current_epoch}: {measured['epoch_s']:.1f} s{values}, "
-                f"{measured['epoch_samples/s']:.4g} samples/s, "
-                f"peak memory {measured['peak_memory_mib']:.0f} MiB"
+                f"{measured['epoch_samples/s']:.4g} samples/s{''.join(mib)}{better}"
             )
+
+    def _new_bests(self, trainer: Trainer) -> list[str]:
+        """Name the monitored metrics that are better than ever before; all ranks call it."""
+        found: list[str] = []
+        values = trainer.callback_metrics  # a collective
+        for callback in _monitors(trainer):
+            name = callback.monitor
+            old = not self._validating_s and name in self._of_validation
+            if name is None or name in found or name not in values or old:
+                continue
+            value, best = float(values[name]), self._best.get(name)
+            rises = callback.mode == "max"
+            if math.isfinite(value) and (best is None or (value > best if rises else value < best)):
+                self._best[name] = value
+                found.append(name)
+        return found
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -103,6 +129,12 @@ class EpochReport(Callback):
         print("\n".join(checkpoint_lines(trainer)))
 
 
+def _monitors(trainer: Trainer) -> list[ModelCheckpoint]:
+    """Find the callbacks that keep the best checkpoint by a metric."""
+    kept = (c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint))
+    return [callback for callback in kept if callback.monitor is not None]
+
+
 def _epoch_means(trainer: Trainer) -> dict[str, float]:
     """What the bar shows, without values of the last batch where there is a mean of them."""
     metrics = {k: v for k, v in trainer.progress_bar_metrics.items() if isinstance(v, float)}
@@ -110,25 +142,32 @@ def _epoch_means(trainer: Trainer) -> dict[str, float]:
     return {k: v for k, v in without_steps.items() if k != "samples/s"}
 
 
-def checkpoint_lines(trainer: Trainer) -> list[str]:
-    """Where the best checkpoint lies and what it scored, and how to test and to resume."""
+def call_of_trainer(stage: str, checkpoint: str) -> str:
+    """How a program goes on from a checkpoint."""
+    return f"trainer.{stage}(module, data, ckpt_path={checkpoint!r})"
+
+
+def checkpoint_lines(
+    trainer: Trainer, call: Callable[[str, str], str] = call_of_trainer
+) -> list[str]:
+    """Where the best checkpoint lies and what it scored, and how to test and to resume.
+
+    Args:
+        trainer: That has kept them.
+        call: Says how a stage is run from a checkpoint.
+    """
     lines: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             best, score = callback.best_model_path, callback.best_model_score
             scored = "" if score is None else f" ({callback.monitor} {float(score):.4g})"
             if best:
-                lines += [
-                    f"Best checkpoint: {best}{scored}",
-                    f"Test: {_call('test', best)}",
-                ]
+                lines += [f"Best checkpoint: {best}{scored}", f"Test: {call('test', best)}"]
             if newest := callback.last_model_path or best:
-                lines.append(f"Resume: {_call('fit', newest)}")
+                lines.append(f"Resume: {call('fit', newest)}")
+    if any(isinstance(callback, ModelCheckpoint) for callback in trainer.checkpoint_callbacks):
+        return lines or ["No checkpoint was written."]
     return lines or ["No checkpoint was kept; add lightning.pytorch.callbacks.ModelCheckpoint."]
-
-
-def _call(stage: str, checkpoint: str) -> str:
-    return f"trainer.{stage}(module, data, ckpt_path={checkpoint!r})"
 
 
 def _command_line_speaks(trainer: Trainer) -> bool:
@@ -143,6 +182,15 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def memory_mib(device: torch.device) -> dict[str, float]:
+    """Measure memory in MiB, by the name under which it is logged."""
+    found = {"peak_memory_mib": peak_memory_mib(device)}
+    if device.type != "cpu":
+        found["memory_allocated_mib"] = torch.accelerator.memory_allocated(device) / 2**20
+        found["memory_reserved_mib"] = torch.accelerator.memory_reserved(device) / 2**20
+    return found
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -14,12 +14,12 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch
 from lightning_shard.domain.layout import Grid
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.narrow import is_dict, is_list
 from lightning_shard.processes.torch_private.internals import tree_map_only
-from lightning_shard.processes.torch_private.typed import is_dict, is_list
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -48,7 +48,7 @@ class PredictionWriter(BasePredictionWriter):
 
         Args:
             path: A directory name on a file system that all ranks see, such as `predictions.zarr`.
-            overwrite: Whether to replace what is there.
+            overwrite: True to replace what is there; otherwise an existing file is an error.
 
         Raises:
             ModuleNotFoundError: The package zarr is not installed.
@@ -103,7 +103,7 @@ class PredictionWriter(BasePredictionWriter):
             self._write(array, value, batch_indices, trainer)
 
     def _array(self, name: str, value: Tensor, samples: int, trainer: Trainer) -> "zarr.Array[Any]":
-        """Made by rank 0, which has a batch whenever another rank has one."""
+        """Return the array, which rank 0 makes: it has a batch whenever another rank has one."""
         if trainer.is_global_zero and not (self._partial / name).exists():
             x = _on_cpu(value.subdomain.local if isinstance(value, DomainTensor) else value)
             _import_zarr().create_array(
@@ -147,14 +147,14 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
-    """What `trainer.predict` returned, whole, one entry for each sample of the dataset.
+    """Put what `trainer.predict` returned in the order of the dataset, one entry for each sample.
 
-    All ranks must call it, and each gets everything, on the CPU: for fields that do not fit, use
-    `PredictionWriter`.
+    All ranks must call it, and each gets all of it whole on the CPU: for fields that do not fit,
+    use `PredictionWriter`.
 
     Args:
         trainer: After `trainer.predict`.
-        batches: What that returned on this rank, of one dataloader; tensors with samples in dim 0.
+        batches: The list that it returned on this rank for one dataloader, with samples in dim 0.
     """
     loader: Any = trainer.predict_dataloaders
     loader = loader[0] if is_list(loader) else loader
@@ -173,7 +173,7 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
 
 
 def _import_zarr() -> Any:
-    """The package zarr, which the plain install lacks."""
+    """Import the package zarr, which the plain install lacks."""
     try:
         return importlib.import_module("zarr")
     except ModuleNotFoundError as err:
@@ -185,7 +185,7 @@ def _import_zarr() -> Any:
 
 
 def _chunks(value: Tensor) -> list[int]:
-    """The extents of what one rank holds, rounded up."""
+    """Return the extents of the part that one rank holds, rounded up."""
     if not isinstance(value, DomainTensor):
         return list(value.shape)
     layout = value.subdomain.layout
@@ -193,12 +193,12 @@ def _chunks(value: Tensor) -> list[int]:
 
 
 def _whole_chunks(x: Subdomain) -> tuple[Tensor, list[slice]]:
-    """This rank's chunk of all samples, and where it lies: no two ranks write into one chunk."""
+    """Return this rank's chunk of all samples and its place: no two ranks write into one chunk."""
     where = [slice(None)] * x.ndim
     for dim, extent in enumerate(x.shape):
         axes = x.layout.axes(dim)
         if axes:
-            x = simple(x, dim)
+            x = one_factor(x, dim)
             bounds = list(_bounds(extent, x.layout.grid, axes))
             local = fetch(x, dim, tuple((b,) if b[0] < b[1] else () for b in bounds))
             where[dim] = slice(*bounds[x.layout.grid.index(axes)])
@@ -213,6 +213,6 @@ def _bounds(extent: int, grid: Grid, axes: tuple[int, ...]) -> Iterator[tuple[in
 
 
 def _on_cpu(x: Tensor) -> Tensor:
-    """Numpy has no bfloat16."""
+    """Copy a tensor to the CPU, bfloat16 as float32, since numpy has no bfloat16."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
     return x.float() if x.dtype == torch.bfloat16 else x

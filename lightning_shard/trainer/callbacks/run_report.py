@@ -37,16 +37,14 @@ class RunReport(Callback):
     warning says why, and the run goes on. A log directory on a remote file system gets none.
     """
 
-    def __init__(self, config: str = "", check: object = None) -> None:
+    def __init__(self, config: str = "") -> None:
         """Choose what the page cannot find out by itself.
 
         Args:
             config: The configuration to show; by default the hyperparameters that module and data
                 module have saved.
-            check: What `lightning_shard.check` found, to be shown.
         """
         self.config = config
-        self.check = check
         self.path: Path | None = None  # of the page, once it is written
         self._folder = ""
         self._begin()
@@ -189,7 +187,6 @@ class RunReport(Callback):
                 ("Pictures", pictures(Path(self._folder) / "gallery", self._began)),
                 ("What ran", facts.mesh_table(trainer, module, self._split)),
                 ("Memory", facts.memory_table(self._peaks_mib, trainer.strategy.root_device)),
-                ("Exactness check", [literal(str(self.check))] if self.check else []),
                 ("Checkpoints", [paragraph(line) for line in checkpoint_lines(trainer)]),
                 ("Versions", facts.version_table()),
                 ("Configuration", [literal(self.config or _hyperparameters(trainer, module))]),

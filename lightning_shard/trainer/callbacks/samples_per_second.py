@@ -22,7 +22,7 @@ class SamplesPerSecond(Callback):
     """
 
     def __init__(self) -> None:
-        """Nothing to choose."""
+        """Begin without a batch."""
         self._ends: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
 
     @override
@@ -47,7 +47,7 @@ def samples_of_all(trainer: Trainer, batch: Any) -> int:
 
 
 def _samples(batch: Any) -> int:
-    """Lightning's count, except for lists of texts, whose characters it takes for samples."""
+    """Count samples as Lightning does, but not characters where a batch is a list of texts."""
     sizes = (x.shape[0] for x in leaves_of(batch) if isinstance(x, Tensor) and x.ndim)
     size = next(sizes, None)
     return extract_batch_size(batch) if size is None else size

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import profile, schedule, supported_activities
 from typing_extensions import override
 
-from lightning_shard.processes.byte_counter import Traffic
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.trainer.profile.labels import labels
 from lightning_shard.trainer.profile.merge import (
@@ -27,6 +26,7 @@ from lightning_shard.trainer.profile.merge import (
     table,
 )
 from lightning_shard.trainer.profile.trace import Usage, read_trace
+from lightning_shard.trainer.profile.traffic import Traffic
 
 FILE = "profile.json.gz"
 METHODS = ("training_step", "backward")

@@ -31,7 +31,7 @@ class StopOnNonFinite(Callback):
     """
 
     def __init__(self) -> None:
-        """Nothing to choose."""
+        """Begin without a batch."""
         self._batch: tuple[Any, int] | None = None
         self._bad: tuple[Any, int] | None = None
 
@@ -106,7 +106,7 @@ def _gradients_are_finite(parameters: Iterable[Tensor], device: torch.device) ->
 
 
 def _all_finite(values: Iterable[Any]) -> bool:
-    """Whether this rank's parts of the tensors among `values` are finite."""
+    """Return True if this rank's parts of the tensors among `values` are finite."""
     local = [v.to_local() if isinstance(v, DomainTensor) else v for v in values]
     numbers = [
         v for v in local if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())

@@ -1,1 +1,1 @@
-"""What a profile of a few training steps is made of."""
+"""Makes the trace and the table of a profile of a few training steps."""

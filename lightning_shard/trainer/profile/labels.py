@@ -1,4 +1,4 @@
-"""Gives names to what a profiler records: modules, functions on split tensors, collectives.
+"""Names the ranges that a profiler records: modules, functions on split tensors, collectives.
 
 While the names are given, modules have hooks, and functions of torch.distributed and the dispatch
 of split tensors are wrapped. Otherwise nothing of this is there, and costs nothing.
@@ -16,9 +16,9 @@ from torch.profiler import record_function
 
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops import name_of, rule_for
-from lightning_shard.processes.byte_counter import Traffic, counted
 from lightning_shard.processes.torch_private.typed import named_modules
 from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.profile.traffic import Traffic, counted
 
 MODULE, FUNCTION, COLLECTIVE, WAIT = "module ", "split ", "collective ", "wait for a collective"
 
@@ -28,8 +28,8 @@ def labels(module: nn.Module, methods: Sequence[str] = ()) -> Generator[Traffic]
     """Name what runs inside the block, and count what this rank sends.
 
     Args:
-        module: Whose parts are named, by their names in it.
-        methods: Of the module, whose calls are named.
+        module: Its submodules are named as in `named_modules`.
+        methods: Methods of the module, whose calls are named, too.
     """
     with contextlib.ExitStack() as stack:
         _label_modules(module, stack)
@@ -90,7 +90,7 @@ def _leave(range_: Any) -> None:
 
 
 def _in_graph() -> bool:
-    """Whether a compiler follows this call, whose graph must not hold the profiler."""
+    """Return True while a compiler follows this call: its graph must not hold the profiler."""
     return is_traced() or torch.compiler.is_compiling()
 
 
@@ -109,7 +109,7 @@ def _function() -> Any:
 
 @functools.cache
 def _label(func: Callable[..., Any]) -> str | None:
-    """The name of a function that has a rule, and the theme of the rule."""
+    """Return the name of a function that has a rule, with the theme of the rule; else None."""
     rule = rule_for(func)
     if rule is None:
         return None

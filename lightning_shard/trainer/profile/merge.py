@@ -1,4 +1,4 @@
-"""Makes one file of the traces of all ranks, and one table of what their modules took."""
+"""Joins the traces of all ranks into one file, and their times by module into one table."""
 
 import gzip
 import json

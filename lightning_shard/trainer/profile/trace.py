@@ -1,4 +1,4 @@
-"""Reads the trace of one rank: to which module and function each event belongs.
+"""Reads the trace of one rank, and assigns each event to a module and a function.
 
 Events of a thread nest. An event belongs to the innermost module around it. A node of the backward
 graph belongs to the module of the operator that made it, which the profiler links to it.
@@ -28,13 +28,13 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 @dataclass
 class Usage:
-    """What a module took in the recorded steps on one rank, without the modules in it.
+    """Counts what a module took in the recorded steps on one rank, without the modules in it.
 
     Attributes:
-        compute_us: Time of this process, or of the device where there is one.
-        waiting_us: Of it, in collectives.
-        bytes: What was sent.
-        calls: Collectives.
+        compute_us: Time outside of collectives, of the device where there is one.
+        waiting_us: Time in collectives.
+        bytes: Bytes sent.
+        calls: Number of collectives.
     """
 
     compute_us: float = 0.0
@@ -43,7 +43,7 @@ class Usage:
     calls: float = 0
 
     def add(self, other: "Usage") -> None:
-        """Add what another rank took."""
+        """Add the counts of another rank."""
         self.compute_us += other.compute_us
         self.waiting_us += other.waiting_us
         self.bytes += other.bytes
@@ -52,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Context:
-    """Where in the program an event lies."""
+    """Describes the place of an event in the program."""
 
     module: str = OUTSIDE
     function: str = ""
@@ -64,13 +64,13 @@ class Context:
 
 @dataclass
 class Trace:
-    """The events of one rank with their names, and what each module took."""
+    """Holds the events of one rank with their names, and the counts of each module."""
 
     events: list[Event] = field(default_factory=list[Event])
     usage: dict[str, Usage] = field(default_factory=dict[str, Usage])
 
     def of(self, module: str) -> Usage:
-        """What this module took, to be added to."""
+        """Return the counts of a module, to which more can be added."""
         return self.usage.setdefault(module, Usage())
 
 
@@ -78,7 +78,7 @@ def read_trace(recorded: Mapping[str, Any], steps: int) -> Trace:
     """Name the events of a Chrome trace of the profiler, recorded under `labels`.
 
     Args:
-        recorded: What the profiler has exported.
+        recorded: The Chrome trace that the profiler has exported.
         steps: The steps that count; the profiler begins one more when training ends.
     """
     trace = Trace()
@@ -106,7 +106,7 @@ def _is_step(event: Event) -> bool:
 
 
 def _links(events: list[Event]) -> dict[Place, Place]:
-    """For the nodes of the backward graph the operators that made them."""
+    """Map the nodes of the backward graph to the operators that made them."""
     ends: dict[Any, dict[str, Place]] = {}
     for event in events:
         if event.get("cat") == "fwdbwd":
@@ -154,7 +154,7 @@ class _Reader:
         return max(begin, end)
 
     def _enter(self, event: Event, outer: Context) -> Context:
-        """The context of what lies within the event."""
+        """Return the context of the events that lie within the event."""
         name, place = event["name"], (event["tid"], event["ts"])
         context = outer
         if place in self.links:
@@ -178,7 +178,7 @@ class _Reader:
         return context
 
     def _range(self, event: Event, own: Context, last: Event | None) -> Event | None:
-        """One event around neighbouring nodes of the backward graph that a module made."""
+        """Put one event around neighbouring nodes of the backward graph that a module made."""
         if (event["tid"], event["ts"]) not in self.links:
             return last
         name = f"backward of {own.module}"
@@ -211,7 +211,7 @@ class _Reader:
 
 
 def _part(name: str, outer: Context) -> Context:
-    """What belongs to no module, such as the optimizer, and what FSDP2 does for one."""
+    """Return the context of an event outside of modules: the optimizer, or FSDP2 for a block."""
     if match := re.match(r"FSDP::\w+ \((.+)\)", name):
         return replace(outer, module=match[1], function="", theme="")
     if not outer.module.startswith("("):
@@ -228,7 +228,7 @@ def _title(collective: str, context: Context) -> str:
 
 
 def _read_device(trace: Trace, contexts: Mapping[Any, Context]) -> None:
-    """Where a device computes, its time is what counts, not that of the process that feeds it."""
+    """Replace times of this process by those of the device's kernels, where a device computes."""
     for event in (kernels := list(_kernels(trace.events))):
         context = contexts.get(event["args"].get("External id"), Context())
         event["args"]["module"] = context.module

@@ -1,4 +1,4 @@
-"""Says in tables what ran: results, mesh, memory, versions."""
+"""Makes the tables and charts of a report: results, mesh, memory, versions."""
 
 import importlib.metadata
 import platform
@@ -20,7 +20,7 @@ MANY_RANKS = 32  # from which on the extremes are shown
 
 
 def result_tables(metrics: Mapping[str, float]) -> list[str]:
-    """Tables of values: those that differ by a number in their name alone are rows of one table.
+    """Make tables of values; names that differ only by a number become rows of one table.
 
     Args:
         metrics: Such as `{"test/l2_32": 0.02, "test/l2_64": 0.01, "test/loss": 0.1}`.
@@ -45,7 +45,7 @@ def result_tables(metrics: Mapping[str, float]) -> list[str]:
 def metric_charts(
     losses: Points, by_epoch: Mapping[str, Points], rates: Mapping[str, Points], window: int
 ) -> list[str]:
-    """One chart for each quantity; training and validation share it.
+    """Draw one chart for each quantity; training and validation share it.
 
     Args:
         losses: The loss of the training steps.
@@ -70,14 +70,14 @@ def metric_charts(
 
 
 def without_forks(names: Iterable[str]) -> list[str]:
-    """Names of metrics, without the forks of those that steps and epochs both log."""
+    """Leave out the names with `_step` and `_epoch` of metrics that are there without them, too."""
     known = [*names]
     bases = {name: re.sub(r"_(?:step|epoch)$", "", name) for name in known}
     return [name for name in known if bases[name] == name or bases[name] not in known]
 
 
 def mesh_table(trainer: Trainer, module: LightningModule, split: str) -> list[str]:
-    """What ran on what, as a table of words."""
+    """Make a table of the processes, the mesh, the module and its precision."""
     strategy = trainer.strategy
     rows: list[tuple[str, object]] = [("processes", f"{trainer.world_size} ({_device(trainer)})")]
     if isinstance(strategy, HybridShardStrategy):
@@ -97,12 +97,12 @@ def mesh_table(trainer: Trainer, module: LightningModule, split: str) -> list[st
 
 
 def own_class(module: LightningModule) -> type:
-    """The class as the user wrote it: a sharded module has one that FSDP2 derived from it."""
+    """Return the class that the user wrote: FSDP2 gives a sharded module one derived from it."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _parameters(module: LightningModule) -> int:
-    """Complex numbers count once; sharded, they are pairs."""
+    """Count the parameters, complex numbers once: sharded, they are pairs of real ones."""
     pairs = pair_names(module)
     return sum(p.numel() // (2 if name in pairs else 1) for name, p in module.named_parameters())
 
@@ -115,7 +115,7 @@ def _device(trainer: Trainer) -> str:
 
 
 def memory_table(peaks_mib: Sequence[float], device: torch.device) -> list[str]:
-    """The largest memory that each rank held, in MiB; of many ranks the extremes."""
+    """Make a table of the peak memory of each rank in MiB; of many ranks the extremes."""
     if not peaks_mib:
         return [paragraph("Not measured: no epoch of training ended.")]
     rows: list[tuple[str, float]] = [(f"rank {n}", mib) for n, mib in enumerate(peaks_mib)]
@@ -128,7 +128,7 @@ def memory_table(peaks_mib: Sequence[float], device: torch.device) -> list[str]:
 
 
 def version_table() -> list[str]:
-    """The packages that decide about numbers, as far as they are installed."""
+    """Make a table of the versions of the packages that can change numbers."""
     rows = [
         ("system", platform.platform()),
         ("Python", platform.python_version()),

@@ -57,22 +57,22 @@ def page(title: str, lead: str, sections: Iterable[tuple[str, Sequence[str]]]) -
 
 
 def paragraph(text: str) -> str:
-    """A sentence."""
+    """Make a paragraph of a sentence."""
     return f"<p>{escape(text)}</p>"
 
 
 def literal(text: str) -> str:
-    """Text as it is, such as a file."""
+    """Show text as it is, such as a file."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, words: bool = False) -> str:
-    """A table; numbers have four digits.
+    """Make a table; numbers have four digits.
 
     Args:
         head: The titles of the columns, if they need any.
         rows: The cells, of which the first names the row.
-        words: Whether cells hold words, which stand left.
+        words: True if the cells hold words, which are aligned left.
     """
     if not (cells := [[_cell(value) for value in row] for row in rows]):
         return ""
@@ -88,22 +88,22 @@ def _cell(value: object) -> str:
 
 
 def side_by_side(elements: Iterable[str]) -> str:
-    """Elements beside each other, as many as a line has room for; those that are empty left out."""
+    """Put elements beside each other, as many as a line has room for; leave out empty ones."""
     shown = [element for element in elements if element]
     return "\n".join(['<div class="row">', *shown, "</div>"]) if shown else ""
 
 
 def figure(element: str, caption: str) -> str:
-    """A picture with a sentence below it."""
+    """Put a sentence below a picture."""
     return f"<figure>\n{element}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
 
 
 def pictures(folder: Path, since: float) -> list[str]:
-    """The pictures of a folder, inside of the page; where they are too large, the newest of them.
+    """Embed the pictures of a folder; where they are too large together, the newest of them.
 
     Args:
-        folder: Of its `.png` files, the newest come first.
-        since: The time of the run's begin; older files are of another run.
+        folder: The folder of the `.png` files; the newest come first.
+        since: The time at which the run began; older files belong to another run.
     """
     found = [(path.stat().st_mtime, path) for path in folder.glob("*.png")]
     newest = sorted(((time, path) for time, path in found if time >= since), reverse=True)

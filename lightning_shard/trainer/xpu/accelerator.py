@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.processes.device import let_gloo_stand_beside
-from lightning_shard.processes.torch_private.typed import is_list
+from lightning_shard.processes.narrow import is_list
 from lightning_shard.trainer.precision import use_device
 from lightning_shard.trainer.xpu.random_isolation import isolate_random_numbers
 from lightning_shard.trainer.xpu.strategies import use_xpu
@@ -52,7 +52,7 @@ class XPUAccelerator(Accelerator):
 
     @override
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Read memory in bytes as `torch.xpu.memory_stats` counts it, and what the driver tells.
+        """Read memory in bytes as `torch.xpu.memory_stats` counts it, and the driver's counters.
 
         From the driver, where it does: `free_bytes` and `total_bytes` of the device, with all its
         processes, and `utilization_percent` (torch with `torch.xpu.utilization`, which takes 100 ms
@@ -142,7 +142,7 @@ def tell_of_unused_devices(device: torch.device) -> None:
 
 
 def _read(devices: Any) -> Any:
-    """Words as numbers: "2" is a number of devices, "0,1" and "0," are indices."""
+    """Read words as numbers: "2" is a number of devices, "0,1" and "0," are indices."""
     if isinstance(devices, str) and devices != "auto":
         words = [word.strip() for word in devices.split(",")]
         if not all(word.removeprefix("-").isdigit() for word in words if word):
@@ -155,7 +155,7 @@ def _read(devices: Any) -> Any:
 
 
 def _told(name: str, device: torch.device | str | int) -> Any:
-    """What `torch.xpu` reads from the driver; None where torch, library or rights are missing."""
+    """Read a value of the driver by `torch.xpu`; None if torch, library or rights lack it."""
     ask = getattr(torch.xpu, name, None)
     try:
         return None if ask is None else ask(device)

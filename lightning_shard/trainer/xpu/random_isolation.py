@@ -17,9 +17,10 @@ from lightning_shard.trainer.random_state import random_state, set_random_state
 
 
 class IsolatedSanityCheck(Callback):
-    """The device draws after the sanity check what it would have drawn without it."""
+    """Sets the device's generator after the sanity check as it was before."""
 
     def __init__(self) -> None:
+        """Begin before a sanity check."""
         self._before: dict[str, Any] = {}
 
     @override
@@ -35,8 +36,8 @@ def isolate_random_numbers(trainer: Trainer, device: torch.device) -> None:
     """Isolate the sanity check, and the callbacks that try learning rates, once for each trainer.
 
     Args:
-        trainer: Whose callbacks change: one more, and the finders among them.
-        device: Whose numbers are kept, beside those of the CPU.
+        trainer: Gets one more callback, and its learning-rate finders change.
+        device: The device whose generator is kept, beside the CPU's.
     """
     add_once(trainer, IsolatedSanityCheck(), first=True)
     for callback in callbacks_of(trainer):

@@ -40,7 +40,7 @@ class SingleXPUStrategy(SingleDeviceStrategy):
         Args:
             device: Such as "xpu:1"; by default the Trainer's, from its `devices`.
             accelerator: Set by the Trainer.
-            checkpoint_io: How files are written; by default Lightning's.
+            checkpoint_io: The plug-in that writes files; by default Lightning's.
             precision_plugin: Set by the Trainer.
         """
         super().__init__(device or "xpu:0", accelerator, checkpoint_io, precision_plugin)

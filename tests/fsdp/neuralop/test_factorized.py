@@ -15,8 +15,8 @@ import lightning_shard
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.fsdp.neuralop import factorized
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
-from lightning_shard.processes.byte_counter import counted
 from lightning_shard.processes.mesh import make_mesh
+from lightning_shard.trainer.profile.traffic import counted
 from tests.double_fno import to_double
 from tests.pairs import by_turns, pairwise
 from tests.parity import assert_parity_of_module, assert_same, mesh_of

@@ -16,7 +16,7 @@ from lightning_shard.ops.attention import layout as attention_layout
 from lightning_shard.ops.attention import ring
 from lightning_shard.ops.attention import rule as attention
 from lightning_shard.ops.attention.layout import Operands
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.pairs import each_once, pairwise
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 

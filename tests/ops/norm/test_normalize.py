@@ -4,7 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import lightning_shard
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.ops.norm.test_batch_norm import CASES
 from tests.parity import mesh_of
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.parity import assert_parity, mesh_of
 
 SHAPE = (2, 3, 7, 3)

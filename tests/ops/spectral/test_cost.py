@@ -6,7 +6,7 @@ import torch
 import lightning_shard
 from lightning_shard import spectral_method
 from lightning_shard.ops.spectral.cost import Extent, plan
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.parity import mesh_of
 
 OTHERS = 32

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import lightning_shard
 from lightning_shard import DomainTensor, UnsupportedOperationError
-from lightning_shard.domain.requests import Named
+from lightning_shard.domain.fetch_by_index import IndexedRows
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
 SHAPE = (2, 3, 7, 5)
@@ -216,7 +216,7 @@ def drawn(random, low, high):
 
 def compare_random(seeds, mesh, gathers):
     """Rows looked up and added by indices that are split or plain, into split or plain tensors."""
-    with mock.patch.object(Named, "is_most", return_value=gathers):
+    with mock.patch.object(IndexedRows, "sends_less_whole", return_value=gathers):
         for seed in seeds:
             random = torch.Generator().manual_seed(seed)
             shape = [drawn(random, 1, 6) for _ in range(3)]

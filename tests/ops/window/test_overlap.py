@@ -8,7 +8,7 @@ import lightning_shard
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.ops.window.strips import Window, plan_of
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
 WEIGHT, BIAS = (4, 3, 3, 3), (4,)

@@ -110,3 +110,14 @@ def test_command_line_replaces_the_optimizer_without_keeping_its_rate():
     optimizer = parser.instantiate(config).model.configure_optimizers()
     assert type(optimizer) is AdamW
     assert optimizer.defaults["lr"] == 1e-3
+
+
+def test_without_waves_there_is_nothing_to_learn():
+    """As in PhysicsNeMo's tutorial: normal noise, and labels drawn at random."""
+    data = _small_data(amplitude=0, noise=1.0, num_train=400)
+    images, labels = (torch.stack(part) for part in zip(*data.splits["train"], strict=True))
+    assert images.mean().abs() < 0.01
+    assert (images.std() - 1).abs() < 0.01
+    assert labels.unique().tolist() == list(range(10))
+    assert labels.bincount().tolist() != [40] * 10, "drawn, not dealt out"
+    assert torch.equal(labels, torch.stack([label for _, label in data.splits["train"]]))

@@ -269,3 +269,76 @@ def test_sizes_for_each_test_resolution(tmp_path):
     assert data.train_dataloader().batch_size == SIZES["batch_size"]
     with pytest.raises(ValueError, match=r"num_test must be one number, or one for each of the"):
         DarcyDataModule(**(sizes | {"num_test": [3]}))
+
+
+def test_without_held_out_samples_all_test_samples_validate(tmp_path):
+    """As neuraloperator's Trainer does, on test sets of their own sizes."""
+    data = ready(root=str(tmp_path), num_val=0, num_test=[5, 3], eval_batch_size=[4, 2])
+    for loaders in (data.val_dataloader(), data.test_dataloader()):
+        assert [len(loader.dataset) for loader in loaders] == [5, 3]
+        assert [loader.batch_size for loader in loaders] == [4, 2]
+    assert torch.equal(data.val_dataloader()[1].dataset.y, data.test_dataloader()[1].dataset.y)
+
+
+def test_files_of_an_older_torch_are_read(tmp_path):
+    """Before 1.6 torch.save wrote no archives, which alone can be mapped into memory."""
+    for part, count in (("train", 6), ("test", 5)):
+        samples = write_pt(tmp_path / "new.pt", count, 8)
+        path = tmp_path / f"darcy_{part}_8.pt"
+        torch.save(samples, path, _use_new_zipfile_serialization=False)
+    data = ready(source=str(tmp_path), test_resolutions=[8])
+    assert len(data._train) == 6
+    assert torch.equal(data._test[0].y[:, 0], samples["y"][2:5])
+
+
+class Zenodo:
+    """Stands for the record of neuraloperator's files: archives of a train and a test file."""
+
+    def __init__(self, folder: Path, files: int = 2) -> None:
+        self.folder, self.files = folder, files
+        self.asked: list[str] = []
+
+    def __call__(self, record: str, root: Path, archives: list[str]) -> None:
+        assert record == "12784353"
+        self.asked += archives
+        for archive in archives:
+            resolution = int(archive.removeprefix("darcy_").removesuffix(".tgz"))
+            inside = root / "data"  # the archive's own folder
+            inside.mkdir(exist_ok=True)
+            for part in ("train", "test")[: self.files]:
+                write_pt(inside / f"darcy_{part}_{resolution}.pt", 8, resolution)
+
+
+FETCH = "neuralop.data.datasets.web_utils.download_from_zenodo_record"
+
+
+def test_neuraloperators_files_are_fetched_once(tmp_path, monkeypatch):
+    zenodo = Zenodo(tmp_path)
+    monkeypatch.setattr(FETCH, zenodo)
+    sizes = {"train_resolution": 16, "test_resolutions": [16, 32], "num_val": 0, "download": True}
+    for _ in range(2):
+        data = ready(source=str(tmp_path / "new" / "folder"), **sizes)
+    assert zenodo.asked == ["darcy_16.tgz", "darcy_32.tgz"]
+    assert [loader.dataset.x.shape[-1] for loader in data.val_dataloader()] == [16, 32]
+    assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == {
+        f"darcy_{part}_{resolution}.pt" for part in ("train", "test") for resolution in (16, 32)
+    }
+
+
+def test_what_cannot_be_fetched_is_a_sentence(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("no network")
+
+    sizes = {"train_resolution": 16, "test_resolutions": [16], "download": True}
+    source = tmp_path / "neuraloperator"
+    monkeypatch.setattr(FETCH, fail)
+    with pytest.raises(ConnectionError, match=r"darcy_16.tgz of https://zenodo\S+ could not"):
+        ready(source=str(source), **sizes)
+    assert not list(source.iterdir())
+    monkeypatch.setattr(FETCH, Zenodo(tmp_path, files=1))
+    with pytest.raises(ConnectionError, match=r"held no darcy_test_16.pt: put the file into"):
+        ready(source=str(source), **sizes)
+    with pytest.raises(ValueError, match="have 16, 32, 64, 128, 421 nodes a side; got 20"):
+        ready(source=str(source), **sizes | {"train_resolution": 20})
+    with pytest.raises(ValueError, match="name it by `source`, such as data/neuraloperator"):
+        DarcyDataModule(download=True)

@@ -1,9 +1,11 @@
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from neuralop import LpLoss
 
 from lightning_modules import DarcyDataModule, TFNODarcy
@@ -144,3 +146,42 @@ def test_parameter_count_of_the_large_model():
         model.configure_model()
     reals = sum(p.numel() * (2 if p.is_complex() else 1) for p in model.parameters())
     assert reals == 469_145_337
+
+
+@pytest.mark.parametrize("factorization", ["tucker", "cp", "tt", "dense"])
+def test_factorization(factorization):
+    model = TFNODarcy(**SMALL, factorization=factorization)
+    model.configure_model()
+    kind = type(model.network.fno_blocks.convs[0].weight).__name__
+    assert {"tucker": "Tucker", "cp": "CP", "tt": "TT", "dense": "Dense"}[factorization] in kind
+    assert model(torch.rand(1, 1, 8, 8)).shape == (1, 1, 8, 8)
+
+
+def test_without_positional_embedding_a_shifted_field_has_a_shifted_solution():
+    x = torch.rand(1, 1, 8, 8)
+    for embedding, equivariant in ((None, True), ("grid", False)):
+        torch.manual_seed(0)
+        model = TFNODarcy(**SMALL, positional_embedding=embedding)
+        model.configure_model()
+        shifted = model(x.roll(3, dims=-1)).roll(-3, dims=-1)
+        assert torch.allclose(shifted, model(x), atol=1e-5) == equivariant
+
+
+def test_validation_on_the_test_samples_keeps_a_best_checkpoint(tmp_path):
+    data = DarcyDataModule(
+        train_resolution=8,
+        num_train=4,
+        num_val=0,
+        num_test=[4, 2],
+        batch_size=4,
+        root=str(tmp_path),
+    )
+    keep = ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val/loss")
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[keep], enable_progress_bar=False,
+        enable_model_summary=False, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(TFNODarcy(**SMALL), datamodule=data)
+    assert Path(keep.best_model_path).is_file()
+    logged = {name for name in trainer.callback_metrics if not name.endswith("_baseline")}
+    assert {"val/h1_8", "val/l2_8", "val/h1_16", "val/l2_16"} <= logged

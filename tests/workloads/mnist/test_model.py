@@ -77,7 +77,11 @@ def test_fit_test_predict_and_checkpoint_round_trip(trainer, tmp_path):
     (predicted,) = trainer.predict(model, data)
 
     loaded = MNISTModule.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True).eval()
-    assert dict(loaded.hparams) == {"conv_dropout": 0.1, "linear_dropout": 0.5}
+    assert dict(loaded.hparams) == {
+        "conv_dropout": 0.1,
+        "linear_dropout": 0.5,
+        "loss_reduction": "mean",
+    }
     assert loaded.network.dropout1.p == 0.1
     images, labels = next(iter(data.predict_dataloader()))
     torch.testing.assert_close(loaded(images).argmax(dim=1), predicted)
@@ -200,3 +204,26 @@ def test_without_held_out_samples_the_test_set_validates(idx_root):
 def test_wrong_arguments_are_refused_with_their_value(arguments, got):
     with pytest.raises(ValueError, match=f"got {got}"):
         MNISTDataModule(**arguments)
+
+
+def test_a_sum_is_the_mean_times_the_samples(idx_root):
+    """Gradients too, as PyTorch's tutorial of FSDP takes them; what is logged stays the mean."""
+    data = _filled(MNISTDataModule(source="mnist", root=idx_root, batch_size=5))
+    batch = next(iter(data.train_dataloader()))
+    gradients, losses, logged = [], [], []
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(0)
+        model = MNISTModule(0.0, 0.0, loss_reduction=reduction)
+        model.log = lambda name, value, **_: logged.append(value.item())
+        loss = model.training_step(batch, 0)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(model.network.fc1.weight.grad)
+    torch.testing.assert_close(losses[1], 5 * losses[0])
+    torch.testing.assert_close(gradients[1], 5 * gradients[0])
+    assert len(set(logged)) == 1
+
+
+def test_another_reduction_is_refused():
+    with pytest.raises(ValueError, match="must be 'mean' or 'sum'; got 'none'"):
+        MNISTModule(loss_reduction="none")

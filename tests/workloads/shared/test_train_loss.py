@@ -8,11 +8,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_modules import MNISTModule
 from lightning_shard import EpochReport
+from lightning_shard.trainer.callbacks.epoch_report import memory_mib
 from tests import training
 from tests.training import Losses, shared_path
 
@@ -87,3 +89,40 @@ def test_an_epoch_without_validation_shows_none():
     expected = [] if dist.get_rank() else [False, True, False, True]
     assert ["val/" in line for line in lines] == expected
     assert all("train/loss" in line for line in lines)
+
+
+# the second run goes on in the folder of the first
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_new_best_is_said_when_it_comes(tmp_path, capsys):
+    """A resumed run compares with the best of the run before it."""
+
+    class Given(MNISTModule):
+        def on_train_epoch_start(self):
+            self.given = [3.0, 2.0, float("nan"), 2.5, 1.0, 1.0, 0.5][self.current_epoch]
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", self.given, prog_bar=True)
+
+    def lines(epochs, path=None):
+        kept = ModelCheckpoint(tmp_path, monitor="val/loss", save_last=True)
+        runner = Trainer(
+            accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[kept, EpochReport()],
+            enable_progress_bar=False, enable_model_summary=False, logger=False,
+            num_sanity_val_steps=0, limit_train_batches=1, log_every_n_steps=1,
+        )  # fmt: skip
+        data = training.loader("mnist", torch.float32, 2, 2)
+        runner.fit(Given(), data, data, ckpt_path=path)
+        shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")]
+        return [line.endswith(", new best val/loss") for line in shown]
+
+    assert lines(5) == [True, True, False, False, True]
+    assert lines(7, str(tmp_path / "last.ckpt")) == [False, True]
+
+
+def test_memory_of_a_device_is_allocated_and_reserved(monkeypatch):
+    sizes = {"memory_allocated": 3, "memory_reserved": 4, "max_memory_allocated": 5}
+    for name, mib in sizes.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda _, mib=mib: mib * 2**20)
+    expected = {"peak_memory_mib": 5, "memory_allocated_mib": 3, "memory_reserved_mib": 4}
+    assert memory_mib(torch.device("cuda", 0)) == expected
+    assert memory_mib(torch.device("cpu")).keys() == {"peak_memory_mib"}

@@ -1,4 +1,4 @@
-"""Lets metrics and rates count once what the ranks of a domain all see: the same samples."""
+"""Makes metrics and rates count each sample once, though all ranks of a domain see it."""
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_shard
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.parity import mesh_of
 
 

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: row by row, or with the channels of each place side by side.
+"""Memory formats: tensors lie row by row, or with the channels of each place side by side.
 
 Each rank keeps the format of its own part. What travels is in the order of the rows, since the part
 of another rank may lie in another format.

@@ -30,7 +30,7 @@ class Chosen:
     Attributes:
         places: This rank's rows among them, by their local flat places in the mask.
         numbers: The same rows' numbers in the global order of all rows that are chosen.
-        factor: How all of them are split once they are moved: their count M, and the mesh axes.
+        factor: The split of all of them once they are moved: their count M, and the mesh axes.
         transfer: Moves rows of the mask's places to the canonical partition of M.
     """
 
@@ -46,7 +46,7 @@ class Chosen:
         return transferred(rows, self.transfer, domain.group(self.factor.axes))
 
     def returned(self, rows: Tensor, domain: Domain) -> Tensor:
-        """For each of `places` its row, from the part that this rank has of all chosen rows."""
+        """Bring back this rank's rows among all chosen rows, one for each of `places`."""
         if self.transfer is None:
             return rows
         back = transferred(rows, self.transfer.turned, domain.group(self.factor.axes))
@@ -54,7 +54,7 @@ class Chosen:
 
 
 def chosen_by(mask: Subdomain) -> Chosen:
-    """What a mask chooses, in the order of its elements in one process.
+    """Count and number the rows that a mask chooses, in the order of one process.
 
     All ranks that split the mask must call. A whole mask chooses on every rank by itself.
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_shard.lab.simulated.alone import AloneGroup, Listener
+from lightning_shard.lab.simulated.group import OpenCollectives, SimulatedGroup
+from lightning_shard.lab.simulated.state import State
+from lightning_shard.lab.simulated.store import LoneStore, SimulatedStore
+from lightning_shard.lab.simulated.turns import Turns
 from lightning_shard.processes.forking import become_rank
-from lightning_shard.processes.simulated.alone import AloneGroup, Listener
-from lightning_shard.processes.simulated.group import OpenCollectives, SimulatedGroup
-from lightning_shard.processes.simulated.state import State
-from lightning_shard.processes.simulated.turns import Turns
 from lightning_shard.processes.torch_private.internals import backend_plugins, groups_of_threads
 
 _BACKEND = "threaded"  # the name by which torch tells apart meshes of ranks that are threads
@@ -64,7 +65,7 @@ def simulate(
     if processes < 1:
         raise ValueError(f"processes must be 1 or more; got {processes}.")
     if rank is None:
-        return _run(range(processes), processes, function, args, SimulatedGroup)
+        return _run(range(processes), processes, function, args, SimulatedGroup, SimulatedStore)
     if not 0 <= rank < processes:
         raise ValueError(f"rank must be from 0 to {processes - 1}; got {rank}.")
     return [alone(function, *args, processes=processes, rank=rank)]
@@ -80,7 +81,7 @@ def alone(
     """Run one rank, as `simulate` does, and tell the listener of its collectives."""
     group = partial(AloneGroup, listener=listener)
     with _own_objects():
-        return _run([rank], processes, function, args, group)[0]
+        return _run([rank], processes, function, args, group, LoneStore)[0]
 
 
 @contextmanager
@@ -112,13 +113,21 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     group: Callable[..., SimulatedGroup],
+    make_store: type[SimulatedStore],
 ) -> list[Any]:
     if _running:
         raise RuntimeError("a simulation is running in this process; call the function itself.")
+    written: dict[str, bytes] = {}
+
+    def body(rank: int) -> Any:
+        store = make_store(written, rank, turns)
+        dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=processes)
+        return function(*copy.deepcopy(args))
+
+    turns = Turns([partial(body, rank) for rank in ranks])
     _begin_autograd()
     with _as_it_was():
         become_rank(0, processes, port=1)  # where nobody listens: the group is there already
-        turns = Turns(_bodies(ranks, processes, function, args))
         with _backend(partial(group, open_ones=OpenCollectives(turns))):
             turns.run([
                 State().as_rank({"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in ranks
@@ -133,19 +142,6 @@ def _begin_autograd() -> None:
     none. Autograd would start a thread for each of them, and refuse to run in forks.
     """
     torch.ones((), requires_grad=True).clone().backward()
-
-
-def _bodies(
-    ranks: Sequence[int], processes: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> list[Callable[[], Any]]:
-    # torch documents dist.HashStore
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-
-    def body(rank: int) -> Any:
-        dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=processes)
-        return function(*copy.deepcopy(args))
-
-    return [partial(body, rank) for rank in ranks]
 
 
 @contextmanager

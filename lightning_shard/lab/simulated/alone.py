@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_shard.processes.simulated.collectives import put, sent_bytes
-from lightning_shard.processes.simulated.group import OpenCollectives, SimulatedGroup
+from lightning_shard.lab.simulated.collectives import put
+from lightning_shard.lab.simulated.group import OpenCollectives, SimulatedGroup
+from lightning_shard.trainer.profile.traffic import sent_bytes
 
 _AnyWork: Any = dist.Work  # torch does not document how to subclass it
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.elementwise.pointwise import pointwise
@@ -19,6 +19,7 @@ from lightning_shard.ops.view.reshape import reshape_to
 
 @implements(torch.roll, Tensor.roll)
 def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) -> Subdomain:
+    """Shift rows around the ends; rows travel to their new owners if the dim is split."""
     if 0 in x.shape:
         return x
     if dims is None or dims in ((), []):
@@ -36,12 +37,13 @@ def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) 
 
 @implements(torch.flip, Tensor.flip)
 def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -> Subdomain:
+    """Reverse rows; they travel to their new owners if the dim is split."""
     dims = places or dims
     for dim in map(x.layout.dim, dims[0] if dims and isinstance(dims[0], Sequence) else dims):
         n, axes = x.shape[dim], x.layout.axes(dim)
         local = x.local
         if axes:
-            x = simple(x, dim)
+            x = one_factor(x, dim)
             needs = needs_of(
                 n, x.layout.grid.parts(axes), lambda low, high, n=n: [(n - high, n - low)]
             )
@@ -52,11 +54,13 @@ def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -
 
 @implements(torch.fliplr, Tensor.fliplr)
 def fliplr(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """Reverse the second dim; rows travel as for `flip`."""
     return flip(torch.flip, x, [1])
 
 
 @implements(torch.flipud, Tensor.flipud)
 def flipud(func: Callable[..., Any], x: Subdomain) -> Subdomain:
+    """Reverse the first dim; rows travel as for `flip`."""
     return flip(torch.flip, x, [0])
 
 
@@ -64,6 +68,7 @@ def flipud(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 def rot90(
     func: Callable[..., Any], x: Subdomain, k: int = 1, dims: Sequence[int] = (0, 1)
 ) -> Subdomain:
+    """Turn a plane by quarters; rows travel as for `flip`."""
     a, b = map(x.layout.dim, dims)
     if k % 4 == 2:
         return flip(torch.flip, x, [a, b])
@@ -85,6 +90,7 @@ def diff(
     prepend: Any = None,
     append: Any = None,
 ) -> Any:
+    """Differences of neighbouring rows; rows travel to the owners in the shorter dim."""
     d = dim % x.ndim
     if not n:
         return x

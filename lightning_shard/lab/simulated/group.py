@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_shard.processes.simulated import collectives
-from lightning_shard.processes.simulated.turns import Turns
+from lightning_shard.lab.simulated import collectives
+from lightning_shard.lab.simulated.turns import Turns
 
 # torch documents how to subclass neither; its signatures have changed between releases
 _AnyWork: Any = dist.Work

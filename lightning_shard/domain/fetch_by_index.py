@@ -33,10 +33,10 @@ class Requests:
 
     Attributes:
         order: This rank's requests, those to the first rank first.
-        asked: How many of them go to each rank.
+        asked: Number of requests to each rank.
         rows: The local row numbers of this rank's table that are named, the first rank's first.
-        owed: How many of them each rank names.
-        table: How many rows this rank has of the table.
+        owed: Number of rows that each rank names.
+        table: Number of rows of the table on this rank.
         group: The ranks that hold the table.
     """
 
@@ -62,14 +62,14 @@ class Requests:
 
 
 @dataclass(frozen=True, eq=False)
-class Named:
+class IndexedRows:
     """The rows that this rank names, and what all ranks know of what each names.
 
     Attributes:
-        owner: Of each row the rank that holds it.
+        owner: Rank that holds each row.
         row: Its local row number there.
-        counts: For each rank of the domain how many rows it names of each rank of the group.
-        table: How the table is split.
+        counts: Number of rows that each rank of the domain names of each rank of the group.
+        table: The split of the table.
     """
 
     owner: Tensor
@@ -78,8 +78,8 @@ class Named:
     table: Layout
     domain: Domain
 
-    def is_most(self, row: int) -> bool:
-        """Whether to send the whole table to every rank is less than what is named of others.
+    def sends_less_whole(self, row: int) -> bool:
+        """Return True if the whole table for every rank is less than the rows that are named.
 
         All ranks decide alike. A request is a row number and a row, which has `row` bytes.
         """
@@ -102,18 +102,18 @@ class Named:
 
 def named_rows(
     numbers: Tensor, table: Layout, domain: Domain, wrong: Tensor, complaint: Complaint
-) -> Named:
+) -> IndexedRows:
     """Find out who owns the rows of a split table that this rank names.
 
     Args:
         numbers: Numbers of rows of the table's first dim, of one dim.
-        table: How the table is split.
+        table: The split of the table.
         domain: Its ranks, all of which call.
-        wrong: What `rows_of` says is out of range.
+        wrong: The number out of range that `rows_of` found.
         complaint: Makes torch's error for that.
 
     Raises:
-        Exception: What `complaint` makes of a number out of range, on every rank.
+        Exception: The error that `complaint` makes of a number out of range, on every rank.
     """
     grid, axes = domain.grid, table.axes(0)
     owner, row = _owners(numbers, table.dims[0], grid)
@@ -124,7 +124,7 @@ def named_rows(
     others = tuple(a for a in range(len(grid.sizes)) if a not in axes)
     counts = told[:, 3:].reshape(*grid.sizes, -1).permute(*others, *axes, len(grid.sizes))
     counts = counts.reshape(grid.parts(others), grid.parts(axes), -1)
-    return Named(owner, row, counts, table, domain)
+    return IndexedRows(owner, row, counts, table, domain)
 
 
 def refuse_out_of_range(domain: Domain, wrong: Tensor, complaint: Complaint) -> None:
@@ -176,8 +176,8 @@ def rows_of(
 
     Args:
         parts: The indices, alike in shape.
-        extents: Those of the dims.
-        negative: Whether a number may be counted from the end.
+        extents: Extents of the dims.
+        negative: True if numbers may be counted from the end.
 
     Returns:
         The numbers; and a number that is out of range with the place of its index, or nothing.

@@ -113,40 +113,6 @@ def nothing(_: list[Any]) -> None:
     """Of a barrier."""
 
 
-def sent_bytes(name: str, data: Any, place: int, ranks: int) -> int:
-    """What a rank sends in a collective, by the algorithm of least traffic.
-
-    Args:
-        name: Of the collective, as a group of simulated ranks calls it.
-        data: What the rank brings to it.
-        place: Of the rank in the group.
-        ranks: Of the group.
-    """
-    match name:
-        case "all_reduce":
-            return 2 * sum(x.nbytes for x in data) * (ranks - 1) // ranks
-        case "broadcast" | "reduce":
-            return sum(x.nbytes for x in data)
-        case "all_gather" | "all_gather_single":
-            return data[0].nbytes * (ranks - 1)
-        case "gather" | "send":
-            return data[0].nbytes
-        case "reduce_scatter" | "reduce_scatter_single":
-            return data[1].nbytes * (ranks - 1)
-        case "scatter" | "all_to_all":
-            return sum(x.nbytes for peer, x in enumerate(data[0]) if peer != place)
-        case "all_to_all_single":
-            source, _, given, _ = data
-            own = source.nbytes // ranks if not given else _bytes_of_rows(source, given[place])
-            return source.nbytes - own
-        case _:
-            return 0
-
-
-def _bytes_of_rows(x: Tensor, rows: int) -> int:
-    return x.nbytes * rows // max(len(x), 1)
-
-
 def _rows(x: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
     return list(x.split_with_sizes(sizes) if sizes else x.split(len(x) // ranks))
 

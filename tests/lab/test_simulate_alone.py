@@ -13,7 +13,7 @@ import lightning_shard
 from lightning_shard import simulate
 from lightning_shard.lab.batches import first_batches
 from lightning_shard.lab.step import _step, _Task
-from lightning_shard.processes.byte_counter import counted
+from lightning_shard.trainer.profile.traffic import counted
 from tests.lab.test_check import Net, data
 
 

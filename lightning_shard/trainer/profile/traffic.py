@@ -21,9 +21,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.processes.simulated.collectives import sent_bytes
-from lightning_shard.processes.simulated.state import per_rank
-
 
 @dataclass
 class Traffic:
@@ -45,10 +42,10 @@ def counted(around: Around | None = None) -> Generator[Traffic]:
             collective is called within.
     """
     traffic = Traffic()
-    plain = {name: getattr(dist, name, None) for name in _SENT}  # some are names of torch 2.15
+    plain = {name: getattr(dist, name, None) for name in SENT}  # some are names of torch 2.15
     for name, collective in plain.items():
         if collective is not None:
-            setattr(dist, name, _counting(collective, _SENT[name], traffic, around))
+            setattr(dist, name, _counting(collective, SENT[name], traffic, around))
     try:
         yield traffic
     finally:
@@ -110,7 +107,7 @@ def _sent(name: str, data: Any, group: Any) -> int:
     return sent_bytes(name, data, dist.get_rank(group), dist.get_world_size(group))
 
 
-_SENT: dict[str, Callable[..., int]] = {
+SENT: dict[str, Callable[..., int]] = {
     "all_to_all_single": _all_to_all_single,
     "all_to_all": _all_to_all,
     "all_gather_into_tensor": _all_gather,
@@ -120,4 +117,36 @@ _SENT: dict[str, Callable[..., int]] = {
     "all_reduce": _all_reduce,
 }
 
-per_rank(dist, *_SENT)  # the functions that are replaced
+
+def sent_bytes(name: str, data: Any, place: int, ranks: int) -> int:
+    """What a rank sends in a collective, by the algorithm of least traffic.
+
+    Args:
+        name: Of the collective, as a group of simulated ranks calls it.
+        data: What the rank brings to it.
+        place: Of the rank in the group.
+        ranks: Of the group.
+    """
+    match name:
+        case "all_reduce":
+            return 2 * sum(x.nbytes for x in data) * (ranks - 1) // ranks
+        case "broadcast" | "reduce":
+            return sum(x.nbytes for x in data)
+        case "all_gather" | "all_gather_single":
+            return data[0].nbytes * (ranks - 1)
+        case "gather" | "send":
+            return data[0].nbytes
+        case "reduce_scatter" | "reduce_scatter_single":
+            return data[1].nbytes * (ranks - 1)
+        case "scatter" | "all_to_all":
+            return sum(x.nbytes for peer, x in enumerate(data[0]) if peer != place)
+        case "all_to_all_single":
+            source, _, given, _ = data
+            own = source.nbytes // ranks if not given else _bytes_of_rows(source, given[place])
+            return source.nbytes - own
+        case _:
+            return 0
+
+
+def _bytes_of_rows(x: Tensor, rows: int) -> int:
+    return x.nbytes * rows // max(len(x), 1)

@@ -2,22 +2,19 @@
 
 import contextvars
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lightning_shard.lab.simulated.state import State
 from lightning_shard.processes.errors import LightningShardError
-from lightning_shard.processes.simulated.state import State
 
 Ready = Callable[[], bool]
 
-_own = threading.local()  # of the thread of a rank: `turns` and `rank`
-
 
 class StuckError(LightningShardError, RuntimeError):
-    """Says what each rank waits for, where none of them can go on."""
+    """No simulated rank can go on; the message names what each of them waits for."""
 
 
 class _OthersFailedError(BaseException):
@@ -32,7 +29,7 @@ class Turns:
     order whenever it is run.
 
     Attributes:
-        values: What the ranks returned.
+        values: The values that the ranks returned.
     """
 
     def __init__(self, bodies: list[Callable[[], Any]]) -> None:
@@ -49,7 +46,7 @@ class Turns:
         """Run all ranks to their ends.
 
         Args:
-            states: In which each of them begins.
+            states: The states in which they begin.
 
         Raises:
             BaseException: What the first rank raised that failed, with a note of its number.
@@ -77,14 +74,18 @@ class Turns:
                 error.add_note(f"This is rank {rank} of {len(self._bodies)} simulated ones.")
             raise error
 
+    def is_thread_of(self, rank: int) -> bool:
+        """Return whether the caller is the thread of that rank."""
+        return threading.current_thread() is self._threads[rank]
+
     def wait(self, rank: int, ready: Ready, what: str) -> None:
-        """Let other ranks run until `ready()`; `what` says what `rank` waits for.
+        """Let other ranks run until `ready()`; `what` names what `rank` waits for.
 
         Raises:
             StuckError: All ranks wait, or have ended.
             RuntimeError: The caller is not the thread of that rank.
         """
-        if threading.current_thread() is not self._threads[rank]:
+        if not self.is_thread_of(rank):
             raise RuntimeError(
                 f"{what} was called on rank {rank} in a thread of its own, "
                 f"{threading.current_thread().name!r}; simulated ranks communicate in one thread."
@@ -107,7 +108,6 @@ class Turns:
 
     def _body(self, rank: int) -> None:
         self._wake[rank].acquire()
-        _own.turns, _own.rank = self, rank
         try:
             if self._failure is None:
                 torch.set_num_threads(1)
@@ -153,20 +153,3 @@ class Turns:
 
 def _is_ready() -> bool:
     return True
-
-
-def is_simulated() -> bool:
-    """Say whether this thread is a simulated rank."""
-    return hasattr(_own, "turns")
-
-
-def is_alone() -> bool:
-    """Say whether this thread is a simulated rank, and no other one runs."""
-    return is_simulated() and len(_own.turns.values) == 1
-
-
-def pause(seconds: float) -> None:
-    """Sleep between two looks at something; a simulated rank lets the others run."""
-    time.sleep(seconds)
-    if is_simulated():
-        _own.turns.give_way(_own.rank)

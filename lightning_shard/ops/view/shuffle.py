@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import simple
+from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Span, fetch, needs_of
@@ -36,7 +36,7 @@ def pixel_shuffle(
     for dim in (x.ndim - 2, x.ndim - 1):
         layout = layout.with_dim(dim, x.shape[dim] * r)
         if x.layout.axes(dim):
-            x, starts[dim] = _under(simple(x, dim), dim, r)
+            x, starts[dim] = _under(one_factor(x, dim), dim, r)
             layout = layout.with_dims({dim: x.layout.dims[dim]})
     if 0 in layout.local_shape:  # torch 2.15 has no backward of these functions for no elements
         return x.like(empty_attached(layout.local_shape, x.local), layout)
@@ -64,6 +64,7 @@ def pixel_unshuffle(
     input: Subdomain,  # noqa: A002 - torch's name of the argument
     downscale_factor: int,
 ) -> Subdomain:
+    """Move blocks of pixels into channels; rows of blocks that two ranks share travel."""
     x, r = input, downscale_factor
     layout = _with_channels(x, (r * r, 1))
     for dim in (x.ndim - 2, x.ndim - 1):
@@ -116,6 +117,7 @@ def unfold(
     padding: int | Sequence[int] = 0,
     stride: int | Sequence[int] = 1,
 ) -> Subdomain:
+    """List sliding blocks as columns; rows under a rank's own blocks travel."""
     x, first = input, input.ndim - 2
     kernels, dilations = per_dim(kernel_size, 2), per_dim(dilation, 2)
     strides, inner = per_dim(stride, 2), per_dim(padding, 2)

@@ -1,0 +1,288 @@
+"""Why the parser refused, in one sentence: the option, its place and the nearest valid name.
+
+jsonargparse makes a parser for each class that a config names, and each tells its refusal to
+`error`, innermost first. The outermost text is nested and names no file; the innermost one says
+what is wrong, and its parser knows what would be right.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from pydoc import locate
+from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_shard.cli.positions import COMMAND_LINE, Given, Option, bare
+from lightning_shard.cli.usage import UsageError, nearest
+from lightning_shard.trainer.strategy import HybridShardStrategy
+
+KEY = re.compile(r'Parser key "([^"]+)"')
+UNKNOWN = re.compile(r"(?:.*[Oo]ption '|unrecognized arguments: -*)([\w.+-]+)")
+PARSER_ONLY = ("help", "print_shtab", "print_completion")
+SPEC = ("class_path", "init_args", "dict_kwargs")
+NO_VALUE = re.compile(r"argument --([\w.]+)\S*: expected one argument")
+REQUIRED = re.compile(r"the following arguments are required: (.+)")
+VALUE = re.compile(r"(?:Got|Given) value: (.+)")
+CLASS = (  # what the parser says of a class that it cannot use: its path, and why
+    re.compile(r"given class_path '(?P<path>[^']+)':\s+(?P<why>.+)"),
+    re.compile(r"callable class: (?P<why>.+?)\. Got value: (\w+\(class_path=')?(?P<path>[\w./]+)"),
+    re.compile(r"(?P<why>Multiple subclasses with name (?P<path>\w+)\..+)"),
+    re.compile(r"Import path (?P<path>\S+) does not correspond to (?P<why>a subclass of \w+)"),
+)
+NO_PATH = re.compile(r"(?:Unexpected import path format|Expected a dot import path string): (\S+)")
+WORDS: dict[Any, str] = {
+    int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping",
+    list: "a list", types.NoneType: "null", Path: "a path", Any: "a mapping",
+}  # fmt: skip
+
+
+class Refusal(argparse.ArgumentError):
+    """The text of a parser, and of the innermost parser inside it: itself, its text, its key."""
+
+    def __init__(self, text: str, parser: "Parser", inner: str, key: str) -> None:
+        super().__init__(None, text)
+        self.text, self.parser, self.inner, self.key = flat(text), parser, inner, key
+
+
+class Parser(LightningArgumentParser):
+    """Raises its refusals, and remembers those of the parsers inside it."""
+
+    refusals: ClassVar[list[Refusal]] = []
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise what this parser refuses; the text of `message` has that of an inner one in it."""
+        text = flat(message)
+        known = [refusal for refusal in self.refusals if refusal.text in text]
+        refusal = Refusal(message, self, message, "")
+        if known:
+            inner = max(known, key=lambda refusal: len(refusal.text))
+            outer = KEY.match(message) if inner.text != text else None
+            key = f"{outer[1]}.{inner.key}".rstrip(".") if outer else inner.key
+            refusal = Refusal(message, inner.parser, inner.inner, key)
+        self.refusals.append(refusal)
+        raise refusal from ex
+
+    @property
+    def names(self) -> list[str]:
+        """The dotted options."""
+        return [action.dest for action in self._actions if action.dest not in PARSER_ONLY]
+
+
+def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> UsageError:
+    """Turn a refusal into one sentence.
+
+    Args:
+        refusal: Of the parser of the command line.
+        given: What the user wrote.
+        command: The subcommand.
+        parser: That of the subcommand.
+    """
+    inside, text, key = refusal.parser, refusal.inner, refusal.key
+    if not key:
+        inside = parser
+    hint = f"all options: python -m lightning_shard {command} --help all"
+    if found := UNKNOWN.match(text):
+        name, choices = _unknown(found[1], inside)
+        option = _option(given, key, name, refusal)
+        elsewhere = (*parser.names, *_of_strategy(), *(bare(o.key) for o in given.options))
+        below = [other for other in elsewhere if other.endswith(f".{name}")]
+        if below and not key:
+            return _unknown_option(option, f"; did you mean '{below[0]}'?", hint)
+        if key and not choices:  # of a class that takes no options
+            named = given.last(f"{key}.class_path")
+            if named is None:
+                return UsageError(f"the option '{key}.class_path' is missing {given.place(key)}")
+            if not inspect.isclass(locate(named.text)):
+                return _class(named, named.text, "it is not a class", [], given)
+        leaf = name.rpartition(".")[2]
+        return _unknown_option(option, nearest(leaf, SPEC, "") or nearest(leaf, choices), hint)
+    if found := NO_VALUE.search(text):
+        return UsageError(f"the option '{found[1]}' has no value {COMMAND_LINE}")
+    if found := REQUIRED.search(text):
+        return _missing(found[1].replace(f"{command}.", "").split(", "), given, key)
+    if found := KEY.match(text):
+        action = next((a for a in inside._actions if a.dest == found[1]), None)
+        value = VALUE.search(text)
+        option = _option(given, key, found[1], refusal, value[1] if value else "")
+        for below in given.options:
+            owner, _, leaf = below.key.rpartition(".")
+            if owner == option.key and leaf not in SPEC and (close := nearest(leaf, SPEC[:1], "")):
+                return _unknown_option(below, close, hint)
+        return _value(option, getattr(action, "_typehint", Any), text, given)
+    return UsageError(flat(text), "; ".join(given.mentioned(text)))  # as another version says it
+
+
+def flat(text: str) -> str:
+    """A text in one line, as outer parsers indent that of inner ones."""
+    return " ".join(text.split())
+
+
+def _option(given: Given, key: str, name: str, refusal: Refusal, text: str = "") -> Option:
+    """As the user wrote it."""
+    path = f"{key}.{name}".lstrip(".")
+    classes = re.findall(r"class_path[ =]'([^']+)'", refusal.text.partition(flat(refusal.inner))[0])
+    of = classes[-1].rpartition(".")[2] if classes else ""
+    return given.last(path, text, of) or Option(path, text, COMMAND_LINE)
+
+
+def _unknown(name: str, parser: Parser) -> tuple[str, list[str]]:
+    """The first part of a dotted name that a parser does not know, and what it knows there."""
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        start = "".join(f"{part}." for part in parts[:depth])
+        choices = {n.removeprefix(start).split(".")[0] for n in parser.names if n.startswith(start)}
+        if part not in choices:
+            return start + part, [*choices]
+    return name, []
+
+
+def _unknown_option(option: Option, close: str, hint: str) -> UsageError:
+    return UsageError(f"unknown option '{option.key}' {option.where}{close}", hint)
+
+
+def _of_strategy() -> list[str]:
+    options = HybridShardStrategy.__init__.__annotations__
+    return [f"trainer.strategy.{name}" for name in options]
+
+
+def _missing(names: list[str], given: Given, key: str) -> UsageError:
+    if key:
+        place = given.place(f"{key}.class_path") or given.place(key)
+        option = f"{key}.init_args.{names[0]}"
+        return UsageError(f"the option '{option}' is missing: the class needs it ({place})")
+    name = "model" if "model" in names else names[0]
+    base = {"model": "LightningModule", "data": "LightningDataModule"}.get(name, "value")
+    place = f" ({place})" if (place := given.place(name)) else ""
+    return UsageError(
+        f"the option '{name}' is missing{place}: it names the {base}; "
+        f"give --{name} ClassName, or a config file with '{name}: class_path:'"
+    )
+
+
+def _value(option: Option, hint: Any, text: str, given: Given) -> UsageError:
+    classes, choices = classes_of(hint), literals(hint)
+    for named in given.options if classes else ():
+        is_class = named.key == option.key or named.key.endswith("class_path")
+        if is_class and named.key.startswith(option.key) and (why := _import_problem(named.text)):
+            return _class(named, named.text, why, [], given)
+    for pattern in CLASS:
+        if found := pattern.search(text):
+            return _class(option, found["path"], found["why"], classes, given)
+    only_classes = classes and not choices and not {int, float} & {*flatten(hint)}
+    if only_classes and (found := NO_PATH.search(text)):
+        why = "name it as an import does, such as my_package.MyModule" if "/" in text else ""
+        return _class(option, found[1].rstrip("."), why, classes, given)
+    close = nearest(option.text, choices, "")
+    value = option.text or (VALUE.search(text) or [""])[0].partition(": ")[2]
+    hint_ = "a mapping needs a space after each colon" if re.match(r"\{\w+:\S", value) else ""
+    sentence = f"{option.key} must be {describe(hint)}; got '{value}' {option.where}{close}"
+    return UsageError(sentence, hint_)
+
+
+def _class(option: Option, path: str, why: str, bases: list[type], given: Given) -> UsageError:
+    import_short_names()
+    module, _, name = path.rpartition(".")
+    known = {cls.__name__ for base in bases for cls in _family(base)}
+    if module:
+        with suppress(Exception):  # said in `why`
+            known &= {*dir(importlib.import_module(module))}
+    named = [
+        o for o in given.options if o.text == path and bare(o.key).startswith(bare(option.key))
+    ]
+    option = named[-1] if named else option
+    why = re.sub(r"^a subclass|^Expected '.*' to be a subclass", "it is not a subclass", why)
+    why = f": {why}".replace("<class '", "").replace("'>.", "") if why else ""
+    close = nearest(name, known) if name not in known and "/" not in path else ""
+    return UsageError(f"unknown class '{path}' for {option.key} {option.where}{why}{close}")
+
+
+def _import_problem(path: str) -> str:
+    """Return why the module of a class fails while it is imported; "" if it does not."""
+    module = path.rpartition(".")[0]
+    if not re.fullmatch(r"[\w.]*\w", module):
+        return ""
+    try:
+        importlib.import_module(module)
+    except Exception as err:
+        if isinstance(err, ModuleNotFoundError) and f"{module}.".startswith(f"{err.name}."):
+            return ""  # the parser says that there is no such module
+        return f"importing '{module}' failed: {type(err).__name__}: {err}"
+    return ""
+
+
+def describe(hint: Any) -> str:
+    """A type hint in words."""
+    choices = literals(hint)
+    parts = [part for part in flatten(hint) if get_origin(part) is not Literal]
+    if {int, float} & {*parts}:
+        parts = [part for part in parts if not classes_of(part)]
+    words = [_word(part) for part in parts]
+    if choices:
+        words.insert(0, "one of " + ", ".join(choices) if len(choices) > 1 else choices[0])
+    return " or ".join(sorted(dict.fromkeys(words), key="null".__eq__))
+
+
+def literals(hint: Any) -> list[str]:
+    """The words that a type hint lists."""
+    listed = (get_args(part) for part in flatten(hint) if get_origin(part) is Literal)
+    return list(dict.fromkeys(str(value) for values in listed for value in values))
+
+
+def flatten(hint: Any) -> Iterator[Any]:
+    """The members of a union, nested ones too."""
+    inner = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    for part in inner:
+        yield from flatten(part)
+    if not inner:
+        yield hint
+
+
+def classes_of(hint: Any) -> list[type]:
+    """The classes that a hint accepts, or that what it accepts returns."""
+    found: list[type] = []
+    for part in flatten(hint):
+        kind, inner = get_origin(part), get_args(part)
+        if isinstance(part, type) and part not in WORDS and kind is None:
+            found.append(part)
+        elif kind in (list, tuple, Iterable, Callable) and inner:
+            found += classes_of(inner[-1])
+    return found
+
+
+def _word(part: Any) -> str:
+    kind, inner = get_origin(part), get_args(part)
+    if kind in (list, tuple, Sequence) and inner:
+        return f"a list of {_word(inner[0]).removeprefix('an ').removeprefix('a ')}s"
+    classes = classes_of(part)
+    return (
+        f"the class_path of a {classes[0].__name__}"
+        if classes
+        else WORDS.get(kind or part, str(part))
+    )
+
+
+def _family(base: type) -> Iterator[type]:
+    yield base
+    for child in type.__subclasses__(base):
+        if not child.__name__.startswith("_"):
+            yield from _family(child)
+
+
+def import_short_names(words: Iterable[str] | None = None) -> None:
+    """Import the classes of the workloads that may be named without their module.
+
+    Args:
+        words: Those that the user wrote; None for all.
+    """
+    if importlib.util.find_spec("lightning_modules"):
+        workloads = importlib.import_module("lightning_modules")
+        for name in dir(workloads) if words is None else {*dir(workloads)} & {*words}:
+            with suppress(ModuleNotFoundError):  # said where the class is used
+                getattr(workloads, name)

@@ -1,0 +1,84 @@
+"""The failure that ends a run: the first that any rank writes into the store, and all read."""
+
+import time
+from typing import Any
+
+from lightning_shard.processes.failures.failure import Failure, unpacked
+from lightning_shard.processes.failures.store_thread import ANSWER_S, StoreThread
+
+AGREE_S = 2.0  # for all ranks to report a failure, as after Ctrl-C
+LOST_S = 4.0  # for the ranks that have lost a connection to report it, while rank 0 keeps the store
+
+
+class FirstFailure:
+    """The first failure of a run, as this rank knows it.
+
+    Attributes:
+        heard: The first failure; None as long as this rank has heard of none.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, ranks: int) -> None:
+        """Begin; all ranks do.
+
+        Args:
+            store: The store in which the ranks meet.
+            prefix: The beginning of the names in it.
+            rank: The rank of this process.
+            ranks: Number of ranks.
+        """
+        self.heard: Failure | None = None
+        self._store, self._prefix, self._rank, self._ranks = store, prefix, rank, ranks
+
+    def listen(self) -> bool:
+        """Read, in the thread of the store, what was told; return whether it is new."""
+        if self.heard is None and self._store.check([f"{self._prefix}/reason"]):
+            self.heard = unpacked(self._store.get(f"{self._prefix}/reason"))
+            return True
+        return False
+
+    def tell(self, talk: StoreThread, failure: Failure, limit_s: float = ANSWER_S) -> Failure:
+        """Tell all ranks of a failure, unless one was told before; return what was told first.
+
+        Raises:
+            RuntimeError: The store has ended.
+            TimeoutError: The store does not answer within `limit_s`.
+        """
+        first = talk.ask(lambda: self._set_once("reason", failure.packed()), limit_s)
+        self.heard = unpacked(first)
+        return self.heard
+
+    def some_go_on(self, talk: StoreThread, lost: int) -> bool:
+        """Return whether some rank reports no failure within `AGREE_S`, as each does after Ctrl-C.
+
+        The answer that the first rank finds holds for all, also for one that comes later. Where a
+        connection is lost it is known. Only rank 0, which may hold the store, then waits, so that
+        the ranks that are left read in it.
+
+        Args:
+            talk: The thread that talks to the store.
+            lost: Number of ranks that are not reached any more; 0: no connection is lost.
+
+        Raises:
+            RuntimeError: The store has ended.
+            TimeoutError: The store does not answer.
+        """
+        failed, left = f"{self._prefix}/failed", f"{self._prefix}/left"
+        talk.ask(lambda: self._store.add(left if lost else failed, 1))
+        if lost:
+            talk.ask(lambda: self._set_once("found", "some go on"))
+        deadline = time.monotonic() + (LOST_S if lost else AGREE_S)
+        while not (lost and self._rank) and time.monotonic() < deadline:
+            count = talk.ask(lambda: self._store.add(failed, 0))
+            if lost:
+                count += talk.ask(lambda: self._store.add(left, 0))
+            if count >= self._ranks - lost:
+                return bool(lost) or self._found(talk, "all failed") != "all failed"
+            time.sleep(0.05)
+        return self._found(talk, "some go on") != "all failed"
+
+    def _found(self, talk: StoreThread, answer: str) -> str:
+        """Return the answer that was found first, by this rank or another."""
+        return talk.ask(lambda: self._set_once("found", answer)).decode()
+
+    def _set_once(self, name: str, value: str) -> bytes:
+        return self._store.compare_set(f"{self._prefix}/{name}", "", value)

@@ -1,0 +1,276 @@
+"""Compares the names and values that ranks log, where they are reduced and where they decide.
+
+Lightning reduces logged values in the order in which each rank logs them, without their names. So
+if ranks log other names, or in another order, each gets the mean of several quantities. A value
+that is logged without `sync_dist=True` is each rank's own, and yet learning rates, checkpoints and
+the end of training follow it on each rank.
+"""
+
+import functools
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from typing_extensions import override
+
+from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.trainer.host import (
+    add_once,
+    callbacks_of,
+    follow_candidates,
+    follow_reductions,
+    follow_stopping,
+    not_reduced,
+)
+from lightning_shard.trainer.peers import Peers
+from lightning_shard.trainer.reduce import divide
+
+_SAME = 1e-6  # relative; a smaller difference is that of sums in another order
+_END = "the end of the epoch"
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    "mean": lambda values: divide(values.sum(0), len(values)),
+    "sum": lambda values: values.sum(0),
+    "max": lambda values: values.amax(0),
+    "min": lambda values: values.amin(0),
+}
+
+
+class LoggedValues:
+    """Reduces logged values together with their names, and compares monitored values."""
+
+    def __init__(self, peers: Peers) -> None:
+        """Begin without a Trainer.
+
+        Args:
+            peers: Tells whether an exception on some of the ranks forbids collectives.
+        """
+        self._peers = peers
+        self._name: str | None = None  # of the value that Lightning reduces now
+        self._on_step = False
+        self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends
+
+    def follow(self, trainer: Trainer, module: LightningModule, device: torch.device) -> None:
+        """Follow the values that a Trainer logs, and the callbacks and schedulers that read them.
+
+        Args:
+            trainer: The Trainer, whose callbacks are followed.
+            module: The module, whose schedulers are followed until `forget` is called.
+            device: The device of this process.
+        """
+        self._device, self._module = device, module
+        self._world = dist.group.WORLD  # within a step the default group may be another one
+        follow_reductions(trainer, self._reducing)
+        add_once(trainer, _EndsOfEpochs(self._compare_end), first=True)
+        for callback in callbacks_of(trainer):
+            kind = type(callback).__name__
+            if isinstance(callback, ModelCheckpoint):
+                follow_candidates(callback, functools.partial(self._agreed_candidates, callback))
+            elif isinstance(callback, EarlyStopping):
+                check = functools.partial(self._agreed, kind=kind, name=callback.monitor)
+                follow_stopping(callback, check)
+        plain = module.lr_scheduler_step
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            if isinstance(scheduler, ReduceLROnPlateau) and metric is not None:
+                configs = trainer.lr_scheduler_configs
+                name = next((c.monitor for c in configs if c.scheduler is scheduler), None)
+                metric = self._agreed(metric, kind=type(scheduler).__name__, name=str(name))
+            plain(scheduler, metric)
+
+        vars(module)["lr_scheduler_step"] = lr_scheduler_step
+
+    def forget(self) -> None:
+        """End a stage: the module is as it was."""
+        vars(getattr(self, "_module", None) or self).pop("lr_scheduler_step", None)
+        self._unread.clear()
+
+    # Names.
+
+    @contextmanager
+    def _reducing(self, name: str, on_step: bool) -> Generator[None]:
+        before = self._name, self._on_step
+        self._name, self._on_step = name, on_step
+        try:
+            yield
+        finally:
+            self._name, self._on_step = before
+
+    def reduces(self, tensor: Any, reduce_op: Any) -> bool:
+        """Return True if `tensor` is a number that Lightning reduces for `self.log`."""
+        return (
+            self._name is not None
+            and isinstance(tensor, Tensor)
+            and tensor.numel() == 1
+            and reduce_op in _REDUCTIONS
+            and dist.get_world_size(self._world) > 1
+        )
+
+    def reduce(self, tensor: Tensor, group: Any, reduce_op: str, copies: int) -> Tensor:
+        """Reduce a number over ranks that all log it under the same name.
+
+        A number and the checksum of its name travel from each rank to all.
+
+        Args:
+            tensor: The number; it is equal on the ranks that share samples.
+            group: The ranks; None: all of them.
+            reduce_op: "mean", "sum", "max" or "min".
+            copies: Number of ranks that share samples, which a sum over all ranks counts once.
+
+        Raises:
+            DisagreementError: The ranks log other names, or in another order; all ranks raise.
+        """
+        assert self._name is not None
+        if self._peers.is_disconnected():
+            return tensor
+        over_all = group is None
+        group = self._world if over_all else group
+        values, tags = self._exchange(tensor, self._name, group)
+        if self._on_step and tags.device.type != "cpu":  # reading would wait for the device
+            self._unread.append((self._name, tags, group))
+        else:
+            self._refuse_other_names(self._name, tags, group)
+        reduced = _REDUCTIONS[reduce_op](values)
+        if reduce_op == "sum" and over_all:
+            reduced = divide(reduced, copies)
+        return reduced.reshape(tensor.shape).to(tensor.device)
+
+    def _exchange(self, number: Tensor, name: str, group: Any) -> tuple[Tensor, Tensor]:
+        """Return the number of each rank of `group`, and the checksum of its name there."""
+        bits = number.detach().to(self._device).reshape(1).view(torch.int32)
+        tag = zlib.crc32(name.encode()) - 2**31
+        mine = torch.zeros(1, 3, dtype=torch.int32, device=self._device)
+        mine[0, : bits.numel()] = bits
+        mine[0, 2] = tag
+        all_of_them = mine.new_empty(dist.get_world_size(group), 3)
+        dist.all_gather_into_tensor(all_of_them, mine, group)
+        values = all_of_them[:, : bits.numel()].contiguous().view(number.dtype).reshape(-1)
+        return values, all_of_them[:, 2]
+
+    def _refuse_other_names(self, name: str, tags: Tensor, group: Any) -> None:
+        if len(set(tags.tolist())) > 1:
+            names: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(names, name, group=group)
+            raise DisagreementError(_other_names(names, dist.get_process_group_ranks(group)))
+
+    def _compare_end(self, trainer: Trainer) -> None:
+        """Compare the values that are still to be reduced, and that no rank reduces more."""
+        if self._is_possible():
+            names = "\n".join([_END, *not_reduced(trainer)])
+            _, tags = self._exchange(torch.zeros(()), names, self._world)
+            self._refuse_other_names(names, tags, self._world)
+            for name, unread, group in self._unread:
+                self._refuse_other_names(name, unread, group)
+            self._unread.clear()
+
+    def _is_possible(self) -> bool:
+        several = dist.is_initialized() and dist.get_world_size(self._world) > 1
+        return several and not self._peers.is_disconnected()
+
+    # Values that decide.
+
+    def _agreed(self, value: Any, *, kind: str, name: str) -> Any:
+        """Return rank 0's value of a number that ranks follow.
+
+        Raises:
+            DisagreementError: The ranks have different values; all ranks raise.
+        """
+        found = self._agreed_values({name: value}, kind, name)
+        return found.get(name, value)
+
+    def _agreed_candidates(
+        self, callback: ModelCheckpoint, candidates: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the values that decide on a checkpoint and its name, as on rank 0."""
+        monitored = callback.monitor or ""
+        return self._agreed_values(candidates, type(callback).__name__, monitored)
+
+    def _agreed_values(
+        self, values: Mapping[str, Any], kind: str, monitored: str
+    ) -> dict[str, Any]:
+        own = dict(values)
+        if not self._is_possible():
+            return own
+        numbers = {name: _number(value) for name, value in own.items()}
+        everywhere: list[Any] = [None] * dist.get_world_size(self._world)
+        dist.all_gather_object(everywhere, numbers, group=self._world)
+        seen = [each.get(monitored) for each in everywhere]
+        if different := next((rank for rank in range(len(seen)) if not _same(seen, rank)), 0):
+            raise DisagreementError(
+                f"the ranks disagree on {monitored!r}, which {kind} follows: it is "
+                f"{_shown(seen[0])} on rank 0 and {_shown(seen[different])} on rank {different}; "
+                f"log it on all ranks, with sync_dist=True."
+            )
+        first = everywhere[0]
+        return {
+            name: torch.full_like(value, first[name])
+            if isinstance(value, Tensor) and first.get(name) is not None
+            else value
+            for name, value in own.items()
+        }
+
+
+class _EndsOfEpochs(Callback):
+    """Compares as epochs end, before other callbacks read what was logged."""
+
+    def __init__(self, compare: Callable[[Trainer], None]) -> None:
+        self._compare = compare
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compare(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compare(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compare(trainer)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compare(trainer)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compare(trainer)
+
+
+def _other_names(names: list[str], ranks: list[int]) -> str:
+    """Word the first difference between the values that rank 0 and another rank reduce."""
+    other = next(i for i, name in enumerate(names) if name != names[0])
+    pairs = zip_longest(names[0].split("\n"), names[other].split("\n"), fillvalue=_END)
+    first = next(pair for pair in pairs if pair[0] != pair[1])
+    said = [
+        f"rank {rank} comes to {name}" if name == _END else f"rank {rank} logs {name!r}"
+        for rank, name in zip((ranks[0], ranks[other]), first, strict=True)
+    ]
+    return (
+        f"the ranks log different values with sync_dist=True: where {said[0]}, {said[1]}; log the "
+        "same names in the same order on all ranks."
+    )
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else None
+
+
+def _same(seen: list[float | None], rank: int) -> bool:
+    one, other = seen[0], seen[rank]
+    if one is None or other is None:
+        return one is other
+    near = abs(one - other) <= _SAME * max(abs(one), abs(other))
+    return one == other or near or (one != one and other != other)
+
+
+def _shown(value: float | None) -> str:
+    return "not logged" if value is None else f"{value:.6g}"
