@@ -5,7 +5,8 @@ gathers into the memory that it has allocated once, so `p.data = value` is writt
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Gathered:
         self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
         self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
         self._versions: dict[Tensor, int] = {}  # of the shards
+        self._open = False
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # of the whole, by shard
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -54,6 +56,24 @@ class Gathered:
                 self._places[i] = (module, name, now)
             elif now is not None and now.shape == shard.shape:
                 yield now, shard
+
+    @contextmanager
+    def whole(self) -> Generator[None]:
+        """Inside, parameters are whole, also for those who remember them; writes are kept."""
+        outer, self._open = self._open, True
+        self.begin()
+        self.remembered.show({shard: whole for whole, shard in self.pairs()})
+        try:
+            yield
+        finally:
+            self.remembered.hide()
+            self._open = outer
+        self.put_back()
+
+    def before_state(self, *_: Any) -> None:
+        """Keep writes before a state dict is read or loaded, for which FSDP2 shards again."""
+        if self._open:
+            self.put_back()
 
     def begin(self) -> None:
         """Note how the parameters are before a step."""
@@ -128,14 +148,8 @@ def keeping_writes(method: Callable[..., Any], gathered: Gathered) -> Callable[.
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        gathered.begin()
-        gathered.remembered.show({shard: whole for whole, shard in gathered.pairs()})
-        try:
-            output = method(*args, **kwargs)
-        finally:
-            gathered.remembered.hide()
-        gathered.put_back()
-        return output
+        with gathered.whole():
+            return method(*args, **kwargs)
 
     return wrapped
 
@@ -165,7 +179,7 @@ class Replaced:
         Raises:
             RuntimeError: A parameter is not sharded, so the ranks would train it apart.
         """
-        known = set(self._plain)
+        known: set[Any] = set(self._plain)
         for block in sharded_modules(self.root):
             for record in gathered_by(block):
                 known.update((record.sharded_param, getattr(record, "_unsharded_param", None)))

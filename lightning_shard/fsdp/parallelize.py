@@ -39,6 +39,7 @@ from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients, without_reduction
 from lightning_shard.fsdp.read_dtensor_numbers import read_whole_numbers
 from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
+from lightning_shard.fsdp.refuse_flop_counts import refuse_flop_counts
 from lightning_shard.fsdp.remembered import Remembered, replace_remembered
 from lightning_shard.fsdp.shard_block import (
     LocalTensors,
@@ -426,14 +427,18 @@ def _meet_outside_of_steps(work: _Work) -> None:
         work.running.__exit__(None, None, None)
 
     for block in sharded_modules(work.module):
+        assert isinstance(block, nn.Module)
         block.register_forward_pre_hook(enter, prepend=True)
         block.register_forward_hook(leave, always_call=True)
 
 
 def _split_what_is_loaded(work: _Work) -> None:
     """Let `load_state_dict` of the module, and of each part of it, take plain full tensors."""
+    gathered: Gathered = work.module.__dict__[GATHERED]
     for module in work.module.modules():
         if any(p is not None for p in own_parameters(module).values()):
+            module.register_state_dict_pre_hook(gathered.before_state)
+            module.register_load_state_dict_pre_hook(gathered.before_state)
             module.register_load_state_dict_pre_hook(_split_loaded)
 
 
@@ -452,6 +457,7 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _check_same_module,  # before the first collective, which ranks that differ would not end
     _refuse_hooks,  # while parameters are the user's, which have the hooks
     lambda work: read_whole_numbers(),  # before anybody can read a number of a shard
+    lambda work: refuse_flop_counts(),  # before a step can begin
     lambda work: write_shards(),  # before anybody can write into one
     _share_values,  # while parameters are whole, and complex ones complex
     _make_contiguous,  # before FSDP2, which refuses others
@@ -512,8 +518,9 @@ def _split_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     pairs = module.__dict__.get("_pairs", ())
     for name, p in own_parameters(module).items():
         value = state.get(prefix + name)
-        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if p is not None and plain and (value.shape == p.shape or name in pairs):
+        if p is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == p.shape or name in pairs:  # else torch says that they differ
             state[prefix + name] = split_like(value, p, name in pairs)
 
 

@@ -181,7 +181,8 @@ def _replace_in(holder: Any, ids: Mapping[int, Any], found: Remembered) -> bool:
         return True
     if isinstance(holder, functools.partial):
         args = _rebuilt(holder.args, ids)
-        holder.__setstate__((holder.func, args, holder.keywords, holder.__dict__))
+        changed: Any = holder  # the state of a partial is settable, but not in its stub
+        changed.__setstate__((holder.func, args, holder.keywords, holder.__dict__))
         return True
     return _replace_in_object(holder, ids, found)
 

@@ -22,12 +22,9 @@ def whole_parameters(module: nn.Module) -> Generator[None]:
     gathered: Gathered = module.__dict__.get(GATHERED) or Gathered(module)
     for each in sharded:
         each.unshard()
-    gathered.begin()
-    gathered.remembered.show({shard: whole for whole, shard in gathered.pairs()})
     try:
-        yield
-        gathered.put_back()
+        with gathered.whole():
+            yield
     finally:
-        gathered.remembered.hide()
         for each in sharded:
             each.reshard()

@@ -98,8 +98,7 @@ class ManualBackward:
     def _check(self) -> None:
         """Gradients that FSDP2 has not been told of lie with the whole parameters."""
         self._take_what_was_changed()
-        whole = (p for p in self.root.parameters() if p not in self.optimized)  # pyright: ignore[reportAttributeAccessIssue]
-        if any(p.grad is not None for p in whole):
+        if any(whole.grad is not None for whole, _ in self.gathered.pairs()):
             raise RuntimeError(
                 "the optimizer would step without the gradients of loss.backward(); call "
                 "self.manual_backward(loss) instead, which reduces them over all ranks."

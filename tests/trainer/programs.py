@@ -1,14 +1,15 @@
-"""What programs do with parameters, gradients, buffers, optimizers, metrics, hooks and loggers.
+"""Programs that touch parameters, gradients, buffers, optimizers, metrics and hooks.
 
-Each entry of `PROGRAMS` changes one module in one way, by the methods that it adds. `REFUSED` has those
-that end in a sentence on ranks that share a sample or a parameter, with words of the sentence.
+Each entry of `PROGRAMS` changes one module in one way, by the methods that it adds. `REFUSED` has
+those that end in a sentence, with words of the sentence.
 """
+# ruff: noqa: E501 - a table, one program in a line or two
 
 import copy
 import math
 import types
 import weakref
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -131,36 +132,27 @@ class Slotted:
         self.p = p
 
 
-Pair = __import__("collections").namedtuple("Pair", "a b")
-NEVER = "never"
+Pair = namedtuple("Pair", "a b")
 
 for name, holds, read in (
-    ("list", lambda m: root(m), list),
-    ("list of one", lambda m: [m.scale], list),
-    ("tuple", lambda m: tuple(root(m)), list),
-    ("named tuple", lambda m: Pair(m.scale, m.stem.weight), list),
-    ("tuple in a list", lambda m: [("a", m.scale), ("b", m.stem.weight)], lambda k: [p for _, p in k]),
-    ("dict", lambda m: {"a": m.scale, "b": m.head.weight}, dict.values),
-    ("dict of named_parameters", lambda m: dict(m.stem.named_parameters()), dict.values),
-    ("list of named_parameters", lambda m: list(m.stem.named_parameters()), lambda k: [p for _, p in k]),
-    ("keys of a dict", lambda m: {m.scale: "a", m.head.bias: "b"}, list),
-    ("set", lambda m: {m.scale}, list),
-    ("deque", lambda m: deque(root(m)), list),
-    ("attribute of an object", lambda m: Holder(m.scale), lambda k: [k.p]),
-    ("slot of an object", lambda m: Slotted(m.scale), lambda k: [k.p]),
+    ("a list", lambda m: root(m), list),
+    ("a list of one", lambda m: [m.scale], list),
+    ("a tuple", lambda m: tuple(root(m)), list),
+    ("a named tuple", lambda m: Pair(m.scale, m.stem.weight), list),
+    ("a tuple in a list", lambda m: [("a", m.scale), ("b", m.stem.weight)], lambda k: [p for _, p in k]),
+    ("a dict", lambda m: {"a": m.scale, "b": m.head.weight}, dict.values),
+    ("a dict of named_parameters", lambda m: dict(m.stem.named_parameters()), dict.values),
+    ("a list of named_parameters", lambda m: list(m.stem.named_parameters()), lambda k: [p for _, p in k]),
+    ("a deque", lambda m: deque(root(m)), list),
+    ("an attribute of an object", lambda m: Holder(m.scale), lambda k: [k.p]),
+    ("a slot of an object", lambda m: Slotted(m.scale), lambda k: [k.p]),
     ("nested lists", lambda m: [[m.scale], [[m.head.weight]]], lambda k: [k[0][0], k[1][0][0]]),
-    ("namespace", lambda m: types.SimpleNamespace(p=m.scale), lambda k: [k.p]),
-    ("closure", lambda m: (lambda p=None, w=m.scale: [w]), lambda k: k()),
-    ("partial", lambda m: partial(squares, [m.scale]), lambda k: k.args[0]),
-    ("module outside", lambda m: [m.stem], lambda k: k[0].parameters()),
-    ("frozen ones", lambda m: list(m.teacher.parameters()), lambda k: list(k)[:2]),
+    ("a namespace", lambda m: types.SimpleNamespace(p=m.scale), lambda k: [k.p]),
+    ("a partial", lambda m: partial(squares, [m.scale]), lambda k: k.args[0]),
+    ("a module outside", lambda m: [m.stem], lambda k: k[0].parameters()),
 ):  # fmt: skip
-    refuses = ""
-    if name in ("keys of a dict", "set", "closure", "frozen ones"):
-        continue
     program(
-        f"a {name} made in __init__, in the loss",
-        refused=refuses,
+        f"{name} made in __init__, in the loss",
         start=lambda m, holds=holds: keep(m, holds(m)),
         step=penalty(read),
     )
@@ -849,7 +841,7 @@ program(
 )
 program(
     "the largest weight",
-    on_train_batch_end=lambda m, *_: m.note(*(p.max() for p in m.parameters())),
+    on_train_batch_end=lambda m, *_: m.note(*(p.max() for p in m.blocks.parameters())),
 )
 program(
     "one element of a weight",
@@ -900,7 +892,7 @@ program("a transposed parameter", start=lambda m: setattr(m, "turned", nn.Parame
     step=lambda m, b, loss: loss + (m.turned[:, 0] * m.stem(b["x"]).mean((0, 2, 3))).sum())  # fmt: skip
 program("an expanded parameter", start=lambda m: setattr(m, "wide", nn.Parameter(torch.ones(1, 4).expand(3, 4).clone())),
     step=lambda m, b, loss: loss + (m.wide.mean(0) * m.stem(b["x"]).mean((0, 2, 3))).sum())  # fmt: skip
-program("a metric of means", start=lambda m: setattr(m, "metric", torchmetrics.MeanSquaredError()),
+program("a metric of means", start=lambda m: setattr(m, "metric", torchmetrics.MeanSquaredError(sync_on_compute=False)),
     step=lambda m, b, loss: (m.metric.update(m(b["x"]).detach(), b["y"]), loss)[1],
     on_train_epoch_end=lambda m: m.note(m.metric.compute()), per_replica=True)  # fmt: skip
 program("a step returns a dict with a detached output", step=lambda m, b, loss: {
@@ -974,3 +966,49 @@ program(
     "math on a number of a parameter",
     step=lambda m, b, loss: loss * math.exp(float(m.scale.mean())),
 )
+
+
+THEMES = {
+    "Parameters that are remembered since `__init__`": "a list made in __init__, in the loss",
+    "Writes into parameters": "p.data = value of the root in the step",
+    "Gradients": "a penalty on gradients of parameters",
+    "Manual optimization": "manual optimization",
+    "Optimizers and schedulers": "torch.optim.Adam",
+    "Numbers, buffers, metrics, outputs, hooks": "numel of all parameters",
+}
+
+
+def page() -> str:
+    """The table of docs/programs.md."""
+    names = list(PROGRAMS)
+    firsts = {first: theme for theme, first in THEMES.items()}
+    lines = [
+        "# What programs may do",
+        "",
+        f"Each of these {len(names)} programs does one thing to parameters, gradients, buffers, "
+        "optimizers, metrics or hooks. The same",
+        "module is trained in one process and on meshes of 1 x 2, 2 x 1 and 2 x 2 data replicas and "
+        "domain ranks, in float64. Weights and the",
+        "numbers that the program reads are compared. Some parameters lie in blocks, which FSDP2 "
+        "gathers when they run, others in the",
+        "root, which is whole in a step.",
+        "",
+        "The programs are in `tests/trainer/programs.py`. `python -m tests.trainer.programs` writes "
+        "this page.",
+    ]
+    for name in names:
+        if name in firsts:
+            lines += ["", f"## {firsts[name]}", "", "| program | outcome |", "| --- | --- |"]
+        outcome = "as in one process"
+        if name in PER_REPLICA:
+            outcome += "; a data replica sees its own samples, as under DDP"
+        if name in REFUSED:
+            outcome = "ends with a sentence that says what to do"
+        lines.append(
+            f"| {name.replace('_', chr(92) + '_').replace('*', chr(92) + '*')} | {outcome} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

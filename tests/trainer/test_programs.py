@@ -1,6 +1,7 @@
 """Programs train as in one process, or end in a sentence: the table is in programs.py."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from lightning_shard.checkpoint.state import full_module_state
 from tests.reference import computed_once
 from tests.trainer.featured import fit_alone, fit_sharded
-from tests.trainer.programs import PER_REPLICA, PROGRAMS, REFUSED, make
+from tests.trainer.programs import PER_REPLICA, PROGRAMS, REFUSED, make, page
 
 MESHES = {"1x2": (2, (2,)), "2x1": (2, (1,)), "2x2": (4, (2,))}
 SHORT: dict[str, Any] = {"limit_train_batches": 3, "limit_val_batches": 0}
@@ -45,7 +46,7 @@ def check(name: str, domain: tuple[int, ...]) -> None:
 
 
 def cases(mesh: str) -> dict[str, dict[str, Any]]:
-    """The programs that this mesh runs: a replica's own samples cannot give those of one process."""
+    """The programs that this mesh runs; a replica with its own samples differs from one process."""
     ranks, domain = MESHES[mesh]
     names = [n for n in PROGRAMS if n not in PER_REPLICA or ranks == domain[0]]
     if ranks > domain[0] == 1:  # then nothing is split
@@ -78,3 +79,7 @@ def test_all_programs_on_each_mesh(mesh: str, run_each: Callable[..., None]) -> 
 def test_there_are_many_programs() -> None:
     assert len(PROGRAMS) > 150
     assert dist.is_available()
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert (Path(__file__).parents[2] / "docs/programs.md").read_text() == page()

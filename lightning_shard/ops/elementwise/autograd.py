@@ -221,15 +221,15 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         step = _step.get()
-        asked = kwargs.get("accumulate_grad") is False and len(args) > 3
-        if step is None or not asked or backward_pass() != -1:
+        inputs: Any = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else None
+        if step is None or inputs is None or backward_pass() != -1:
             return run(outputs, *args, **kwargs)
         with step.around():
             found = run(outputs, *args, **kwargs)
         if step.domain is None or in_transform():
             return found
         with local_gradients():
-            return _averaged_over(step.domain, args[3], found)
+            return _averaged_over(step.domain, inputs, found)
 
     return run_backward
 
