@@ -23,16 +23,8 @@ from typing import Any
 
 from benchmarks import slow_links
 from benchmarks.common import MIB, machine
+from benchmarks.forecast_cases import BAR, MESHES, NETWORKS, Case
 
-Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
-Case = dict[str, Any]
-NETWORKS = ("CNN", "U-Net", "TFNO", "ViT")
-MESHES: dict[int, tuple[Mesh, ...]] = {
-    1: ((1, 1),),
-    2: ((2, 1), (1, 2)),
-    4: ((4, 1), (2, 2), (1, 4), (1, 2, 2)),
-}
-BAR = 0.15  # the error of a step's time that the prediction aims at
 FILE = "forecast.json"
 TIMED = "timelines.pickle"  # what ranks did alone
 HEAD = (

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.common import MIB
-from benchmarks.forecast import BAR, NETWORKS, Case
+from benchmarks.forecast_cases import BAR, NETWORKS, Case
 
 
 def draw(cases: Sequence[Case], file: Path) -> None:

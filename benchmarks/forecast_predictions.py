@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import slow_links
-from benchmarks.forecast import Case, Mesh
+from benchmarks.forecast_cases import Case, Mesh
 from benchmarks.forecast_runs import Timed, task_and_data
-from lightning_shard.lab.calibrate import MeasuredLinks, measured_links
-from lightning_shard.lab.machine import read_cluster
-from lightning_shard.lab.predict import predict
-from lightning_shard.lab.timeline import Cost, Replay, Timeline
+from lightning_shard import predict, read_cluster
+from lightning_shard.lab.calibrate import measured_links
+from lightning_shard.lab.machine import Cost, MeasuredLinks
+from lightning_shard.lab.timeline import Replay, Timeline
 
 Stored = list[list[Any]]  # of each collective its name and ranks, and the costs by bytes
 
@@ -57,7 +57,7 @@ def predicted(cases: Iterable[Case], stored: dict[str, Stored], timed: Timed) ->
 def _memory(network: str, mesh: Mesh) -> int:
     """The peak of bytes, which is the same on all devices."""
     cluster = read_cluster(f"{math.prod(mesh)}xH100")
-    return predict(*task_and_data(network, 1), cluster, mesh).memory
+    return predict(*task_and_data(network, 1), mesh, cluster).memory
 
 
 def _replayed(steps: Sequence[tuple[Timeline, ...]], known: MeasuredLinks) -> dict[str, float]:

@@ -4,6 +4,7 @@ Each is a run of the Trainer with HybridShardStrategy, on one thread for each ra
 for each data replica. Runs of all meshes and links take turns.
 """
 
+import copy
 import json
 import statistics
 import tempfile
@@ -11,6 +12,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -25,15 +27,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 from benchmarks import slow_links
-from benchmarks.forecast import Mesh
+from benchmarks.forecast_cases import Mesh
 from benchmarks.peer_networks import NETWORKS
 from benchmarks.scaling_networks import Task
 from lightning_modules.cnn.simple_cnn import SimpleCNN
 from lightning_shard import HybridShardStrategy
 from lightning_shard.lab.batches import first_batches
-from lightning_shard.lab.lone_steps import Training, timed_alone
-from lightning_shard.lab.step import quiet
-from lightning_shard.lab.timeline import Timeline
+from lightning_shard.lab.fake_trainer import train
+from lightning_shard.lab.run import Task as Run
+from lightning_shard.lab.run import quiet
+from lightning_shard.lab.simulate import alone
+from lightning_shard.lab.timeline import Recorder, Timeline
 from lightning_shard.processes.forking import become_rank
 
 # of a network on a mesh, for each step, what each rank did alone
@@ -46,6 +50,7 @@ MAKE: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with the resolution 
     "ViT": (NETWORKS["ViT"], 256),
 }
 STEP = "forecast: step"
+WARM_UP = 2  # steps that make caches and the optimizer's states
 
 
 def task_and_data(network: str, steps: int) -> tuple[Task, DataLoader[Any]]:
@@ -78,9 +83,9 @@ def measured(
     for network in networks:
         for mesh in meshes:
             peak = int(_most(_peak(network, mesh)))
-            of_mesh, alone = _in_turns(network, mesh, rates, rounds, steps)
+            of_mesh, lone = _in_turns(network, mesh, rates, rounds, steps)
             found += [case | {"memory": peak} for case in of_mesh]
-            timed[network, mesh] = alone
+            timed[network, mesh] = lone
     return found, timed
 
 
@@ -88,23 +93,50 @@ def _in_turns(
     network: str, mesh: Mesh, rates: Sequence[float | None], rounds: int, steps: int
 ) -> tuple[list[dict[str, Any]], list[tuple[Timeline, ...]]]:
     times: dict[float | None, list[float]] = defaultdict(list)
-    alone: list[Timeline] = []
+    lone: list[Timeline] = []
     task, data = task_and_data(network, 1)
-    training = Training(task, None, first_batches(task, data, "fit")[0], mesh)
+    run = Run(task, None, first_batches(task, data, "fit"), mesh)
     for _ in range(rounds):
         for rate in rates:
             _limit(rate)
             times[rate] += _seconds(network, mesh, steps)
         _limit(None)
-        alone += timed_alone(training, steps)
+        lone += timed_alone(run, steps)
     everyone: list[list[Timeline]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, alone)
+    dist.all_gather_object(everyone, lone)
     found = [
         {"network": network, "ranks": dist.get_world_size(), "mesh": list(mesh), "gigabits": rate,
          "seconds": _most(statistics.median(spent)), "all": spent}
         for rate, spent in times.items()
     ]  # fmt: skip
     return found, [*zip(*everyone, strict=True)]
+
+
+def timed_alone(run: Run, steps: int) -> list[Timeline]:
+    """Time steps of this rank as if it were alone; all ranks of the group call it at once.
+
+    So each of them gets as much of this machine as among the others, and none waits.
+    """
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    recorder = Recorder(rank)
+    dist.barrier()
+    body = _Alone(run, steps + 1, recorder)
+    alone(body, processes=processes, rank=rank, listener=recorder)
+    return recorder.steps[1 + WARM_UP : -1]  # the last has no batch to look for behind it
+
+
+class _Alone:
+    """The function of a lone rank; a copy of it shares the recorder."""
+
+    def __init__(self, run: Run, steps: int, recorder: Recorder) -> None:
+        self._run, self._steps, self._recorder = run, steps, recorder
+
+    def __deepcopy__(self, memo: Any) -> "_Alone":
+        return self
+
+    def __call__(self) -> None:
+        run = replace(self._run, module=copy.deepcopy(self._run.module))
+        train(run, self._steps, self._recorder.cut, warm_up=WARM_UP)
 
 
 def _limit(gigabits: float | None) -> None:

@@ -13,17 +13,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import machine, table
-from benchmarks.forecast import MESHES, Mesh
+from benchmarks.forecast_cases import MESHES, Mesh
 from benchmarks.forecast_runs import MAKE, quickest, task_and_data
-from lightning_shard import launch
-from lightning_shard.lab.calibrate import calibrate
-from lightning_shard.lab.machine import read_cluster
-from lightning_shard.lab.predict import predict
+from lightning_shard import calibrate, launch, predict, read_cluster
 
 
 def row(network: str, mesh: Mesh, ranks: int, steps: int, file: Path) -> list[str]:
     """What was measured and predicted of one case."""
-    found = predict(*task_and_data(network, 1), read_cluster(str(file)), mesh)
+    found = predict(*task_and_data(network, 1), mesh, read_cluster(str(file)))
     seconds = max(launch(quickest, network, mesh, steps, processes=ranks))
     error = found.seconds / seconds - 1
     times = (seconds, found.seconds, found.compute, found.exchange + found.parameters_traffic)

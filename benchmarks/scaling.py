@@ -30,12 +30,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import table
 from benchmarks.scaling_networks import WORKLOADS, Workload
-from lightning_shard.lab import best_report
-from lightning_shard.lab.best import best
-from lightning_shard.lab.course import Mesh
-from lightning_shard.lab.machine import Cluster, read_cluster
-from lightning_shard.lab.predict import predict
+from lightning_shard import Cluster, best, predict, read_cluster
 
+Mesh = tuple[int, ...]
 Point = dict[str, Any]
 RANKS = (8, 32, 128, 512)
 GIB = 2**30
@@ -57,7 +54,7 @@ def domains(ranks: int, extents: Sequence[int]) -> Iterator[Mesh]:
 def point(workload: Workload, extents: Sequence[int], domain: Mesh, cluster: Cluster) -> Point:
     """What a step takes of one sample on one domain."""
     used = part_of(cluster, math.prod(domain))
-    found = predict(workload.task(), workload.data(extents), used, (1, *domain))
+    found = predict(workload.task(), workload.data(extents), (1, *domain), used)
     return {
         "domain": list(domain), "extents": list(extents), "seconds": found.seconds,
         "compute": found.compute, "exchange": found.exchange,
@@ -201,8 +198,8 @@ def main() -> None:
     if options.best:
         workload = WORKLOADS[options.best]
         ranking = best(workload.task(), workload.data(), options.cluster)
-        best_report.save(ranking, options.output)
-        print(best_report.words(ranking))
+        ranking.save(options.output)
+        print(ranking)
         return
     file = options.output / "scaling.json"
     found = json.loads(file.read_text()) if file.exists() else {}

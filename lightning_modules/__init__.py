@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from lightning_modules.segmentation.data import SegmentationDataModule as SegmentationDataModule
     from lightning_modules.segmentation.gallery import SegmentationGallery as SegmentationGallery
     from lightning_modules.segmentation.model import VolumeSegmentation as VolumeSegmentation
-    from lightning_modules.shared.fields import FieldDataset as FieldDataset
     from lightning_modules.shared.save_weights import SaveWeights as SaveWeights
     from lightning_modules.shared.series import SeriesDataModule as SeriesDataModule
-    from lightning_modules.shared.series import SeriesDataset as SeriesDataset
-    from lightning_modules.shared.volumes import VolumeDataset as VolumeDataset
     from lightning_modules.t5.corpus import Corpus as Corpus
     from lightning_modules.t5.data import SummarizationDataModule as SummarizationDataModule
     from lightning_modules.t5.dated_checkpoint import DatedCheckpoint as DatedCheckpoint
@@ -63,10 +60,7 @@ _MODULES = {
     "SegmentationGallery": "segmentation.gallery",
     "VolumeSegmentation": "segmentation.model",
     "SaveWeights": "shared.save_weights",
-    "FieldDataset": "shared.fields",
     "SeriesDataModule": "shared.series",
-    "SeriesDataset": "shared.series",
-    "VolumeDataset": "shared.volumes",
     "Corpus": "t5.corpus",
     "SummarizationDataModule": "t5.data",
     "DatedCheckpoint": "t5.dated_checkpoint",

@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
     from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.data.readers.field_dataset import FieldDataset as FieldDataset
+    from lightning_shard.data.readers.field_file import FieldFile as FieldFile
+    from lightning_shard.data.readers.field_file import write_fields as write_fields
+    from lightning_shard.data.readers.series_dataset import SeriesDataset as SeriesDataset
+    from lightning_shard.data.readers.series_file import SeriesFile as SeriesFile
+    from lightning_shard.data.readers.series_file import open_series as open_series
+    from lightning_shard.data.readers.volumes import VolumeDataset as VolumeDataset
+    from lightning_shard.data.readers.volumes import VolumeFile as VolumeFile
     from lightning_shard.data.slab import Slab as Slab
     from lightning_shard.data.slab import slab_of as slab_of
     from lightning_shard.domain.errors import UnsupportedOperationError as UnsupportedOperationError
@@ -24,10 +32,20 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
-    from lightning_shard.lab.certificate import Certificate as Certificate
-    from lightning_shard.lab.certify import certify as certify
-    from lightning_shard.lab.check import check as check
-    from lightning_shard.lab.forecast import plan as plan
+    from lightning_shard.lab.calibrate import calibrate as calibrate
+    from lightning_shard.lab.compare import certify as certify
+    from lightning_shard.lab.compare import check as check
+    from lightning_shard.lab.machine import Cluster as Cluster
+    from lightning_shard.lab.machine import read_cluster as read_cluster
+    from lightning_shard.lab.predict import Prediction as Prediction
+    from lightning_shard.lab.predict import plan as plan
+    from lightning_shard.lab.predict import predict as predict
+    from lightning_shard.lab.ranking import Candidate as Candidate
+    from lightning_shard.lab.ranking import Ranking as Ranking
+    from lightning_shard.lab.ranking import Setting as Setting
+    from lightning_shard.lab.result import Certificate as Certificate
+    from lightning_shard.lab.result import Check as Check
+    from lightning_shard.lab.search import best as best
     from lightning_shard.lab.simulate import simulate as simulate
     from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
@@ -41,6 +59,7 @@ if TYPE_CHECKING:
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
     from lightning_shard.processes.errors import LightningShardError as LightningShardError
     from lightning_shard.processes.launch import launch as launch
+    from lightning_shard.processes.mesh import find_mesh as find_mesh
     from lightning_shard.processes.mesh import init_mesh as init_mesh
     from lightning_shard.processes.process_info import process_info as process_info
     from lightning_shard.processes.start import start_process_group as start_process_group
@@ -74,18 +93,28 @@ __version__ = "0.1.0"
 
 # for tools that read names without importing them; a test compares the three lists of this page
 __all__ = [
+    "Candidate",
     "Certificate",
+    "Check",
+    "Cluster",
     "DeviceTimer",
     "DisagreementError",
     "DomainTensor",
     "EpochReport",
+    "FieldDataset",
+    "FieldFile",
     "HybridShardStrategy",
     "Layout",
     "LightningShardError",
+    "Prediction",
     "PredictionWriter",
     "ProcessInfo",
+    "Ranking",
     "RunReport",
     "SamplesPerSecond",
+    "SeriesDataset",
+    "SeriesFile",
+    "Setting",
     "ShardingOptions",
     "Slab",
     "StepProfile",
@@ -94,15 +123,20 @@ __all__ = [
     "Subdomain",
     "UnsafeFileError",
     "UnsupportedOperationError",
+    "VolumeDataset",
+    "VolumeFile",
     "XPUAccelerator",
     "allow_function",
     "allow_gather",
+    "best",
+    "calibrate",
     "certify",
     "check",
     "clip_grad_norm_",
     "clip_grad_value_",
     "crossing_edges",
     "curve_order",
+    "find_mesh",
     "from_local",
     "functional",
     "gather",
@@ -112,12 +146,15 @@ __all__ = [
     "load_weights",
     "local_map",
     "no_sync",
+    "open_series",
     "ordered_graph",
     "parallelize",
     "plan",
+    "predict",
     "predictions_in_order",
     "process_info",
     "radius",
+    "read_cluster",
     "register_rule",
     "save_weights",
     "shard",
@@ -128,6 +165,7 @@ __all__ = [
     "start_process_group",
     "use_exact_random",
     "whole_parameters",
+    "write_fields",
 ]
 
 # the module of each public name, by theme
@@ -144,8 +182,6 @@ _MODULES = {
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",
     "DeviceTimer": "trainer.callbacks.device_timer",
     "StepProfile": "trainer.callbacks.step_profile",
-    "Slab": "data.slab",
-    "slab_of": "data.slab",
     # split tensors
     "DomainTensor": "tensor.tensor",
     "shard": "tensor.placement",
@@ -156,6 +192,17 @@ _MODULES = {
     "allow_gather": "tensor.escape",
     "allow_function": "tensor.autograd_function",
     "split_inputs": "fsdp.split_inputs",
+    # files of fields, of which a rank reads its part
+    "slab_of": "data.slab",
+    "Slab": "data.slab",
+    "FieldDataset": "data.readers.field_dataset",
+    "FieldFile": "data.readers.field_file",
+    "write_fields": "data.readers.field_file",
+    "SeriesDataset": "data.readers.series_dataset",
+    "SeriesFile": "data.readers.series_file",
+    "open_series": "data.readers.series_file",
+    "VolumeDataset": "data.readers.volumes",
+    "VolumeFile": "data.readers.volumes",
     # points and graphs
     "curve_order": "points.curve",
     "crossing_edges": "points.curve",
@@ -184,15 +231,26 @@ _MODULES = {
     "StuckError": "lab.simulated.turns",
     "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
+    "find_mesh": "processes.mesh",
     "process_info": "processes.process_info",
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
     "LightningShardError": "processes.errors",
     # a step, rehearsed on this machine
-    "check": "lab.check",
-    "certify": "lab.certify",
-    "Certificate": "lab.certificate",
-    "plan": "lab.forecast",
+    "check": "lab.compare",
+    "certify": "lab.compare",
+    "Certificate": "lab.result",
+    "Check": "lab.result",
+    "plan": "lab.predict",
+    "predict": "lab.predict",
+    "Prediction": "lab.predict",
+    "best": "lab.search",
+    "Ranking": "lab.ranking",
+    "Candidate": "lab.ranking",
+    "Setting": "lab.ranking",
+    "read_cluster": "lab.machine",
+    "calibrate": "lab.calibrate",
+    "Cluster": "lab.machine",
 }
 
 # opt_einsum (under neuraloperator) takes its backend from the package of its operands' class

@@ -1,53 +1,46 @@
-"""Combinations of options that stand for their product, which is slow."""
+"""The rows of a product of options that run by default; the other rows are marked slow."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any
 
 import pytest
 
 
-def pairwise(first: Iterable[Any], second: Iterable[Any], third: Iterable[Any]) -> list[Any]:
-    """The product of three; those without which every pair of values still occurs are slow."""
-    firsts, seconds, thirds = [*first], [*second], [*third]
-    assert len(thirds) <= min(len(firsts), len(seconds))
-    return [
-        _row([a, b, c], slow=(i + j) % len(thirds) != k)
-        for (i, a), (j, b), (k, c) in product(*map(enumerate, (firsts, seconds, thirds)))
-    ]
+def choose(*factors: Iterable[Any], fast: int | Collection[Any] = 1) -> list[Any]:
+    """The product of some lists of options, as rows for `pytest.mark.parametrize`.
+
+    Args:
+        factors: The lists. An option may be a `pytest.param` with marks and an id.
+        fast: Which rows run by default. 1: as many as it takes for every option to occur in some
+            row. 2: as many as it takes for every pair of options of three lists, the last of which
+            is not the longest. A collection: the rows of one list with these options.
+    """
+    lists = [[*factor] for factor in factors]
+    sizes = [len(options) for options in lists]
+    if fast == 2:
+        assert len(sizes) == 3
+        assert sizes[2] <= min(sizes[:2])
+    turns = {tuple(turn % size for size in sizes) for turn in range(max(sizes))}
+    rows: list[Any] = []
+    for places in product(*map(range, sizes)):
+        options = [options[i] for i, options in zip(places, lists, strict=True)]
+        if isinstance(fast, Collection):
+            runs = options[0] in fast
+        elif fast == 2:
+            runs = sum(places[:2]) % sizes[2] == places[2]
+        else:
+            runs = places in turns
+        rows.append(_row(options, slow=not runs))
+    return rows
 
 
-def few(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """Those values, of which only the fast ones run by default."""
-    return [v if v in fast else pytest.param(v, marks=pytest.mark.slow) for v in values]
-
-
-def each_once(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
-    """The product of two; slow are all but one for each value of the first, by turns."""
-    seconds = [*second]
-    return [
-        _row([a, b], slow=i % len(seconds) != j)
-        for (i, a), (j, b) in product(enumerate(first), enumerate(seconds))
-    ]
-
-
-def by_turns(first: Iterable[Any], second: Iterable[Any], third: Iterable[Any]) -> list[Any]:
-    """The product of three; slow are all but as many as it takes that every value occurs."""
-    firsts, seconds, thirds = [*first], [*second], [*third]
-    turns = max(map(len, (firsts, seconds, thirds)))
-    seen = {(t % len(firsts), t % len(seconds), t % len(thirds)) for t in range(turns)}
-    return [
-        _row([a, b, c], slow=(i, j, k) not in seen)
-        for (i, a), (j, b), (k, c) in product(*map(enumerate, (firsts, seconds, thirds)))
-    ]
-
-
-def _row(values: list[Any], *, slow: bool) -> Any:
-    """Of values and of parameters that have marks of their own."""
-    given = [v if hasattr(v, "marks") else pytest.param(v) for v in values]
-    marks = [mark for value in given for mark in value.marks]
+def _row(options: list[Any], *, slow: bool) -> Any:
+    """Join options and their own marks and ids to one row."""
+    given = [o if hasattr(o, "marks") else pytest.param(o) for o in options]
+    marks = [mark for option in given for mark in option.marks]
     if slow:
         marks.append(pytest.mark.slow)
-    named = [value.id or str(value.values[0]) for value in given]
-    name = "-".join(named) if any(value.id for value in given) else None
-    return pytest.param(*(value.values[0] for value in given), marks=marks, id=name)
+    named = [option.id or str(option.values[0]) for option in given]
+    name = "-".join(named) if any(option.id for option in given) else None
+    return pytest.param(*(option.values[0] for option in given), marks=marks, id=name)

@@ -120,9 +120,9 @@ NEEDS = {
         "pip install 'lightning-shard[workloads]' installs it."
     ),
     "import pathlib; pathlib.Path('x.h5').touch()\n"
-    "from lightning_modules import FieldDataset; FieldDataset('x.h5')": (
+    "from lightning_shard import FieldDataset; FieldDataset('x.h5')": (
         "the file x.h5 needs the package 'h5py', which is not installed; "
-        "pip install 'lightning-shard[workloads]' installs it."
+        "pip install 'lightning-shard[hdf5]' installs it."
     ),
     "from lightning_modules import MNISTDataModule; MNISTDataModule().setup('fit')": (
         "source: digits needs the package 'sklearn', which is not installed; "

@@ -15,7 +15,8 @@ ENGINE = (
     "curve_order crossing_edges ordered_graph "
     "register_rule Subdomain Layout UnsupportedOperationError spectral_method use_exact_random "
     "parallelize split_inputs whole_parameters no_sync clip_grad_norm_ clip_grad_value_ "
-    "load_weights launch simulate StuckError start_process_group init_mesh process_info ProcessInfo"
+    "load_weights launch simulate StuckError start_process_group init_mesh find_mesh process_info "
+    "ProcessInfo"
 )
 
 

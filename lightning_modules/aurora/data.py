@@ -28,7 +28,7 @@ SURFACE, UPPER, STATIC = ("2t", "10u", "10v", "msl"), ("z", "u", "v", "t", "q"),
 
 
 class Source(Protocol):
-    """Where states come from, six hours apart; `steps` is their number, if there is a last one."""
+    """Gives states, six hours apart; `steps` is their number, if there is a last one."""
 
     latitudes: Tensor
     longitudes: Tensor
@@ -45,7 +45,7 @@ class WeatherDataset(Dataset[dict[str, Any]]):
     """Windows of states; of the variables that change this rank's part alone.
 
     Args:
-        source: Of the states.
+        source: The source of the states.
         starts: The first state of each window.
         length: Number of states T of a window.
         trainer: The trainer that will use the samples; None for whole fields.
@@ -85,7 +85,7 @@ class WeatherDataset(Dataset[dict[str, Any]]):
         return self.upper.part(stack(states), start)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> Any:
-        """Aurora's batch of some samples."""
+        """Make Aurora's batch of some samples."""
         aurora = optional("aurora", "AuroraDataModule", "aurora")
         fields = default_collate([{k: s[k] for k in ("surf_vars", "atmos_vars")} for s in samples])
         return aurora.Batch(
@@ -101,16 +101,16 @@ class WeatherDataset(Dataset[dict[str, Any]]):
 
 
 class AuroraDataModule(LightningDataModule):
-    """Windows of ERA5, or of made-up weather where no files are named.
+    """Serves windows of ERA5, or of made-up weather where no files are named.
 
     Samples for training are the first windows, those for validation and test follow in time,
     without a state in common. Latitudes are split with `shard_dims: -2`.
 
     Args:
         surface: A NetCDF file or Zarr group of ERA5's surface variables; None makes weather up.
-        atmospheric: Of the variables at pressure levels.
-        static: Of land-sea mask, orography and soil type.
-        names: What a variable is called in the files, by Aurora's name, such as `{"2t": "t2m"}`.
+        atmospheric: A file or group of the variables at pressure levels.
+        static: A file or group of land-sea mask, orography and soil type.
+        names: The name of a variable in the files, by Aurora's name, such as `{"2t": "t2m"}`.
         levels: Pressure levels in hPa; Aurora knows 50, 100, 150, 200, 250, 300, 400, 500, 600,
             700, 850, 925 and 1000.
         resolution: Latitudes and longitudes of made-up weather. Aurora wants a multiple of 4
@@ -120,9 +120,9 @@ class AuroraDataModule(LightningDataModule):
         num_val: Number of validation samples.
         num_test: Number of test samples; `predict` reads them, too.
         batch_size: Samples per data-parallel rank and step.
-        seed: Of made-up weather.
+        seed: The seed of made-up weather.
         num_workers: Worker processes per loader.
-        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        pin_memory: True puts batches into page-locked memory where there is an accelerator.
 
     Raises:
         ValueError: A number is too small, or some of three files are named.

@@ -3,7 +3,6 @@
 Shapes: h of H latitudes, w of W longitudes, C levels.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.shared.series_files import SeriesFile, describe, open_series
+from lightning_shard import SeriesFile, open_series
 
 TIMES, LEVELS = ("valid_time", "time"), ("pressure_level", "level")
 LATITUDES, LONGITUDES = ("latitude", "lat"), ("longitude", "lon")
@@ -32,7 +31,7 @@ class Era5:
         atmospheric: A file of the variables at pressure levels, with the same times.
         static: A file of the variables that stay.
         levels: Pressure levels in hPa.
-        names: What a variable is called in the files, where that is not what ERA5 calls it.
+        names: The name of a variable in the files, where it is not ERA5's.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -63,37 +62,36 @@ class Era5:
         self._every = _steps_of_six_hours(self._times, atmospheric)
         self.steps: int | None = (len(self._times) - 1) // self._every + 1
         self._described: dict[tuple[str, str], SeriesFile] = {}
-        self._opened: tuple[int, dict[str, Any]] = 0, {}
 
     def time(self, step: int) -> datetime:
-        """When a state is."""
+        """Return the time of a state."""
         seconds = self._times[step * self._every]
         return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
 
     def surface(self, name: str, step: int, rows: slice, columns: slice) -> Tensor:
-        """A part of a surface variable: (h, w)."""
+        """Return a part of a surface variable: (h, w)."""
         return self._read("surface", name, step * self._every, (rows, columns))[0]
 
     def upper(self, name: str, step: int, rows: slice, columns: slice) -> Tensor:
-        """A part of a variable at all levels: (C, h, w)."""
+        """Return a part of a variable at all levels: (C, h, w)."""
         return self._read("atmospheric", name, step * self._every, (rows, columns))
 
     def static(self, name: str) -> Tensor:
-        """All of a variable that stays: (H, W)."""
+        """Return all of a variable that stays: (H, W)."""
         whole = (slice(0, len(self.latitudes)), slice(0, len(self.longitudes)))
         return self._read("static", name, 0, whole)[0]
 
     def _read(self, kind: str, name: str, step: int, part: Sequence[slice]) -> Tensor:
         file = self._describe(kind, name)
-        values = file.read(self._open(kind), file.variables[0], 0, step, part)
+        values = file.read(file.variables[0], 0, step, part)
         return torch.from_numpy(values.astype("float32"))
 
     def _describe(self, kind: str, name: str) -> SeriesFile:
         """The file, with one variable; on the grid of the others."""
         if (kind, name) not in self._described:
             path, stored = Path(self.paths[kind]), self.names.get(name, name)
-            file = describe(path, [stored], self._select(kind), self._time)
-            dims = tuple(self._open(kind)[stored].dims)[-2:]
+            file = SeriesFile.describe(path, [stored], self._select(kind), self._time)
+            dims = tuple(file.open()[stored].dims)[-2:]
             grid = (len(self.latitudes), len(self.longitudes))
             if dims != (self._latitude, self._longitude) or file.extents != grid:
                 raise ValueError(
@@ -107,18 +105,6 @@ class Era5:
     def _select(self, kind: str) -> dict[str, list[int]] | None:
         return {self._level: list(self.levels)} if kind == "atmospheric" else None
 
-    def _open(self, kind: str) -> Any:
-        """An open file; each process has its own, since none may use that of another."""
-        if self._opened[0] != os.getpid():
-            self._opened = os.getpid(), {}
-        files = self._opened[1]
-        if kind not in files:
-            files[kind] = open_series(Path(self.paths[kind]), self._select(kind))
-        return files[kind]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": (0, {})}
-
 
 def _coordinate(opened: Any, names: Sequence[str], path: str) -> str:
     for name in names:
@@ -131,7 +117,7 @@ def _coordinate(opened: Any, names: Sequence[str], path: str) -> str:
 
 
 def _steps_of_six_hours(times: Sequence[int], path: str) -> int:
-    """How many steps of a file six hours are."""
+    """Count the steps of a file in six hours."""
     gaps = {b - a for a, b in pairwise(times)}
     gap = gaps.pop() if len(gaps) == 1 else 0
     if gap <= 0 or STEP_H * 3600 % gap:

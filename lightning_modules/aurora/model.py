@@ -30,7 +30,7 @@ from lightning_modules.shared.train_loss import log_train_loss
 
 # Not a lambda: jsonargparse would turn it into init_args, which survive a change of class in YAML.
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """AdamW with a learning rate of 3e-4."""
+    """Make AdamW with a learning rate of 3e-4."""
     return AdamW(parameters, lr=3e-4)
 
 
@@ -50,7 +50,7 @@ class AuroraForecast(LightningModule):
         options: Its arguments, such as `{"embed_dim": 64}`; smaller networks train anywhere.
         weights: A local file of published weights, such as aurora-0.25-pretrained.ckpt; by default
             they are random.
-        adapters_only: Whether only the network's LoRA adapters are trained; it needs
+        adapters_only: True trains only the network's LoRA adapters; it needs
             `options: {"use_lora": true}`.
         weighed: Weights of variables in the loss, by name; 1 by default.
         optimizer: Makes the optimizer of the parameters; AdamW with lr 3e-4 by default. Not stored

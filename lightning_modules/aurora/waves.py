@@ -29,7 +29,7 @@ class Waves:
         height: Number of latitudes H, from pole to pole.
         width: Number of longitudes W.
         levels: Pressure levels in hPa.
-        seed: Of the waves.
+        seed: The seed of the waves.
     """
 
     def __init__(self, height: int, width: int, levels: Sequence[int], seed: int = 0) -> None:
@@ -42,20 +42,20 @@ class Waves:
         self.steps: int | None = None  # there is no last one
 
     def time(self, step: int) -> datetime:
-        """When a state is."""
+        """Return the time of a state."""
         return datetime(2020, 1, 1) + timedelta(hours=6 * step)
 
     def surface(self, name: str, step: int, rows: slice, columns: slice) -> Tensor:
-        """A part of a surface variable: (h, w)."""
+        """Return a part of a surface variable: (h, w)."""
         return self._field(name, 6 * step, rows, columns)
 
     def upper(self, name: str, step: int, rows: slice, columns: slice) -> Tensor:
-        """A part of a variable at all levels: (C, h, w)."""
+        """Return a part of a variable at all levels: (C, h, w)."""
         each = [self._field(f"{name}_{n}", 6 * step, rows, columns) for n in self.levels]
         return torch.stack(each)
 
     def static(self, name: str) -> Tensor:
-        """All of a variable that stays: (H, W)."""
+        """Return all of a variable that stays: (H, W)."""
         values = self._field(f"static {name}", 0.0, slice(None), slice(None), scale=name)
         return values.sigmoid() if name == "lsm" else values
 

@@ -30,7 +30,7 @@ from lightning_modules.shared.numbers import at_least
 # A named function and not a lambda: jsonargparse turns a lambda into init_args, and those would
 # survive a change of class in YAML.
 def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Adam with a learning rate of 3e-2."""
+    """Make Adam with a learning rate of 3e-2."""
     return Adam(parameters, lr=3e-2)
 
 
@@ -54,7 +54,7 @@ class SimpleCNN(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the classes: (B, C, H, W) -> (B, num_classes)."""
+        """Return the logits of the classes: (B, C, H, W) -> (B, num_classes)."""
         x = self.pool(self.relu(self.conv(x)))
         return self.fc(torch.flatten(x, 1))
 
@@ -154,7 +154,7 @@ class SyntheticImagesDataModule(LightningDataModule):
         batch_size: Samples per data-parallel rank and step.
         seed: Seed of all images.
         num_workers: Processes that make images; 0 makes them in the training process.
-        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        pin_memory: True puts batches into page-locked memory where there is an accelerator.
         amplitude: Amplitude of the waves. With 0 images are noise and labels are drawn at random,
             as in PhysicsNeMo's tutorial.
     """

@@ -25,13 +25,13 @@ from lightning_modules.darcy.files import (
     read_samples,
 )
 from lightning_modules.darcy.stats import DarcyStats, ensure_stats, read_stats, stats_of
-from lightning_modules.shared.fields import FieldDataset
 from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
+from lightning_shard import FieldDataset
 
 
 class _Pairs(Dataset[dict[str, Any]]):
-    """Two stacked tensors as a dataset of dicts."""
+    """Serves two stacked tensors as a dataset of dicts."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -48,7 +48,7 @@ SUFFIXES = {"memory": ".pt", "hdf5": ".h5", "zarr": ".zarr"}
 
 
 class DarcyDataModule(LightningDataModule):
-    """Coefficient and pressure of Darcy flow, at one training and several test resolutions.
+    """Serves coefficient and pressure of Darcy flow, at one training and several test resolutions.
 
     Batches are `{"x": (B, 1, H, W), "y": (B, 1, H, W)}`, float32, without units. There is one
     validation and one test loader per test resolution. `stats` describes the training set after
@@ -69,14 +69,14 @@ class DarcyDataModule(LightningDataModule):
         num_workers: Worker processes per loader.
         root: Folder where generated samples are kept.
         seed: Seed of the generated samples.
-        source: Where to read samples instead of generating them: a folder with neuraloperator's
+        source: The samples to read instead of generating them: a folder with neuraloperator's
             files `darcy_{train,test}_{resolution}.pt` (or `.h5` or `.zarr` with arrays x and y),
             or one HDF5 file or Zarr group with groups `{train,test}_{resolution}`. Of HDF5 and
             Zarr each rank reads its part of a sample when it needs it.
-        storage: How generated samples are kept: "memory" for files that are read whole, "hdf5" and
+        storage: The form of generated samples: "memory" for files that are read whole, "hdf5" and
             "zarr" for fields that are too large for that.
         prefetch_factor: Batches that each worker reads ahead.
-        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        pin_memory: True puts batches into page-locked memory where there is an accelerator.
         download: Fetch neuraloperator's files into the folder `source` where they are missing, of
             16, 32, 64, 128 or 421 nodes a side.
 
@@ -159,7 +159,7 @@ class DarcyDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         (self._train,) = self._read("train", self.train_resolution, [self.num_train])
         if isinstance(self._train, FieldDataset):
-            path, group = self._train.path, self._train.group
+            path, group = self._train.file.path, self._train.file.group
             self.stats = read_stats(path, group, self.num_train, self.root)
         else:
             self.stats = stats_of(self._train.x, self._train.y)
@@ -190,7 +190,7 @@ class DarcyDataModule(LightningDataModule):
         return self.test_dataloader()
 
     def _of_each(self, name: str, value: int | list[int]) -> dict[int, int]:
-        """An option for each test resolution."""
+        """Return an option for each test resolution."""
         resolutions = self.test_resolutions
         values = value if isinstance(value, list) else [value] * len(resolutions)
         if len(values) != len(resolutions):
@@ -219,7 +219,7 @@ class DarcyDataModule(LightningDataModule):
     def _read(
         self, part: Part, resolution: int, ends: list[int]
     ) -> list[_Pairs] | list[FieldDataset]:
-        """The first samples, cut at `ends`."""
+        """Read the first samples, cut at `ends`."""
         path, ranges = self._path(part, resolution), list(pairwise([0, *ends]))
         if path.suffix == ".pt":
             x, y = read_samples(path, part, resolution, ends[-1])

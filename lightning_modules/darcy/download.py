@@ -19,7 +19,7 @@ def ensure_downloaded(folder: Path, train_resolution: int, test_resolutions: Seq
     """Fetch the archives of the files that the folder lacks.
 
     Args:
-        folder: Where `darcy_{train,test}_{resolution}.pt` are to be; made if missing.
+        folder: The folder of `darcy_{train,test}_{resolution}.pt`; made if missing.
         train_resolution: Nodes a side of the training samples.
         test_resolutions: Nodes a side of the test samples.
 

@@ -1,4 +1,4 @@
-"""Where the error of a neural operator lies: at which resolutions, and at which wavenumbers.
+"""Draws the error of a neural operator by resolution and by wavenumber.
 
 Shapes: fields are (B, H, W).
 """
@@ -76,7 +76,7 @@ class ErrorPlots(Pictures):
 
 
 def errors_by_resolution(metrics: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Of `test/{norm}_{resolution}` and its `_baseline` the values by resolution, for each norm.
+    """Sort `test/{norm}_{resolution}` and its `_baseline` by resolution, for each norm.
 
     Returns:
         For example `{"l2": {32: 0.02, 64: 0.01}, "l2_baseline": {32: 0.2, 64: 0.2}}`.
@@ -90,7 +90,7 @@ def errors_by_resolution(metrics: Mapping[str, Any]) -> dict[str, dict[int, floa
 
 
 def error_table(errors: dict[str, dict[int, float]]) -> str:
-    """A table of relative errors in percent: a row for each resolution, a column for each norm.
+    """Write a table of relative errors in percent: one row per resolution, one column per norm.
 
     Args:
         errors: The result of `errors_by_resolution`.
@@ -145,7 +145,7 @@ def draw_errors(errors: dict[str, dict[int, float]], trained_at: int | None = No
 
 
 def energy_spectrum(fields: np.ndarray) -> np.ndarray:
-    """Energy by wavenumber, averaged over samples.
+    """Return the energy by wavenumber, averaged over samples.
 
     A Hann window hides the jump between opposite edges, which would fill all wavenumbers.
 

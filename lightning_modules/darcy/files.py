@@ -28,14 +28,7 @@ from tqdm import tqdm
 
 from lightning_modules.darcy.solver import ConvergenceError, binary_coefficient, solve_darcy
 from lightning_modules.shared.cached import is_intact
-from lightning_modules.shared.field_files import (
-    HDF5,
-    ZARR,
-    field_shapes,
-    open_fields,
-    read_blocks,
-    write_fields,
-)
+from lightning_shard import FieldFile, write_fields
 
 Part = Literal["train", "test"]
 
@@ -44,7 +37,7 @@ CHUNK = 32  # samples solved together; the result does not depend on it
 
 @dataclass(frozen=True)
 class DarcyRecipe:
-    """Everything that determines the content of one generated file.
+    """Holds everything that determines the content of one generated file.
 
     Attributes:
         part: "train" or "test"; the two never share random numbers.
@@ -67,14 +60,14 @@ class DarcyRecipe:
     version: int = 1
 
     def path(self, root: Path, suffix: str = ".pt") -> Path:
-        """File of this recipe in the cache folder `root`."""
+        """Return the file of this recipe in the cache folder `root`."""
         key = json.dumps(dataclasses.asdict(self), sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         return root / f"darcy_{self.part}_{self.resolution}_{digest}{suffix}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all samples."""
+        """The bytes of all samples."""
         return 2 * 4 * self.num_samples * self.resolution**2
 
     def generate(self) -> Iterator[dict[str, np.ndarray]]:
@@ -93,9 +86,9 @@ def ensure_cached(recipe: DarcyRecipe, root: Path, suffix: str = ".pt") -> None:
     """Generate the file of `recipe` in `root`, unless an intact one is there.
 
     Args:
-        recipe: What to generate.
+        recipe: The file to generate.
         root: Folder of the cache; made if missing.
-        suffix: Of the file, which says its format: .pt, .h5 or .zarr.
+        suffix: The end of the file's name, which says its format: .pt, .h5 or .zarr.
 
     Raises:
         OSError: If the file cannot be written; nothing of it is left then.
@@ -146,18 +139,18 @@ def _remove(path: Path) -> None:
 
 
 def _is_intact(path: Path, recipe: DarcyRecipe) -> bool:
-    """Whether all of a file is there, and fits its checksums."""
+    """Return True if all of a file is there, and fits its checksums."""
     if path.suffix == ".pt":
         return is_intact(path)
     try:
-        blocks = read_blocks(path, "xy", "", recipe.num_samples, CHUNK)
+        blocks = FieldFile(path).blocks("xy", recipe.num_samples, CHUNK)
         return sum(len(block["x"]) for block in blocks) == recipe.num_samples
     except (OSError, ValueError, KeyError):
         return False
 
 
 def find_samples(source: Path, part: Part, resolution: int) -> Path:
-    """File of `source` that holds one part at one resolution.
+    """Find the file of `source` that holds one part at one resolution.
 
     Args:
         source: An HDF5 file or a Zarr group, or a folder with files `darcy_{part}_{resolution}`
@@ -171,7 +164,7 @@ def find_samples(source: Path, part: Part, resolution: int) -> Path:
     Raises:
         FileNotFoundError: If there is none; the message names the resolutions that are there.
     """
-    if source.suffix in HDF5 + ZARR:
+    if source.suffix in FieldFile.SUFFIXES:
         if not source.exists():
             raise FileNotFoundError(
                 f"the Darcy samples {source} do not exist; correct `source`, or leave it out to "
@@ -179,7 +172,9 @@ def find_samples(source: Path, part: Part, resolution: int) -> Path:
             )
         return source
     files = [
-        path for path in source.glob(f"darcy_{part}_*") if path.suffix in (".pt", *HDF5, *ZARR)
+        path
+        for path in source.glob(f"darcy_{part}_*")
+        if path.suffix in (".pt", *FieldFile.SUFFIXES)
     ]
     stem = f"darcy_{part}_{resolution}"
     for path in sorted(files):
@@ -224,20 +219,20 @@ def read_samples(path: Path, part: Part, resolution: int, count: int) -> tuple[T
 
 
 def field_group(path: Path, part: Part, resolution: int, count: int) -> str:
-    """The group of a file of fields that holds one part at one resolution; "": it has no groups.
+    """Find the group of a file with one part at one resolution; "" for a file without groups.
 
     Raises:
         FileNotFoundError: If its groups are of other resolutions.
         ValueError: If it holds fewer samples, other arrays, or another resolution.
     """
     wanted = f"{part}_{resolution}"
-    found = sorted(n for n in open_fields(path) if n.startswith(("train_", "test_")))
+    found = sorted(n for n in FieldFile(path).arrays if n.startswith(("train_", "test_")))
     if found and wanted not in found:
         raise FileNotFoundError(
             f"{path} has no group {wanted}, which the {part} samples at resolution {resolution} "
             f"need; it has {', '.join(found)}. Ask for one of these resolutions."
         )
-    shapes = field_shapes(path, ("x", "y"), wanted)
+    shapes = FieldFile(path, wanted).shapes(("x", "y"))
     stored = {name: (min(n, count), *shape) for name, (n, shape) in shapes.items()}
     check_shapes(path, part, resolution, count, stored)
     return wanted if found else ""

@@ -33,7 +33,7 @@ class PredictionGallery(Pictures):
     Args:
         every_n_epochs: Epochs between two pictures.
         num_samples: Samples (rows) per picture, taken from the first batch of an evaluation.
-        dataloader_idx: Which of the evaluation loaders to draw from; by default all of them.
+        dataloader_idx: The index of the evaluation loader to draw from; by default all of them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PredictionGallery(Pictures):
 
 
 def loader_names(fields: Mapping[int, Mapping[str, np.ndarray]]) -> dict[int, str]:
-    """A name for the fields of each loader: their resolution, and the loader where two have one."""
+    """Name the fields of each loader by their resolution, and by the loader where two have one."""
     sizes = {loader: each["y"].shape[1:] for loader, each in fields.items()}
     names = {
         loader: f"{size[0]}" if len(set(size)) == 1 else "x".join(map(str, size))
@@ -115,7 +115,7 @@ def loader_names(fields: Mapping[int, Mapping[str, np.ndarray]]) -> dict[int, st
 
 
 def whole_fields(callback: str, outputs: Any, num_samples: int) -> dict[str, np.ndarray]:
-    """The first channel of x, y and prediction of some samples, (B, H, W) each.
+    """Return the first channel of x, y and prediction of some samples, (B, H, W) each.
 
     A collective: all ranks must call it.
 

@@ -105,7 +105,7 @@ def solve_darcy(
         f: Source term on the nodes, anything that broadcasts to (B, N, N).
         tolerance: Largest residual of any sample, relative to the norm of its `f`.
         max_iterations: Iterations after which to give up.
-        sine_transform: How to apply the sine transform. "auto" takes the FFT where its length
+        sine_transform: The way to apply the sine transform. "auto" takes the FFT where its length
             has small factors only, and a product with a sine matrix otherwise.
 
     Returns:
@@ -177,7 +177,7 @@ def _inverse_laplacian(resolution: int, sine_transform: SineTransform) -> Callab
 
 
 def _fft_is_faster(resolution: int) -> bool:
-    """Whether DST-I by FFT, of length 2 (N - 1), beats a product with an n x n matrix.
+    """Return True if DST-I by FFT, of length 2 (N - 1), beats a product with an n x n matrix.
 
     Measured on one CPU core: the matrix wins below about 100 nodes, and by a factor 2 to 3 where
     the length has a large prime factor (N = 128: 254 = 2 * 127).

@@ -1,6 +1,6 @@
-"""What a model may know of the Darcy training set before training.
+"""Computes the statistics of the Darcy training set that a model may use.
 
-Of a file that is too large for memory this takes one pass, and is kept in the cache folder.
+A file that is too large for memory is read once, and its statistics are kept in the cache folder.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_modules.shared.cached import is_intact, write_whole
-from lightning_modules.shared.field_files import read_blocks
+from lightning_shard import FieldFile
 
 CHUNK = 32  # samples in memory at once
 
 
 @dataclass(frozen=True)
 class DarcyStats:
-    """Of the training set.
+    """Holds statistics of the training set.
 
     Attributes:
         x_mean: Mean of the coefficient over samples and nodes.
@@ -40,7 +40,7 @@ class DarcyStats:
 
 
 def stats_of(x: Tensor, y: Tensor) -> DarcyStats:
-    """The statistics of samples in memory, (S, 1, H, W) each."""
+    """Compute the statistics of samples in memory, (S, 1, H, W) each."""
     return DarcyStats(
         x_mean=x.mean().item(),
         x_std=x.std().item(),
@@ -67,7 +67,7 @@ def ensure_stats(path: Path, group: str, count: int, root: Path) -> None:
 
 
 def read_stats(path: Path, group: str, count: int, root: Path) -> DarcyStats:
-    """What `ensure_stats` has kept."""
+    """Read the statistics that `ensure_stats` has kept."""
     return DarcyStats(**torch.load(_kept(path, group, count, root), weights_only=True))
 
 
@@ -80,7 +80,7 @@ def _kept(path: Path, group: str, count: int, root: Path) -> Path:
 def _stats_of_file(path: Path, group: str, count: int) -> DarcyStats:
     sums = {"x": np.zeros(3), "y": np.zeros(3)}  # of values, of their squares, and their number
     total = np.zeros(())
-    for block in read_blocks(path, ("x", "y"), group, count, CHUNK):
+    for block in FieldFile(path, group).blocks(("x", "y"), count, CHUNK):
         for name, values in block.items():
             wide = values.astype(np.float64)
             sums[name] += wide.sum(), np.square(wide).sum(), wide.size

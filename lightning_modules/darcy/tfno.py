@@ -31,7 +31,7 @@ Batch = dict[str, Tensor]
 
 # Not a lambda: jsonargparse would turn it into init_args, which survive a change of class in YAML.
 def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Adam with learning rate 5e-3 and weight decay 1.25e-5.
+    """Make Adam with learning rate 5e-3 and weight decay 1.25e-5.
 
     Such a decay of the mean loss weighs as 1e-4 does in neuraloperator's examples, which sum the
     loss over a batch of 8.
@@ -40,7 +40,7 @@ def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 class TFNODarcy(LightningModule):
-    """Factorized FNO for Darcy flow, trained on the relative H1 or L2 error.
+    """Trains a factorized FNO for Darcy flow on the relative H1 or L2 error.
 
     Evaluation logs relative errors per resolution, such as `val/l2_64` and `test/h1_128`, and
     beside them those of a trivial guess, the mean training solution (`test/l2_64_baseline`).
@@ -178,7 +178,7 @@ class TFNODarcy(LightningModule):
     def _errors(
         self, stage: str, prediction: Tensor, y: Tensor, *, suffix: str = ""
     ) -> dict[str, Tensor]:
-        """Relative errors of physical fields, named by stage, norm and resolution."""
+        """Compute relative errors of physical fields, named by stage, norm and resolution."""
         return {
             f"{stage}/{norm}_{y.shape[-1]}{suffix}": error(prediction, y)
             for norm, error in self.errors.items()

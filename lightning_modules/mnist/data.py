@@ -36,7 +36,7 @@ class MNISTDataModule(LightningDataModule):
             held out, and the test set validates each epoch, as in PyTorch's example.
         seed: Decides which samples are held out; the same seed gives the same split.
         num_workers: Processes that load batches; 0 loads them in the training process.
-        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        pin_memory: True puts batches into page-locked memory where there is an accelerator.
     """
 
     def __init__(

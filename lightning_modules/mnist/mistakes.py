@@ -1,4 +1,4 @@
-"""What a classifier gets wrong: its confusion matrix and the samples themselves, as pictures.
+"""Draws the mistakes of a classifier: its confusion matrix and the samples themselves.
 
 Shapes: B images of one or three channels, (B, C, H, W).
 """
@@ -38,7 +38,7 @@ class Mistakes(Pictures):
 
     Args:
         num_classes: Number of classes.
-        num_images: How many misclassified images are drawn at most.
+        num_images: The number of misclassified images that are drawn at most.
     """
 
     def __init__(self, num_classes: int = 10, num_images: int = 40) -> None:
@@ -99,7 +99,7 @@ class Mistakes(Pictures):
 
 
 def _sample_numbers(trainer: Trainer, dataloader_idx: int) -> Iterator[tuple[int, ...]]:
-    """What identifies each sample that this rank reads, in order.
+    """Return an identity of each sample that this rank reads, in order.
 
     Samplers of several processes repeat samples, so that all have as many: these get one number.
     """
@@ -148,9 +148,9 @@ def draw_mistakes(mistakes: Sequence[Mistake], wrong: int, total: int) -> Figure
     """Draw misclassified images with their class and the prediction.
 
     Args:
-        mistakes: What to draw.
-        wrong: How many there are.
-        total: How many samples were classified.
+        mistakes: The mistakes to draw.
+        wrong: The number of all mistakes.
+        total: The number of samples that were classified.
     """
     rows = max(1, -(-len(mistakes) // COLUMNS))
     figure = new_figure(1.1 * COLUMNS, 1.35 * rows + 0.5)

@@ -23,7 +23,7 @@ from lightning_modules.shared.classifier import Classifier
 # Defaults are named functions and not lambdas: jsonargparse turns a lambda into init_args, and
 # those (a learning rate of 1.0) would survive a change of class in YAML.
 def adadelta(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Adadelta with a learning rate of 1.0."""
+    """Make Adadelta with a learning rate of 1.0."""
     return Adadelta(parameters, lr=1.0)
 
 
@@ -51,7 +51,7 @@ class MNISTNet(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Log-probabilities of the classes: (B, 1, 28, 28) -> (B, 10)."""
+        """Return log-probabilities of the classes: (B, 1, 28, 28) -> (B, 10)."""
         x = F.relu(self.conv1(x))
         x = F.relu(self.conv2(x))
         x = self.dropout1(F.max_pool2d(x, 2))
@@ -72,10 +72,9 @@ class MNISTModule(Classifier):
             stored in checkpoints.
         lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; by default the
             learning rate is multiplied by 0.7. Not stored in checkpoints.
-        loss_reduction: Whether training minimizes the mean over the batch of a rank, or the sum
-            over it, as PyTorch's tutorial of FSDP does. Gradients are averaged over ranks either
-            way, so those of a sum are batch_size times those of the mean. What is logged is the
-            mean.
+        loss_reduction: Training minimizes the mean over the batch of a rank, or the sum over it, as
+            PyTorch's tutorial of FSDP does. Gradients are averaged over ranks either way, so those
+            of a sum are batch_size times those of the mean. The mean is logged.
     """
 
     def __init__(

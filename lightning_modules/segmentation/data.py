@@ -10,8 +10,7 @@ from typing_extensions import override
 from lightning_modules.segmentation.phantoms import Phantoms
 from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
-from lightning_modules.shared.volumes import VolumeDataset
-from lightning_shard import slab_of
+from lightning_shard import VolumeDataset, slab_of
 
 Sample = dict[str, Any]
 
@@ -22,7 +21,7 @@ class PhantomDataset(Dataset[Sample]):
     Each process makes its part of a volume once, and keeps it.
 
     Args:
-        phantoms: Where volumes come from.
+        phantoms: The source of volumes.
         count: Number of samples.
         trainer: The trainer that will use the samples; None for whole volumes.
     """
@@ -58,7 +57,7 @@ class SegmentationDataModule(LightningDataModule):
     Args:
         images: A folder of NIfTI files, or one file; None makes volumes up. With several channels,
             a file has them as its fourth dim.
-        labels: The same for the labels, in the same order of names.
+        labels: A folder or a file of the labels, in the same order of names.
         extents: Voxels of made-up volumes along each dim.
         vary: By how many voxels less, at most, a made-up volume extends along each dim.
         noise: Standard deviation of their noise; an organ's brightness is 1.
@@ -67,9 +66,9 @@ class SegmentationDataModule(LightningDataModule):
         num_val: Number of validation volumes.
         num_test: Number of test volumes.
         batch_size: Volumes per data-parallel rank and step; more than one need one grid.
-        seed: Of made-up volumes.
+        seed: The seed of made-up volumes.
         num_workers: Worker processes per loader.
-        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        pin_memory: True puts batches into page-locked memory where there is an accelerator.
 
     Raises:
         ValueError: A number is too small, or labels are named without images.
@@ -162,7 +161,7 @@ class SegmentationDataModule(LightningDataModule):
 
 
 def _collate(samples: Sequence[Sample]) -> Any:
-    """A batch of volumes.
+    """Make a batch of volumes.
 
     Raises:
         ValueError: Their grids differ.

@@ -39,7 +39,7 @@ class DicePerClass(Metric):
 
     @override
     def compute(self) -> Tensor:
-        """One number for each class."""
+        """Return one number for each class."""
         return self.total / self.volumes
 
 
@@ -52,7 +52,7 @@ def counts(predicted: Tensor, label: Tensor, num_classes: int) -> tuple[Tensor, 
         num_classes: Number of classes.
 
     Returns:
-        Those that are predicted and true; the sum of those predicted and those true.
+        The voxels that are predicted and true; the sum of predicted and of true voxels.
     """
     found, true = ([x == c for c in range(num_classes)] for x in (predicted, label))
     both = [(a & b).sum((1, 2, 3)) for a, b in zip(found, true, strict=True)]

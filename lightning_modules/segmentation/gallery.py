@@ -25,7 +25,7 @@ class SegmentationGallery(Pictures):
     classes and voxels.
 
     Args:
-        volumes: How many, one for each row.
+        volumes: The number of volumes, one for each row.
     """
 
     def __init__(self, volumes: int = 3) -> None:
@@ -61,7 +61,7 @@ class SegmentationGallery(Pictures):
 
 
 def plane_of(image: np.ndarray, label: np.ndarray, predicted: np.ndarray) -> list[np.ndarray]:
-    """The plane of three volumes (X, Y, Z) that shows most: (X, Y) each."""
+    """Return the plane of three volumes (X, Y, Z) that shows most: (X, Y) each."""
     kinds = [np.count_nonzero(label == c, axis=(0, 1)) for c in range(1, int(label.max()) + 1)]
     if not kinds:
         best = image.shape[2] // 2

@@ -34,7 +34,7 @@ Strides = Sequence[int | tuple[int, int, int]]
 
 # Not a lambda: jsonargparse would turn it into init_args, which survive a change of class in YAML.
 def nesterov(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Stochastic gradient descent as nnU-Net's: lr 1e-2, Nesterov's momentum 0.99, decay 3e-5."""
+    """Make nnU-Net's optimizer: SGD with lr 1e-2, Nesterov's momentum 0.99, decay 3e-5."""
     return SGD(parameters, lr=1e-2, momentum=0.99, nesterov=True, weight_decay=3e-5)
 
 
@@ -54,9 +54,9 @@ class VolumeSegmentation(LightningModule):
         filters: Channels of the network at each level.
         strides: By what each level is coarser than the one before, along all dims or each; the
             first is 1. There are as many as filters, three or more.
-        deep_supervision: How many of the coarser levels are supervised, too; each weighs half as
+        deep_supervision: The number of coarser levels that are supervised, too; each weighs half as
             much as the one before.
-        res_block: Whether the blocks are residual.
+        res_block: True makes the blocks residual.
         optimizer: Makes the optimizer of the parameters; by default that of nnU-Net. Not stored in
             checkpoints.
         lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; none by default.
@@ -152,7 +152,7 @@ class VolumeSegmentation(LightningModule):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The class of each voxel, (B, X, Y, Z) uint8."""
+        """Return the class of each voxel, (B, X, Y, Z) uint8."""
         return self(batch["image"]).argmax(1).to(torch.uint8)
 
     @override
@@ -163,7 +163,7 @@ class VolumeSegmentation(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
 
     def _padding(self, extents: Sequence[int]) -> list[int]:
-        """How many voxels are added at the end of each dim."""
+        """Return the number of voxels that are added at the end of each dim."""
         padding = [-n % m for n, m in zip(extents, self.multiple, strict=True)]
         if all(n <= m for n, m in zip(extents, self.multiple, strict=True)):
             padding[-1] += self.multiple[-1]  # of one voxel the coarsest level has no variance
@@ -189,7 +189,7 @@ class VolumeSegmentation(LightningModule):
         return label
 
     def _evaluate(self, stage: str, batch: Batch, dice: DicePerClass) -> Tensor:
-        """Log the loss; the predicted classes, (B, X, Y, Z)."""
+        """Log the loss, and return the predicted classes, (B, X, Y, Z)."""
         image, label = batch["image"], self._label(batch)
         logits = self(image)
         loss = self.loss(logits, label)

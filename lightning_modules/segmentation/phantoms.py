@@ -23,14 +23,14 @@ MOST_LESIONS, VESSELS = 3, 4
 
 
 class _Ellipsoid(NamedTuple):
-    """In coordinates from -1 to 1 along each axis."""
+    """An ellipsoid in coordinates from -1 to 1 along each axis."""
 
     centre: Tensor  # (3,)
     radii: Tensor  # (3,)
     turned: Tensor  # (3, 3)
 
     def holds(self, axes: Sequence[Tensor]) -> Tensor:
-        """Which nodes of a grid of three axes are inside."""
+        """Return True for the nodes of a grid of three axes that are inside."""
         offsets = [axis - c for axis, c in zip(axes, self.centre, strict=True)]
         along = torch.meshgrid(*offsets, indexing="ij")
         rows = torch.tensordot(self.turned, torch.stack(along), 1)
@@ -45,7 +45,7 @@ class Phantoms:
         extents: Voxels along each dim.
         vary: By how many voxels less, at most, a volume extends along each dim.
         noise: Standard deviation of the noise; the body's brightness is 0.6, an organ's 1.
-        seed: Of all volumes.
+        seed: The seed of all volumes.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Phantoms:
         self.extents, self.vary, self.noise, self.seed = extents, vary, noise, seed
 
     def shape(self, index: int) -> tuple[int, int, int]:
-        """The voxels along each dim of a volume."""
+        """Return the voxels along each dim of a volume."""
         draw = self._generator(index, 0)
         less = torch.randint(self.vary + 1, (3,), generator=draw).tolist()
         x, y, z = (n - few for n, few in zip(self.extents, less, strict=True))
         return x, y, z
 
     def image(self, index: int, part: Sequence[slice]) -> Tensor:
-        """The brightness of a part of a volume: (x, y, z) float32."""
+        """Return the brightness of a part of a volume: (x, y, z) float32."""
         shape = self.shape(index)
         body, organs, vessels = self._scene(index)
         axes = _axes(shape, part)
@@ -82,7 +82,7 @@ class Phantoms:
         return (values + self.noise * self._white(index, shape, part)).float()
 
     def label(self, index: int, part: Sequence[slice]) -> Tensor:
-        """The class of each voxel of a part of a volume: (x, y, z) int64."""
+        """Return the class of each voxel of a part of a volume: (x, y, z) int64."""
         axes = _axes(self.shape(index), part)
         classes = torch.zeros([len(axis) for axis in axes], dtype=torch.int64)
         for kind, organ in self._scene(index)[1]:

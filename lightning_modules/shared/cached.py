@@ -22,7 +22,7 @@ def cached(path: Path, make: Callable[[], Any]) -> Any:
 
     Args:
         path: A file named `*.json.gz`; its name is to hold a digest of what determines the value.
-        make: Makes the value, of what JSON can hold.
+        make: Makes the value, of types that JSON can hold.
 
     Returns:
         The value, as read from JSON.
@@ -46,7 +46,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
     Args:
         path: The file; its folder is made if missing.
-        content: What it is to hold.
+        content: The bytes that it is to hold.
 
     Raises:
         OSError: It could not be written; nothing is left of it, and an older file stays.
@@ -67,7 +67,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a file of `torch.save`, a zip archive, fits its checksums."""
+    """Return True if a file of `torch.save`, a zip archive, fits its checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None

@@ -1,4 +1,4 @@
-"""What classifiers of images have in common: their steps, and what these log.
+"""Trains classifiers of images: their steps, and the metrics that these log.
 
 Shapes: B samples per data-parallel rank.
 """
@@ -24,13 +24,13 @@ class Classifier(LightningModule):
     """Train a network that gives each class a score, and log loss and accuracy of evaluation.
 
     Args:
-        network: From images to scores, (B, num_classes); the highest is the class predicted.
+        network: Maps images to scores, (B, num_classes); the highest is the class predicted.
         num_classes: Number of classes.
-        loss: The mean loss of scores and labels, (B,).
+        loss: Gives the mean loss of scores and labels, (B,).
         optimizer: Makes the optimizer of the parameters.
         lr_scheduler: Makes the scheduler of the optimizer, stepped once per epoch; None: no
             scheduler.
-        loss_reduction: Whether training minimizes the mean or the sum over a rank's batch.
+        loss_reduction: Training minimizes the mean or the sum over a rank's batch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Classifier(LightningModule):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """The scores of the classes: (B, C, H, W) -> (B, num_classes)."""
+        """Score the classes: (B, C, H, W) -> (B, num_classes)."""
         return self.network(x)
 
     @override
@@ -84,7 +84,7 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.make_lr_scheduler(optimizer)}
 
     def _evaluate(self, stage: str, batch: Batch, accuracy: MulticlassAccuracy) -> Tensor:
-        """Log loss and accuracy; the predicted classes, (B,)."""
+        """Log loss and accuracy, and return the predicted classes, (B,)."""
         images, labels = batch
         scores = self(images)
         loss = self.loss(scores, labels)

@@ -22,9 +22,9 @@ def make_loader(
     Args:
         dataset: The samples.
         batch_size: Samples of a batch.
-        shuffle: Whether the samples of each epoch come in another order.
+        shuffle: True draws the samples of each epoch in another order.
         num_workers: Processes that load batches; 0 loads them in the training process.
-        pin_memory: Whether batches lie in page-locked memory, from which an accelerator copies
+        pin_memory: True puts batches into page-locked memory, from which an accelerator copies
             faster. Without an accelerator nothing is pinned, and torch has nothing to warn of.
         prefetch_factor: Batches that each worker reads ahead; by default torch's 2.
         collate_fn: Makes a batch of a list of samples; by default torch's.

@@ -9,8 +9,8 @@ def optional(package: str, needed_by: str, extra: str = "workloads") -> Any:
 
     Args:
         package: The name of the module to import.
-        needed_by: What cannot work without it; it begins the sentence.
-        extra: Of this project, which installs it.
+        needed_by: The feature that cannot work without it; it begins the sentence.
+        extra: The extra of this project that installs the package.
 
     Raises:
         ModuleNotFoundError: The package is not installed.
@@ -24,7 +24,7 @@ def optional(package: str, needed_by: str, extra: str = "workloads") -> Any:
 def not_installed(
     err: ModuleNotFoundError, needed_by: str, extra: str = "workloads"
 ) -> ModuleNotFoundError:
-    """The same error, with the command that installs what is missing."""
+    """Return the same error, with the command that installs the missing package."""
     package = (err.name or "").partition(".")[0]
     return ModuleNotFoundError(
         f"{needed_by} needs the package '{package}', which is not installed; "

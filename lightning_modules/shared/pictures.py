@@ -1,4 +1,4 @@
-"""Where pictures of a run go: to files in its log directory, and to loggers that take them."""
+"""Puts pictures of a run into files in its log directory, and into loggers that take them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches, independent of pyplot."""
+    """Make a figure of so many inches, independent of pyplot."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -41,10 +41,10 @@ def save_picture(trainer: Trainer, figure: Figure, path: Path, tag: str) -> None
     """Write `figure` and hand it to the loggers that have a way to take it.
 
     Args:
-        trainer: Whose loggers.
+        trainer: The trainer, whose loggers get the picture.
         figure: The picture.
-        path: A `.png` file; its folder is made.
-        tag: Its name in loggers.
+        path: The `.png` file; its folder is made.
+        tag: The name of the picture in loggers.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

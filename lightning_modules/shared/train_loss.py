@@ -1,4 +1,4 @@
-"""How a training step logs its loss: that of the batch, and the mean over the epoch."""
+"""Logs the loss of a training step: that of the batch, and the mean over the epoch."""
 
 from lightning.pytorch import LightningModule
 from torch import Tensor

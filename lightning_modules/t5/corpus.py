@@ -1,4 +1,4 @@
-"""What a corpus of summaries is: a stream of texts with their summaries, each in one split."""
+"""Defines a corpus of summaries: a stream of texts with their summaries, each in one split."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ class Pair(NamedTuple):
 
 
 class Corpus(ABC):
-    """Texts with their summaries. Subclasses say where they are read."""
+    """Gives texts with their summaries. Subclasses read them from a source."""
 
     @abstractmethod
     def pairs(self) -> Iterator[tuple[Split, Pair]]:
@@ -36,7 +36,7 @@ def split_of(key: str) -> Split:
     """Choose the split of a pair by a hash, so that it is the same in every run.
 
     Args:
-        key: What the pairs have in common that must not be told apart, such as a title.
+        key: A text that related pairs have in common, such as a title: they share a split.
 
     Returns:
         "val" and "test" for one key in twenty each.

@@ -35,10 +35,10 @@ def collate(
 
     Args:
         pairs: B pairs.
-        tokenizer: Of texts and summaries.
-        max_source_tokens: Where texts are cut.
-        max_summary_tokens: Where summaries are cut.
-        num_first_words: Words of the trivial summary.
+        tokenizer: The tokenizer of texts and summaries.
+        max_source_tokens: The number of tokens after which texts are cut.
+        max_summary_tokens: The number of tokens after which summaries are cut.
+        num_first_words: The number of words of the trivial summary.
 
     Returns:
         The batch, as `SummarizationDataModule` describes it.
@@ -58,7 +58,7 @@ def collate(
 
 
 class SummarizationDataModule(LightningDataModule):
-    """Tokenized texts and summaries of a corpus.
+    """Serves tokenized texts and summaries of a corpus.
 
     Batches are dicts: `input_ids` and `attention_mask` (B, S) int64; `labels` (B, T) int64, which
     are -100 where a summary is padded; and lists of B strings, `source`, `summary` and
@@ -66,12 +66,12 @@ class SummarizationDataModule(LightningDataModule):
     training summary has on average. `tokenizer` is there after `setup`.
 
     Args:
-        corpus: Where the pairs are read; docstrings of this Python environment by default.
+        corpus: The source of the pairs; docstrings of this Python environment by default.
         tokenizer: Folder or hub name of a pretrained model whose tokenizer to use; by default one
             is trained on the training set, and kept in `root`.
         vocab_size: Tokens of a trained tokenizer, at most.
-        max_source_tokens: Where texts are cut.
-        max_summary_tokens: Where summaries are cut.
+        max_source_tokens: The number of tokens after which texts are cut.
+        max_summary_tokens: The number of tokens after which summaries are cut.
         num_train: Number of training pairs; by default all, as with the two below.
         num_val: Number of validation pairs.
         num_test: Number of test pairs.
@@ -79,7 +79,7 @@ class SummarizationDataModule(LightningDataModule):
         eval_batch_size: Validation, test and prediction pairs per data-parallel rank and step.
         num_workers: Processes that tokenize; 0 tokenizes in the training process.
         root: Folder of trained tokenizers.
-        pin_memory: Whether batches lie in page-locked memory where there is an accelerator.
+        pin_memory: True puts batches into page-locked memory where there is an accelerator.
     """
 
     tokenizer: PreTrainedTokenizerFast | None = None

@@ -51,7 +51,7 @@ _MARKUP = [
 
 
 class Docstring(NamedTuple):
-    """What a definition is called, and its docstring as a text with a summary."""
+    """Holds the name of a definition, and its docstring as a text with a summary."""
 
     name: str
     source: str
@@ -59,7 +59,7 @@ class Docstring(NamedTuple):
 
 
 class Package(NamedTuple):
-    """Python source on this machine, and under which terms it is there."""
+    """Describes Python source on this machine, and the terms under which it is there."""
 
     name: str
     version: str
@@ -69,7 +69,7 @@ class Package(NamedTuple):
 
 @dataclass(frozen=True)
 class Docstrings(Corpus):
-    """Docstrings of the standard library and of installed packages with their summary lines.
+    """Pairs docstrings of the standard library and of packages with their summary lines.
 
     The pairs are kept in a file, beside a note of the packages and of their licences.
 
@@ -95,7 +95,7 @@ def read(packages: Iterable[Package], path: Path) -> list[Docstring]:
     """Read the docstrings of packages, and write a note of these beside `path`.
 
     Args:
-        packages: What to read.
+        packages: The packages to read.
         path: A file `*.json.gz`, which the caller writes; the note is `*_packages.md`.
 
     Returns:
@@ -179,7 +179,7 @@ def _package(distribution: metadata.Distribution) -> Package:
 
 
 def _to_read(folder: Path, files: Iterable[Path]) -> list[Path]:
-    """Python files other than tests."""
+    """Return Python files other than tests."""
     return sorted(
         path
         for path in files
@@ -204,7 +204,7 @@ def docstrings_of(path: Path) -> Iterator[Docstring]:
 
 
 def _definitions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, Definition]]:
-    """The definitions in `node`, each with the name of the class that it is in."""
+    """Yield the definitions in `node`, each with the name of the class that it is in."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _DEFINITIONS):
             yield owner, child
@@ -214,7 +214,7 @@ def _definitions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, Definiti
 
 
 def _pair(text: str, node: Definition, owner: str) -> Pair | None:
-    """The summary line with the signature and the rest; None where there is little to summarize."""
+    """Pair the summary line with signature and rest; None where there is little to summarize."""
     first, _, rest = text.partition("\n\n")
     summary, body = _plain(first), _plain(rest)
     name = _spelled(node.name)
@@ -231,7 +231,7 @@ def _pair(text: str, node: Definition, owner: str) -> Pair | None:
 
 
 def _plain(text: str) -> str:
-    """One line without markup."""
+    """Return one line without markup."""
     lines = " ".join(line for line in text.splitlines() if not _RULE.fullmatch(line))
     for pattern, kept in _MARKUP:
         lines = pattern.sub(kept, lines)
@@ -245,5 +245,5 @@ def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 
 def _spelled(name: str) -> str:
-    """The words of an identifier: "get_maxSize" is "get max size"."""
+    """Split an identifier into words: "get_maxSize" is "get max size"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_+", " ", name).strip()

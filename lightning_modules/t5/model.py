@@ -34,7 +34,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 # Not lambdas: jsonargparse would turn them into init_args, which survive a change of class in YAML.
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """AdamW with a learning rate of 2e-3."""
+    """Make AdamW with a learning rate of 2e-3."""
     return AdamW(parameters, lr=2e-3)
 
 
@@ -61,8 +61,8 @@ class T5Summarizer(LightningModule):
             in checkpoints.
         lr_scheduler: Makes the scheduler of the optimizer; by default the learning rate is
             multiplied by 0.7. Not stored in checkpoints.
-        lr_interval: Whether the scheduler makes a step after each epoch or after each step, as one
-            that warms up does.
+        lr_interval: The scheduler makes a step after each epoch, or after each step, as one that
+            warms up does.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class T5Summarizer(LightningModule):
 
     @override
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        """Logits of each token of the summaries after those before it.
+        """Return the logits of each token of the summaries after those before it.
 
         Args:
             input_ids: Tokens of the texts, (B, S).
@@ -186,7 +186,7 @@ class T5Summarizer(LightningModule):
         Args:
             input_ids: Tokens of the texts, (B, S).
             attention_mask: 0 where a text is padded, (B, S).
-            in_step: Whether all ranks are here, each with its texts. With sharded parameters they
+            in_step: True if all ranks are here, each with its texts. With sharded parameters they
                 then take equally many steps, since each of these is a collective.
 
         Returns:
@@ -213,7 +213,7 @@ class T5Summarizer(LightningModule):
             )
 
     def _sum_of_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Cross-entropy summed over the tokens of the summaries, and their number."""
+        """Return the cross-entropy summed over the tokens of the summaries, and their number."""
         labels = batch["labels"]
         logits = self(batch["input_ids"], batch["attention_mask"], labels)
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

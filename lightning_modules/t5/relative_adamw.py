@@ -42,7 +42,7 @@ class RelativeAdamW(AdamW):
 
 
 def root_mean_square(x: Tensor) -> float:
-    """Of all numbers of a tensor; of a sharded one, all ranks must ask."""
+    """Return the root mean square of a tensor; of a sharded one, all ranks must call it."""
     norm = x.detach().norm()
     if isinstance(norm, DTensor):  # of a shard of FSDP2, whose item() would be this rank's
         norm = norm.full_tensor()
@@ -53,7 +53,7 @@ class WarmupLinear(LambdaLR):
     """Learning rates that rise linearly to the optimizer's, then fall linearly to zero.
 
     Args:
-        optimizer: Whose learning rates.
+        optimizer: The optimizer whose learning rates are changed.
         warmup_steps: Steps in which they rise.
         total_steps: Steps after which they are zero.
     """

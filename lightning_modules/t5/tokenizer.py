@@ -15,7 +15,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Learn byte-pair encoding of lower-cased words, punctuation marks and digits.
 
     Args:
-        texts: What to learn from.
+        texts: The texts to learn from.
         vocab_size: Tokens at most, the special ones included.
 
     Returns:

@@ -24,11 +24,11 @@ LONGEST_SUMMARY = 0.75  # of the length of its article; other articles are too s
 
 @dataclass(frozen=True)
 class WikiHow(Corpus):
-    """Articles of WikiHow with their summaries.
+    """Reads articles of WikiHow with their summaries.
 
     Attributes:
-        folder: Where `wikihowAll.csv` or `wikihowSep.csv` is; by default where PyTorch's tutorial
-            puts them.
+        folder: The folder of `wikihowAll.csv` or `wikihowSep.csv`; by default the one into which
+            PyTorch's tutorial puts them.
         variant: "all": whole articles, to be summarized in the headlines of their steps. "sep":
             single steps with their headline.
     """
@@ -72,7 +72,7 @@ def _check_columns(path: Path, found: list[str]) -> None:
 
 
 def cleaned(article: str, summary: str) -> Pair | None:
-    """An article and its summary without what the dataset's export left in them.
+    """Pair an article with its summary, without the marks that the dataset's export left.
 
     Args:
         article: The text of the article.

@@ -1,4 +1,4 @@
-"""`python -m lightning_shard calibrate`: measures this machine for `plan --cluster`."""
+"""`python -m lightning_shard calibrate` measures this machine for `plan --cluster`."""
 
 import argparse
 import sys
@@ -6,7 +6,6 @@ import sys
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import as_usage_error, is_first_rank
 from lightning_shard.lab import calibrate as measuring
-from lightning_shard.lab.calibrate_report import words
 
 
 def calibrate(options: argparse.Namespace) -> None:
@@ -19,5 +18,5 @@ def calibrate(options: argparse.Namespace) -> None:
         found = measuring.calibrate(options.processes, options.device)
     if is_first_rank():
         found.save(options.output)
-        print(words(found))
+        print(measuring.table_of_rates(found))
         print(f"written to {options.output}, for {PROGRAM} plan --cluster", file=sys.stderr)

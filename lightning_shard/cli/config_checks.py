@@ -13,26 +13,19 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest, nearest_file
-from lightning_shard.processes.device import accelerators, device_of
+from lightning_shard.processes.device import accelerators, device_of, sees_own_device_only
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 from lightning_shard.trainer.process_mesh import domain_that_is_left, misfit
 
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 LEAST = {  # Lightning takes smaller numbers and fails later, or not at all
-    "seed_everything": 0,
-    "trainer.accumulate_grad_batches": 1,
-    "trainer.check_val_every_n_epoch": 1,
-    "trainer.gradient_clip_val": 0,
-    "trainer.max_epochs": -1,
-    "trainer.max_steps": -1,
-    "trainer.num_nodes": 1,
-}
-SIZES = (
-    "trainer.strategy.domain_parallel_size",
-    "trainer.strategy.data_parallel_size",
-    "trainer.devices",
-)
+    "seed_everything": 0, "trainer.accumulate_grad_batches": 1,
+    "trainer.check_val_every_n_epoch": 1, "trainer.gradient_clip_val": 0,
+    "trainer.max_epochs": -1, "trainer.max_steps": -1, "trainer.num_nodes": 1,
+    "trainer.strategy.domain_parallel_size": 1, "trainer.strategy.data_parallel_size": 1,
+    "trainer.devices": 1,
+}  # fmt: skip
 
 
 def find_device(trainer: Any) -> None:
@@ -63,15 +56,15 @@ def check_numbers(config: Any, given: Given) -> None:
             f"{_at(given, 'trainer.devices')}"
         )
     sizes = (*sizes_of(config.trainer), count_of(words))
-    values = {key: config.get(key) for key in LEAST} | dict(zip(SIZES, sizes, strict=True))
-    for key, value in values.items():
-        numbers, least = value if isinstance(value, (list, tuple)) else [value], LEAST.get(key, 1)
+    values = (*(config.get(key) for key in [*LEAST][:-3]), *sizes)
+    for (key, least), value in zip(LEAST.items(), values, strict=True):
+        numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(n, int | float) and n < least for n in numbers):
             raise UsageError(f"{key} must be {least} or more; got {value}{_at(given, key)}")
 
 
 def check(config: Any, given: Given) -> None:
-    """Refuse what cannot run here; arguments as those of `check_numbers`."""
+    """Refuse devices, names, files and meshes that cannot run here, as `check_numbers` does."""
     trainer = config.trainer
     _check_names(trainer, given)
     _check_devices(trainer, given)
@@ -89,13 +82,13 @@ def check(config: Any, given: Given) -> None:
 
 
 def strategy_options(trainer: Any) -> Any:
-    """The arguments of the strategy in the resolved options of the trainer."""
+    """Return the arguments of the strategy in the resolved options of the trainer."""
     strategy = trainer.strategy
     return {} if isinstance(strategy, str) else strategy.get("init_args") or {}
 
 
 def sizes_of(trainer: Any) -> tuple[Any, Any]:
-    """domain_parallel_size and data_parallel_size; None where the strategy is not ours."""
+    """Return domain_parallel_size and data_parallel_size; None for a strategy of others."""
     named = "" if isinstance(trainer.strategy, str) else str(trainer.strategy.get("class_path"))
     if not named.endswith("HybridShardStrategy"):
         return None, None
@@ -104,7 +97,7 @@ def sizes_of(trainer: Any) -> tuple[Any, Any]:
 
 
 def count_of(devices: Any) -> int | None:
-    """Number of devices asked for on one node; None if Lightning chooses."""
+    """Count the devices that the option asks for on one node; None if Lightning chooses."""
     if isinstance(devices, str) and not devices.isdigit():
         numbers = [part for part in devices.split(",") if part.strip()]
         return len(numbers) if "," in devices else None
@@ -136,8 +129,7 @@ def _check_files(config: Any, given: Given) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as err:
-            key = "trainer.default_root_dir"
-            why = f"cannot be made: {err.strerror}"
+            key, why = "trainer.default_root_dir", f"cannot be made: {err.strerror}"
             raise UsageError(f"{key} '{folder}'{_at(given, key)} {why}") from err
 
 
@@ -151,6 +143,10 @@ def _check_devices(trainer: Any, given: Given) -> None:
             f"trainer.accelerator is '{trainer.accelerator}'{_at(given, 'trainer.accelerator')} "
             f"but this machine has no {kind} device; use cpu or auto"
         )
+    started = _started()
+    if started and wanted == started.local_world_size and _sees_own_device(trainer, started):
+        trainer.devices = 1  # Lightning counts those that this process sees
+        return
     if wanted is not None and wanted > available:
         raise UsageError(
             f"trainer.devices asks for {wanted} {kind} devices{_at(given, 'trainer.devices')} "
@@ -163,6 +159,8 @@ def _check_processes(trainer: Any, given: Given) -> None:
     if devices is None or started is None or key not in given:
         return
     world, local = started.world_size, started.local_world_size
+    if devices == 1 and _sees_own_device(trainer, started):
+        devices = local
     # the nodes that an elastic launcher has are enough
     elastic = sizes_of(trainer)[0] == "auto"
     asked = devices * (max(1, world // devices) if elastic else trainer.num_nodes)
@@ -170,9 +168,16 @@ def _check_processes(trainer: Any, given: Given) -> None:
         fix = "devices auto" if world % local else f"devices {local} and num_nodes {world // local}"
         by = launcher().title
         raise UsageError(
-            f"{key} asks for {_plural(asked)} (devices {devices} x num_nodes {trainer.num_nodes})"
-            f"{_at(given, key)} but {by} started {world}; use {fix}, or start {asked} with {by}"
+            f"{key} asks for {asked} process{'es' * (asked > 1)} (devices {devices} x num_nodes "
+            f"{trainer.num_nodes}){_at(given, key)} but {by} started {world}; use {fix}, or start "
+            f"{asked} with {by}"
         )
+
+
+def _sees_own_device(trainer: Any, started: ProcessInfo) -> bool:
+    """Return whether each process of this node sees one device only, its own."""
+    kind = _device_kind(trainer.accelerator, guess=True)
+    return kind is not None and sees_own_device_only(kind, started.local_world_size)
 
 
 def _check_mesh(trainer: Any, given: Given) -> None:
@@ -193,11 +198,11 @@ def _check_mesh(trainer: Any, given: Given) -> None:
 
 def _world(trainer: Any) -> tuple[int | None, str]:
     if started := _started():
-        return started.world_size, f"{launcher().world_size} {started.world_size}"
+        return started.world_size, f"{launcher().world_size or 'processes'} {started.world_size}"
     devices = count_of(trainer.devices)
     if devices is None and trainer.devices == "auto":
         kind = _device_kind(trainer.accelerator, guess=True)
-        if kind is None and trainer.accelerator != "cpu" and trainer.accelerator != "auto":
+        if kind is None and trainer.accelerator not in ("cpu", "auto"):
             return None, ""
         devices = device_of(kind or "cpu").module.device_count()
     if devices is None:
@@ -206,7 +211,7 @@ def _world(trainer: Any) -> tuple[int | None, str]:
 
 
 def _device_kind(accelerator: Any, guess: bool = False) -> str | None:
-    """The type of the devices asked for; None for the CPU, Apple's GPU, and what is not known."""
+    """Return the type of the devices asked for; None for the CPU, Apple's GPU and other names."""
     rows = accelerators()
     if accelerator in [row.type for row in rows]:
         return accelerator
@@ -217,7 +222,7 @@ def _device_kind(accelerator: Any, guess: bool = False) -> str | None:
 
 
 def _started() -> ProcessInfo | None:
-    """This process among those that a launcher has started; None where the Trainer starts them."""
+    """Describe this process among those of a launcher; None where the Trainer starts them."""
     with as_usage_error(ValueError):
         return process_info() if launcher().starts_all else None
 
@@ -225,7 +230,3 @@ def _started() -> ProcessInfo | None:
 def _at(given: Given, key: str) -> str:
     place = given.place(key)
     return f" ({place})" if place else ""
-
-
-def _plural(processes: int) -> str:
-    return "1 process" if processes == 1 else f"{processes} processes"

@@ -1,7 +1,4 @@
-"""Where config files are: `--config tfno_darcy` names one that came with the package.
-
-`--config tutorials/t5` names one of its folder `tutorials`.
-"""
+"""The configs that came with the package: `--config tfno_darcy` or `--config tutorials/t5`."""
 
 import importlib.util
 import os
@@ -10,28 +7,27 @@ from pathlib import Path
 
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, nearest
 
+WORKLOADS = "lightning_modules"  # the package whose classes and configs have short names
 TUTORIALS = "tutorials"  # the folder whose configs are named with it
 
 
 def named_configs() -> dict[str, Path]:
-    """The configs that came with the package, by their bare names.
+    """Find the configs that came with the package, by their bare names.
 
     They are in the wheel, or beside the package in a checkout.
     """
-    spec = importlib.util.find_spec("lightning_modules")
+    spec = importlib.util.find_spec(WORKLOADS)
     for place in spec.submodule_search_locations or [] if spec else []:
         for here in (Path(place) / "configs", Path(place).parent / "configs"):
             if (here / "tfno_darcy.yaml").is_file():
                 found = sorted([*here.glob("*.yaml"), *here.glob("overlays/*.yaml")])
-                nested = sorted(here.glob(f"{TUTORIALS}/*.yaml"))
-                return {path.stem: path for path in found} | {
-                    f"{TUTORIALS}/{path.stem}": path for path in nested
-                }
+                nested = {f"{TUTORIALS}/{p.stem}": p for p in here.glob(f"{TUTORIALS}/*.yaml")}
+                return {path.stem: path for path in found} | nested
     return {}
 
 
 def find_configs(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with paths in place of bare names of configs.
+    """Put paths in place of bare names of configs into the words of a command line.
 
     A bare name has neither a suffix nor a folder other than `tutorials`, and no file of the working
     directory has it.

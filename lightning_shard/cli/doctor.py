@@ -1,4 +1,4 @@
-"""What an issue needs to know: versions, devices, launchers, folders, and a try of two ranks."""
+"""The facts that an issue needs: versions, devices, launchers, folders, and a try of two ranks."""
 
 import argparse
 import importlib.metadata
@@ -27,7 +27,7 @@ ALWAYS_SHOWN = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
 def doctor(_: argparse.Namespace) -> None:
-    """Print the report; exits with 1 if two processes cannot form a group."""
+    """Print the report, and exit with 1 if two processes cannot form a group."""
     for lines in (_versions(), _devices(), _surroundings(), _folders()):
         print("\n".join(lines))
     works, sentence = try_two_processes()
@@ -37,7 +37,7 @@ def doctor(_: argparse.Namespace) -> None:
 
 
 def try_two_processes(timeout_s: float = 60.0) -> tuple[bool, str]:
-    """Whether two processes of this machine form a gloo group and add a number, and in words."""
+    """Try a gloo group of two processes that add a number: whether it works, and a sentence."""
     start = time.monotonic()
     try:
         found = launch(_sum_of_ranks, processes=2, timeout_s=timeout_s)
@@ -75,7 +75,7 @@ def _devices() -> Iterator[str]:
 
 
 def _surroundings() -> Iterator[str]:
-    commands = [row.command for row in LAUNCHERS if row.command]
+    commands = dict.fromkeys(row.command for row in LAUNCHERS if row.command)
     found = [f"{name} ({path})" for name in commands if (path := shutil.which(name))]
     yield labelled("launchers", ", ".join(found) or "none on the PATH")
     known = ALWAYS_SHOWN.union(*(row.variables() for row in LAUNCHERS))

@@ -20,7 +20,7 @@ from lightning_shard.cli.usage import UsageError, as_usage_error, nearest
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write one file.
+    """Write a checkpoint as one file.
 
     Raises:
         UsageError: The checkpoint is of no known kind or not whole, or nothing can be written.
@@ -43,7 +43,7 @@ def export(options: argparse.Namespace) -> None:
 
 
 def _without_prefix(named: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Rename weights whose names begin with `prefix`, as those of the only network of a module."""
+    """Rename weights whose names begin with `prefix`, as a module's only network does."""
     if not any(name.startswith(prefix) for name in named):
         firsts = (name.partition(".")[0] + "." for name in named if "." in name)
         raise UsageError(f"no weight's name begins with '{prefix}'{nearest(prefix, firsts)}")
@@ -74,7 +74,7 @@ def _write(opened: Opened, out: Path, file: IO[bytes]) -> None:
 
 
 def _read(value: Any, bar: "tqdm[Any]") -> Any:
-    """Nested tensors, read; the bar of bytes moves on."""
+    """Read nested tensors, and move the bar of bytes on."""
     if isinstance(value, Tensor | StoredTensor):
         whole = value.whole() if isinstance(value, StoredTensor) else value
         bar.update(whole.numel() * whole.element_size())

@@ -1,4 +1,4 @@
-"""Help of each command, on one screen; nothing heavy is imported for it."""
+"""The help of each command, on one screen; nothing heavy is imported for it."""
 
 PROGRAM = "python -m lightning_shard"
 FIRST = """\
@@ -28,7 +28,6 @@ options
 examples
   {program} fit --config tfno_darcy --config quick
   {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
-  {program} check --config tfno_darcy
   {program} COMMAND --help
 """
 EVALUATION = """\
@@ -66,9 +65,8 @@ options
   --model.help CLASS    the arguments of a class; --data.help and --trainer.strategy.help alike
 
 examples
-  {program} fit --config tfno_darcy --config quick
-  {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
   {program} fit --config tfno_darcy --trainer.strategy.domain_parallel_size 2
+  {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
 """,
     **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
     "check": """\
@@ -83,7 +81,6 @@ options
   all options of fit: {program} fit --help all
 
 examples
-  {program} check --config tfno_darcy
   {program} check --config tfno_darcy --config domain_2x2
   {program} check --model my_package.MyModule --data my_package.MyData
 """,
@@ -107,7 +104,6 @@ options
   --trainer.strategy.domain_parallel_size N       how many of them share a sample
 
 examples
-  {program} plan --config tfno_darcy --trainer.devices 8
   {program} plan --config tfno_darcy --config node_of_8 --config domain_2
   {program} plan --config tfno_darcy --best --cluster 8x8xH100 --price 2.5
 """,
@@ -124,7 +120,6 @@ options
   --device DEVICE   its type, as torch names it; by default the first that this machine has
 
 examples
-  {program} calibrate
   torchrun --nproc-per-node 8 -m lightning_shard calibrate --output node.json
   {program} plan --config tfno_darcy --cluster machine.json
 """,
@@ -144,7 +139,6 @@ options
   all options of fit: {program} fit --help all
 
 examples
-  {program} certify --config mnist_cnn --config quick
   {program} certify --config tfno_darcy --config quick --meshes 1x2,2x2 --steps 20
 """,
     "ops": """\
@@ -157,7 +151,6 @@ arguments
   --markdown   as a page of documentation
 
 examples
-  {program} ops
   {program} ops conv
   {program} ops --markdown > operations.md
 """,
@@ -175,7 +168,6 @@ arguments
 
 examples
   {program} export outputs/run/last.ckpt weights.safetensors --strip network.
-  {program} export outputs/run/sharded.ckpt whole.ckpt
 """,
     "inspect": """\
 usage: {program} inspect CHECKPOINT [--trusted]
@@ -198,12 +190,11 @@ and runs two processes that add a number over gloo. Paste the output into an iss
 It ends with status 1 if the two processes fail.
 
 examples
-  {program} doctor
   srun -n 1 {program} doctor
 """,
 }
 
 
 def page(command: str) -> str:
-    """The help of a command, or of all of them for the empty word."""
+    """Return the help of a command, or of all of them for the empty word."""
     return PAGES.get(command, FIRST).format(program=PROGRAM, command=command).rstrip()

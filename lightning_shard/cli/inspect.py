@@ -15,7 +15,7 @@ from lightning_shard.cli.usage import as_usage_error, labelled, printable
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """Print what is in a checkpoint; exits with 1 if it is not whole.
+    """Print the content of a checkpoint, and exit with 1 if it is not whole.
 
     Raises:
         UsageError: The checkpoint cannot be read.
@@ -32,7 +32,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def described(opened: Opened) -> Iterator[str]:
-    """Lines for a terminal."""
+    """Describe a checkpoint in lines for a terminal."""
     content, manifest = opened.content, opened.manifest
     yield labelled("kind", opened.kind)
     yield labelled("complete", f"no: {opened.problem}" if opened.problem else _complete(opened))

@@ -1,11 +1,7 @@
 """`python -m lightning_shard check|plan|certify --config a.yaml`: training tried on this machine.
 
-`check` trains one step in one process and on two ranks that share each sample, compares them, and
-names the functions that have no rule; it exits with 1 if the module cannot train so. `plan`
-predicts what each of the ranks that the config asks for will hold and send; with `--cluster` also
-the time of a step there, and with `--best` of the best mesh. `certify` trains some
-steps on several meshes, and writes a certificate; it exits with 1 if one differs. All run on the
-CPU, take the options of `fit`, and use its model and the first batches of its data.
+All run on the CPU, take the options of `fit`, and use its model and the first batches of its data.
+help.py says what each does.
 """
 
 import argparse
@@ -21,35 +17,25 @@ from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_optio
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.usage import UsageError, as_usage_error
-from lightning_shard.lab import best_report
-from lightning_shard.lab.best import best
-from lightning_shard.lab.certify import certify
-from lightning_shard.lab.check import check
-from lightning_shard.lab.forecast import plan
-from lightning_shard.lab.machine import Cluster
-from lightning_shard.lab.predict import predict
+from lightning_shard.lab.compare import certify, check
+from lightning_shard.lab.predict import plan
+from lightning_shard.lab.search import best
 from lightning_shard.trainer.process_mesh import domain_that_is_left
 
 
 def run(args: Sequence[str], given: Given, own: argparse.Namespace) -> None:
-    """Try on this machine what `fit` would train.
-
-    Args:
-        args: The command, and its options of `fit`.
-        given: What these and the environment give.
-        own: The options of the command that `fit` does not have.
-    """
+    """Try on this machine what `fit` would train; `own` has the options that `fit` lacks."""
     make = functools.partial(LabCLI, own=own, command=args[0])
     lightning_cli.run(["fit", *args[1:]], given, make)
 
 
 class LabCLI(lightning_cli.ShardCLI):
-    """Builds the model and the data of `fit`, and tries their training on the CPU of this machine.
+    """Build the model and the data of `fit`, and try their training on the CPU of this machine.
 
     Args:
         args: The words of the command line.
-        state: Knows what was given.
-        own: The options of the command that `fit` does not have.
+        state: Follows how far the run is.
+        own: The options of the command that `fit` lacks.
         command: `check`, `plan` or `certify`.
     """
 
@@ -60,7 +46,7 @@ class LabCLI(lightning_cli.ShardCLI):
         super().__init__(args, state)
 
     def after_parsing(self, trainer: Any) -> None:
-        """Let the config run in this process; what it asks for may not be here."""
+        """Let the config run in this process, whatever machines it asks for."""
         self.processes = (count_of(trainer.devices) or 0) * trainer.num_nodes
         domain, data = sizes_of(trainer)
         if domain == "auto":
@@ -76,34 +62,38 @@ class LabCLI(lightning_cli.ShardCLI):
         getattr(self, f"_{self.command}")(self.datamodule or self.model.train_dataloader())
 
     def _plan(self, source: Any) -> None:
-        if self.own.cluster is None:
-            processes = self.processes or math.prod(self.domain)
-            print(plan(self.model, source, processes, self.domain, **self.step))
-        elif self.own.best:
+        if self.own.best:
             found = best(self.model, source, self.own.cluster, **self.step)
-            print(best_report.words(found))
-            written = best_report.save(found, self.own.output or self.folder or ".")
+            print(found)
+            written = found.save(self.own.output or self.folder or ".")
             print(f"written to {written}", file=sys.stderr)
         else:
-            self._predict(source, self.own.cluster)
+            mesh = self._mesh()
+            print(plan(self.model, source, mesh, cluster=self.own.cluster, **self.step))
 
     def _check(self, source: Any) -> None:
         alone = math.prod(self.domain) == 1
         domain = (2,) if alone else tuple(min(size, 2) for size in self.domain)
-        found = check(self.model, source, domain, **self.step)
+        found = check(self.model, source, (1, *domain), **self.step)
         print(found)
         if not found.is_supported:
             sys.exit(1)
 
-    def _predict(self, source: Any, cluster: Cluster) -> None:
-        ranks = math.prod(self.domain)
-        if cluster.devices % ranks:
+    def _mesh(self) -> tuple[int, ...]:
+        """Return the mesh of the cluster, or of the processes that the config asks for."""
+        ranks, cluster = math.prod(self.domain), self.own.cluster
+        count = (self.processes or ranks) if cluster is None else cluster.devices
+        if count % ranks == 0:
+            return (count // ranks, *self.domain)
+        if cluster is not None:
             raise UsageError(
-                f"the {cluster.devices} devices must be a multiple of the {ranks} ranks that share "
+                f"the {count} devices must be a multiple of the {ranks} ranks that share "
                 "a sample; change --cluster or domain_parallel_size"
             )
-        mesh = (cluster.devices // ranks, *self.domain)
-        print(predict(self.model, source, cluster, mesh, **self.step))
+        raise ValueError(
+            f"the {count} processes must be a multiple of the {ranks} ranks that share a "
+            "sample; change processes or domain_parallel_size."
+        )
 
     def _certify(self, source: Any) -> None:
         digest = hashlib.sha256(self.text.encode()).hexdigest()

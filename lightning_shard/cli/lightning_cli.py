@@ -4,36 +4,26 @@ The optimizer is made after sharding. A mistake in what was typed exits with 2. 
 until the first batch is done exits with 1, and those after it keep their traceback.
 """
 
-import inspect
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from pydoc import locate
 from typing import Any
 
 import yaml
-from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.cli.config_checks import check, check_numbers, find_device
+from lightning_shard.cli.defaults import check_model, fill_in, hyperparameters
 from lightning_shard.cli.help import PROGRAM
-from lightning_shard.cli.hyper_parameters import hyperparameters, serve
-from lightning_shard.cli.messages import Parser, Refusal, explain, import_short_names
+from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.usage import (
-    ENV_PREFIX,
-    UsageError,
-    exit_with,
-    is_first_rank,
-    note,
-    origin,
-)
+from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, is_first_rank, note, origin
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
@@ -46,7 +36,6 @@ SWITCHES = {
     "profile": (False, "Record three steps of all ranks, and print where the time goes."),
     "report": (True, "Write report.html about the run into its log directory."),
 }
-VALUES = (bool, int, float, str, list, tuple, type(None))  # which are no classes
 
 
 class SaveConfig(SaveConfigCallback):
@@ -63,10 +52,9 @@ class SaveConfig(SaveConfigCallback):
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 (Path(folder) / self.config_filename).write_text(text, encoding="utf-8")
         options = yaml.safe_load(text)
+        parts = {key: options[key] for key in ("trainer", "model", "data") if key in options}
         for logger in trainer.loggers:
-            logger.log_hyperparams(
-                {key: options[key] for key in ("trainer", "model", "data") if key in options}
-            )
+            logger.log_hyperparams(parts)
 
 
 class ShardCLI(LightningCLI):
@@ -74,7 +62,7 @@ class ShardCLI(LightningCLI):
 
     Args:
         args: The words of the command line.
-        state: Knows what was given, and is told when batches begin to flow.
+        state: Follows how far the run is.
     """
 
     def __init__(self, args: Sequence[str], state: RunState) -> None:
@@ -104,23 +92,17 @@ class ShardCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Make a parser that reads our variables, and raises its refusals."""
-        return super().init_parser(
-            default_env=True,
-            env_prefix=ENV_PREFIX,
-            exit_on_error=False,
-            allow_abbrev=False,
-            **kwargs,
-        )
+        own = {"default_env": True, "env_prefix": ENV_PREFIX}
+        return super().init_parser(**own, exit_on_error=False, allow_abbrev=False, **kwargs)
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add the options that are ours."""
+        """Add the options that LightningCLI does not have."""
         for name, (default, text) in SWITCHES.items():
-            parser.add_argument(
-                f"--{name}", type=bool, nargs="?", const=True, default=default, help=text
-            )
+            how = {"type": bool, "nargs": "?", "const": True, "default": default, "help": text}
+            parser.add_argument(f"--{name}", **how)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse, and check the result; every mistake becomes a UsageError."""
+        """Parse the words and check the result; every mistake becomes a UsageError."""
         if not args or args[0] not in self.names:  # help, or a variable names the subcommand
             self.config = parser.parse_args(args)
             return
@@ -131,7 +113,7 @@ class ShardCLI(LightningCLI):
         Parser.refusals.clear()
         try:
             self.config = parser.parse_args(args)
-        except Refusal as err:
+        except RefusalError as err:
             raise explain(err, given, command, own) from err
         config = self.config[command]
         if command != "fit" and not config.get("ckpt_path"):
@@ -139,34 +121,22 @@ class ShardCLI(LightningCLI):
         check_numbers(config, given)
         self.after_parsing(config.trainer)
         find_device(config.trainer)
-        for key in ("model", "data", "trainer.strategy"):
-            _own_defaults(config.get(key), given, key)
+        path = config.get("ckpt_path")
+        stored = hyperparameters(path, trusted=config.get("weights_only") is False)
+        check_model(config.model, stored, str(path))
+        for key, part in (("model", stored), ("data", None), ("trainer.strategy", None)):
+            for sentence in fill_in(config.get(key), given, key, part):
+                note(sentence)
         check(config, given)
 
     def after_parsing(self, trainer: Any) -> None:
         """Change resolved options of the trainer, in place."""
 
     def _parse_ckpt_path(self) -> None:
-        """Let values in a checkpoint serve options that nobody gave; note where others differ."""
-        options = self.config[str(self.config["subcommand"])]
-        path = options.get("ckpt_path")
-        stored = hyperparameters(path, trusted=options.get("weights_only") is False)
-        if not stored:
-            return
-        differences = serve(options["model"], stored, self.state.given, str(path))
-        try:
-            self.parser.validate(self.config)
-        except (TypeError, KeyError) as err:
-            name = options["model"].class_path
-            raise UsageError(
-                f"hyperparameters in '{path}' are of other types than {name} takes; give the "
-                "options of the model in the configuration"
-            ) from err
-        for sentence in differences:
-            note(sentence)
+        """Leave the checkpoint's hyperparameters alone, which `parse_arguments` has read."""
 
     def before_instantiate_classes(self) -> None:
-        """Watch what is built."""
+        """Keep the error that a constructor raises, which the parser would replace."""
         self.parser.add_instantiator(self.state.build, object)
 
     def after_instantiate_classes(self) -> None:
@@ -194,7 +164,7 @@ class ShardCLI(LightningCLI):
 
     @property
     def text(self) -> str:
-        """All options of the subcommand, as YAML."""
+        """The options of the subcommand, as YAML."""
         command = str(self.config["subcommand"])
         return self._parser(command).dump(self.config[command], skip_none=False, format="yaml")
 
@@ -213,24 +183,6 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
-def _own_defaults(spec: Any, given: Given, key: str) -> None:
-    """Give a class that the user chose its own defaults, in place.
-
-    The parser keeps those of the former class where both have an argument: after AdamW,
-    `--model.optimizer SGD` trains with AdamW's weight_decay of 0.01 (jsonargparse 4.53).
-    """
-    if not isinstance(spec, Namespace) or "class_path" not in spec or key not in given:
-        return
-    made: Any = locate(spec.class_path)
-    own = inspect.signature(made).parameters
-    for name, value in vars(spec.get("init_args") or Namespace()).items():
-        default = own[name].default if name in own else None
-        if f"{key}.{name}" in given:
-            _own_defaults(value, given, f"{key}.{name}")
-        elif name in own and isinstance(default, VALUES):
-            spec.init_args[name] = default
-
-
 def run(
     args: Sequence[str],
     given: Given,
@@ -240,8 +192,8 @@ def run(
 
     Args:
         args: The words of the command line.
-        given: What these and the environment give.
-        make: Builds and runs what they say.
+        given: The options in these words, in files and in the environment.
+        make: Makes the parser, which builds and runs the Trainer.
     """
     state = RunState(given)
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse

@@ -21,7 +21,7 @@ COMMANDS = (*LIGHTNING, *BESIDE_FIT, *WORDS)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command.
+    """Run one command of the command line.
 
     Args:
         args: The words of the command line; those of the process if None.
@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _is_command(words: Sequence[str]) -> bool:
-    """Whether a command comes first; False where the parser answers (completion, variables).
+    """Check that a command comes first; return False where the parser answers, as for completion.
 
     Raises:
         UsageError: It is missing, unknown, or comes later.

@@ -1,6 +1,6 @@
-"""Why the parser refused, in one sentence: the option, its place and the nearest valid name.
+"""A sentence on what the parser refused: the option, its place and the nearest valid name.
 
-jsonargparse makes a parser for each class that a config names, and each tells its refusal to
+jsonargparse makes a parser for each class that a config names, and each gives its refusal to
 `error`, innermost first. The outermost text is nested and names no file; the innermost one says
 what is wrong, and its parser knows what would be right.
 """
@@ -19,8 +19,11 @@ from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_shard.cli.config_files import WORKLOADS
 from lightning_shard.cli.positions import COMMAND_LINE, Given, Option, bare
 from lightning_shard.cli.usage import UsageError, nearest
+from lightning_shard.processes.errors import LightningShardError
+from lightning_shard.trainer.host import option_types
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 KEY = re.compile(r'Parser key "([^"]+)"')
@@ -43,8 +46,8 @@ WORDS: dict[Any, str] = {
 }  # fmt: skip
 
 
-class Refusal(argparse.ArgumentError):
-    """The text of a parser, and of the innermost parser inside it: itself, its text, its key."""
+class RefusalError(argparse.ArgumentError, LightningShardError):
+    """A refusal of a parser, with the innermost parser that refused, its text and its key."""
 
     def __init__(self, text: str, parser: "Parser", inner: str, key: str) -> None:
         super().__init__(None, text)
@@ -52,49 +55,47 @@ class Refusal(argparse.ArgumentError):
 
 
 class Parser(LightningArgumentParser):
-    """Raises its refusals, and remembers those of the parsers inside it."""
+    """A parser that raises its refusals, and keeps those of the parsers inside it."""
 
-    refusals: ClassVar[list[Refusal]] = []
+    refusals: ClassVar[list[RefusalError]] = []
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise what this parser refuses; the text of `message` has that of an inner one in it."""
+        """Raise a RefusalError; the message contains that of the parser which refused first."""
         text = flat(message)
         known = [refusal for refusal in self.refusals if refusal.text in text]
-        refusal = Refusal(message, self, message, "")
+        refusal = RefusalError(message, self, message, "")
         if known:
             inner = max(known, key=lambda refusal: len(refusal.text))
             outer = KEY.match(message) if inner.text != text else None
             key = f"{outer[1]}.{inner.key}".rstrip(".") if outer else inner.key
-            refusal = Refusal(message, inner.parser, inner.inner, key)
+            refusal = RefusalError(message, inner.parser, inner.inner, key)
         self.refusals.append(refusal)
         raise refusal from ex
 
     @property
     def names(self) -> list[str]:
-        """The dotted options."""
-        return [action.dest for action in self._actions if action.dest not in PARSER_ONLY]
+        """The dotted names of the options."""
+        return [name for name in option_types(self) if name not in PARSER_ONLY]
 
 
-def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> UsageError:
+def explain(refusal: RefusalError, given: Given, command: str, parser: Parser) -> UsageError:
     """Turn a refusal into one sentence.
 
     Args:
-        refusal: Of the parser of the command line.
+        refusal: The error of the whole command line's parser.
         given: What the user wrote.
         command: The subcommand.
-        parser: That of the subcommand.
+        parser: The parser of the subcommand.
     """
-    inside, text, key = refusal.parser, refusal.inner, refusal.key
-    if not key:
-        inside = parser
+    text, key = refusal.inner, refusal.key
+    inside = refusal.parser if key else parser
     hint = f"all options: python -m lightning_shard {command} --help all"
     if found := UNKNOWN.match(text):
         name, choices = _unknown(found[1], inside)
         option = _option(given, key, name, refusal)
-        elsewhere = (*parser.names, *_of_strategy(), *(bare(o.key) for o in given.options))
-        below = [other for other in elsewhere if other.endswith(f".{name}")]
-        if below and not key:
-            return _unknown_option(option, f"; did you mean '{below[0]}'?", hint)
+        strategy = (f"trainer.strategy.{n}" for n in HybridShardStrategy.__init__.__annotations__)
+        elsewhere = (*parser.names, *strategy, *(bare(o.key) for o in given.options))
+        below = [other for other in elsewhere if other.endswith(f".{name}") and not key]
         if key and not choices:  # of a class that takes no options
             named = given.last(f"{key}.class_path")
             if named is None:
@@ -102,30 +103,31 @@ def explain(refusal: Refusal, given: Given, command: str, parser: Parser) -> Usa
             if not inspect.isclass(locate(named.text)):
                 return _class(named, named.text, "it is not a class", [], given)
         leaf = name.rpartition(".")[2]
-        return _unknown_option(option, nearest(leaf, SPEC, "") or nearest(leaf, choices), hint)
+        close = nearest(leaf, SPEC, "") or nearest(leaf, choices)
+        close = f"; did you mean '{below[0]}'?" if below else close
+        return UsageError(f"unknown option '{option.key}' {option.where}{close}", hint)
     if found := NO_VALUE.search(text):
         return UsageError(f"the option '{found[1]}' has no value {COMMAND_LINE}")
     if found := REQUIRED.search(text):
         return _missing(found[1].replace(f"{command}.", "").split(", "), given, key)
     if found := KEY.match(text):
-        action = next((a for a in inside._actions if a.dest == found[1]), None)
         value = VALUE.search(text)
         option = _option(given, key, found[1], refusal, value[1] if value else "")
         for below in given.options:
             owner, _, leaf = below.key.rpartition(".")
             if owner == option.key and leaf not in SPEC and (close := nearest(leaf, SPEC[:1], "")):
-                return _unknown_option(below, close, hint)
-        return _value(option, getattr(action, "_typehint", Any), text, given)
+                return UsageError(f"unknown option '{below.key}' {below.where}{close}", hint)
+        return _value(option, option_types(inside).get(found[1]) or Any, text, given)
     return UsageError(flat(text), "; ".join(given.mentioned(text)))  # as another version says it
 
 
 def flat(text: str) -> str:
-    """A text in one line, as outer parsers indent that of inner ones."""
+    """Join a text to one line, since outer parsers indent the text of inner ones."""
     return " ".join(text.split())
 
 
-def _option(given: Given, key: str, name: str, refusal: Refusal, text: str = "") -> Option:
-    """As the user wrote it."""
+def _option(given: Given, key: str, name: str, refusal: RefusalError, text: str = "") -> Option:
+    """Find an option as the user wrote it."""
     path = f"{key}.{name}".lstrip(".")
     classes = re.findall(r"class_path[ =]'([^']+)'", refusal.text.partition(flat(refusal.inner))[0])
     of = classes[-1].rpartition(".")[2] if classes else ""
@@ -133,7 +135,7 @@ def _option(given: Given, key: str, name: str, refusal: Refusal, text: str = "")
 
 
 def _unknown(name: str, parser: Parser) -> tuple[str, list[str]]:
-    """The first part of a dotted name that a parser does not know, and what it knows there."""
+    """Find the first part of a dotted name that a parser lacks, and the names that it has there."""
     parts = name.split(".")
     for depth, part in enumerate(parts):
         start = "".join(f"{part}." for part in parts[:depth])
@@ -141,15 +143,6 @@ def _unknown(name: str, parser: Parser) -> tuple[str, list[str]]:
         if part not in choices:
             return start + part, [*choices]
     return name, []
-
-
-def _unknown_option(option: Option, close: str, hint: str) -> UsageError:
-    return UsageError(f"unknown option '{option.key}' {option.where}{close}", hint)
-
-
-def _of_strategy() -> list[str]:
-    options = HybridShardStrategy.__init__.__annotations__
-    return [f"trainer.strategy.{name}" for name in options]
 
 
 def _missing(names: list[str], given: Given, key: str) -> UsageError:
@@ -193,10 +186,9 @@ def _class(option: Option, path: str, why: str, bases: list[type], given: Given)
     if module:
         with suppress(Exception):  # said in `why`
             known &= {*dir(importlib.import_module(module))}
-    named = [
-        o for o in given.options if o.text == path and bare(o.key).startswith(bare(option.key))
-    ]
-    option = named[-1] if named else option
+    for named in given.options:
+        if named.text == path and bare(named.key).startswith(bare(option.key)):
+            option = named
     why = re.sub(r"^a subclass|^Expected '.*' to be a subclass", "it is not a subclass", why)
     why = f": {why}".replace("<class '", "").replace("'>.", "") if why else ""
     close = nearest(name, known) if name not in known and "/" not in path else ""
@@ -218,7 +210,7 @@ def _import_problem(path: str) -> str:
 
 
 def describe(hint: Any) -> str:
-    """A type hint in words."""
+    """Put a type hint into words."""
     choices = literals(hint)
     parts = [part for part in flatten(hint) if get_origin(part) is not Literal]
     if {int, float} & {*parts}:
@@ -230,13 +222,13 @@ def describe(hint: Any) -> str:
 
 
 def literals(hint: Any) -> list[str]:
-    """The words that a type hint lists."""
+    """Return the words that a type hint lists."""
     listed = (get_args(part) for part in flatten(hint) if get_origin(part) is Literal)
     return list(dict.fromkeys(str(value) for values in listed for value in values))
 
 
 def flatten(hint: Any) -> Iterator[Any]:
-    """The members of a union, nested ones too."""
+    """Yield the members of a union, nested ones too."""
     inner = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
     for part in inner:
         yield from flatten(part)
@@ -245,7 +237,7 @@ def flatten(hint: Any) -> Iterator[Any]:
 
 
 def classes_of(hint: Any) -> list[type]:
-    """The classes that a hint accepts, or that what it accepts returns."""
+    """Return the classes that a hint accepts, or that the callables which it accepts return."""
     found: list[type] = []
     for part in flatten(hint):
         kind, inner = get_origin(part), get_args(part)
@@ -260,12 +252,9 @@ def _word(part: Any) -> str:
     kind, inner = get_origin(part), get_args(part)
     if kind in (list, tuple, Sequence) and inner:
         return f"a list of {_word(inner[0]).removeprefix('an ').removeprefix('a ')}s"
-    classes = classes_of(part)
-    return (
-        f"the class_path of a {classes[0].__name__}"
-        if classes
-        else WORDS.get(kind or part, str(part))
-    )
+    if classes := classes_of(part):
+        return f"the class_path of a {classes[0].__name__}"
+    return WORDS.get(kind or part, str(part))
 
 
 def _family(base: type) -> Iterator[type]:
@@ -276,13 +265,9 @@ def _family(base: type) -> Iterator[type]:
 
 
 def import_short_names(words: Iterable[str] | None = None) -> None:
-    """Import the classes of the workloads that may be named without their module.
-
-    Args:
-        words: Those that the user wrote; None for all.
-    """
-    if importlib.util.find_spec("lightning_modules"):
-        workloads = importlib.import_module("lightning_modules")
+    """Import classes of the workloads, which then need no module: those in `words`, or all."""
+    if importlib.util.find_spec(WORKLOADS):
+        workloads = importlib.import_module(WORKLOADS)
         for name in dir(workloads) if words is None else {*dir(workloads)} & {*words}:
             with suppress(ModuleNotFoundError):  # said where the class is used
                 getattr(workloads, name)

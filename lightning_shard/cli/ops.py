@@ -1,4 +1,4 @@
-"""`python -m lightning_shard ops`: the functions that run on split tensors, and their limits."""
+"""`python -m lightning_shard ops` lists functions that run on split tensors, and their limits."""
 
 import argparse
 import sys
@@ -26,14 +26,14 @@ error that names the function and where the tensor is split. This page is what
 
 @dataclass
 class Family:
-    """The functions of one module of rules: what the module says of itself, names by limit."""
+    """A module of rules: the first line of its docstring, and its functions by their limits."""
 
     title: str
     names: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
 
 
 def families() -> list[Family]:
-    """All functions with a rule, in the order of their modules."""
+    """Return all functions with a rule, in the order of their modules."""
     found: dict[str, Family] = {}
     for function, rule in functions_with_rules().items():
         module = getattr(rule, "func", rule).__module__  # a rule may be a functools.partial
@@ -51,7 +51,7 @@ def _short(name: str) -> str:
 
 
 def as_markdown(found: Sequence[Family]) -> str:
-    """The page of the documentation."""
+    """Write the families as a page of documentation."""
     version = torch.__version__.partition("+")[0]
     lines = [INTRODUCTION.format(version=version)]
     for family in found:
@@ -64,20 +64,19 @@ def as_markdown(found: Sequence[Family]) -> str:
 
 
 def as_text(found: Sequence[Family]) -> str:
-    """The same for a terminal."""
+    """Write the families for a terminal."""
     lines: list[str] = []
     for family in found:
         lines.append(family.title)
         for limits, names in sorted(family.names.items()):
-            lines += textwrap.wrap(
-                ", ".join(sorted(names)), 96, initial_indent="  ", subsequent_indent="  "
-            )
+            listed = ", ".join(sorted(names))
+            lines += textwrap.wrap(listed, 96, initial_indent="  ", subsequent_indent="  ")
             lines += [f"    limits: {limits}"] if limits else []
     return "\n".join(lines)
 
 
 def matching(found: Sequence[Family], word: str) -> list[Family]:
-    """The families cut down to names that contain `word`."""
+    """Keep the functions whose name contains `word`."""
     chosen: list[Family] = []
     for family in found:
         names = {k: {n for n in v if word.lower() in n.lower()} for k, v in family.names.items()}
@@ -87,7 +86,7 @@ def matching(found: Sequence[Family], word: str) -> list[Family]:
 
 
 def ops(options: argparse.Namespace) -> None:
-    """Print the table.
+    """Print the functions that run on split tensors.
 
     Raises:
         UsageError: No function has the name asked for.
@@ -96,11 +95,9 @@ def ops(options: argparse.Namespace) -> None:
     found = matching(known, options.name)
     if not found:
         names = {n for family in known for each in family.names.values() for n in each}
+        register = "; register a rule with lightning_shard.register_rule, or gather the tensor"
+        close = nearest(options.name, names, "") or register
         raise UsageError(
-            f"no function with '{options.name}' in its name runs on split tensors"
-            + (
-                nearest(options.name, names, "")
-                or "; register a rule with lightning_shard.register_rule, or gather the tensor"
-            )
+            f"no function with '{options.name}' in its name runs on split tensors{close}"
         )
     print(as_markdown(found) if options.markdown else as_text(found))

@@ -1,4 +1,4 @@
-"""Where each option was written: file and line, variable, or the words of the command line.
+"""The place of each option: file and line, variable, or the words of the command line.
 
 Files are read here before the parser reads them, in bounded time: aliases that multiply, levels
 without end and keys that are given twice, all of which YAML takes, are refused. Nothing is merged.
@@ -7,6 +7,7 @@ without end and keys that are given twice, all of which YAML takes, are refused.
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ MERGE, PYTHON = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:python"
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its dotted key and its text as they were written ("" of a mapping), and where."""
+    """An option as it was written: its dotted key, its text ("" for a mapping) and its place."""
 
     key: str
     text: str
@@ -32,7 +33,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """All options in the order in which the parser takes them; later ones win."""
+    """The options in the order in which the parser takes them; later ones win."""
 
     options: tuple[Option, ...] = ()
 
@@ -41,8 +42,8 @@ class Given:
 
         Args:
             key: The dotted key.
-            text: The value that is looked for; where none has it any will do.
-            of: Name of the class whose option it is; where no item has it any will do.
+            text: The value to look for; if none has it, any value is taken.
+            of: The name of the class whose option it is; if no item has it, any item is taken.
         """
         key = bare(key)
         found = [option for option in self.options if bare(option.key) == key]
@@ -53,12 +54,12 @@ class Given:
         return (better or found or [None])[-1]
 
     def place(self, key: str) -> str:
-        """Where a dotted key was written last; empty if it was not."""
+        """Return the place where a dotted key was written last; empty if it was not."""
         option = self.last(key)
         return option.where if option else ""
 
     def mentioned(self, text: str) -> list[str]:
-        """The options that a sentence names by the last part of their key, with their places."""
+        """List the options that a sentence names by the last part of the key, and their places."""
         words = {*re.findall(r"\w+", text)}
         keys = {bare(o.key) for o in self.options if o.text and re.search(r"\.\D[^.]*$", o.key)}
         named = sorted(key for key in keys if key.rpartition(".")[2] in words)
@@ -70,7 +71,7 @@ class Given:
 
 @cache
 def bare(key: str) -> str:
-    """A dotted key without the parts that may be left out, and without numbers of items."""
+    """Drop the parts of a dotted key that may be left out, and the numbers of items."""
     *above, last = (part.removesuffix("+") for part in key.split("."))
     kept = (p for p in above if p not in ("init_args", "dict_kwargs") and not p.isdigit())
     return ".".join((*kept, last))
@@ -139,14 +140,12 @@ def _option(key: str, text: str, where: str) -> Iterator[Option]:
     if text.endswith((".yaml", ".yml")) and Path(text).is_file():
         yield from read_file(text, (key,))
     elif text[:1] in tuple("[{"):
-        try:
+        with suppress(yaml.YAMLError, RecursionError):  # said by the parser
             yield from _Walk(f"a value {where}", where).options(yaml.compose(text), (key,), 0)
-        except (yaml.YAMLError, RecursionError):
-            return  # said by the parser
 
 
 def read_file(path: str, key: tuple[str, ...] = ()) -> Iterator[Option]:
-    """The options of one file.
+    """Yield the options of one file.
 
     Raises:
         UsageError: It does not exist, cannot be read, or is no mapping of options.
@@ -176,12 +175,13 @@ def read_file(path: str, key: tuple[str, ...] = ()) -> Iterator[Option]:
 
 
 class _Walk:
-    """Goes through the nodes of a document, for as long as a config can need."""
+    """A walk through the nodes of a document, which ends when it is longer than any config."""
 
     def __init__(self, name: str, where: str = "") -> None:
         self.name, self.where, self.left = name, where, MAX_VALUES
 
     def options(self, node: yaml.Node | None, key: tuple[str, ...], level: int) -> Iterator[Option]:
+        """Yield the options below a node, or raise a UsageError for what no config needs."""
         self.left -= 1
         if self.left < 0:
             raise UsageError(

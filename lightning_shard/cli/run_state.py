@@ -1,7 +1,4 @@
-"""How far a run of the command line is: what an error means to the user, and the last words.
-
-The last words say where the checkpoints lie, and how to go on.
-"""
+"""The progress of a run, which decides how an error is shown, and the lines printed at its end."""
 
 import signal
 import time
@@ -21,10 +18,10 @@ from lightning_shard.trainer.host import callbacks_of
 
 
 class RunState(Callback):
-    """How far the run is, and the last error while building, which the parser would hide.
+    """The progress of a run, and the last error while building, which the parser would hide.
 
     Attributes:
-        given: What the user gave.
+        given: The options that the user wrote.
         stepped: Whether a batch is done. Before, one sentence says enough of any error; later,
             every error keeps its traceback.
     """
@@ -54,7 +51,7 @@ class RunState(Callback):
             raise
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Steps count from here on."""
+        """Note the step from which this training starts."""
         self.first_step = trainer.global_step
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +60,7 @@ class RunState(Callback):
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = _step
 
     def last_words(self, trainer: Trainer) -> list[str]:
-        """Lines for a terminal after `fit`."""
+        """Say after `fit` what was trained, where it lies and how to go on."""
         logs = trainer.log_dir or ""  # a collective
         lines = [
             f"Training ended at step {trainer.global_step} after "
@@ -83,18 +80,14 @@ class RunState(Callback):
 
 
 def words_of_an_interrupt(trainer: Trainer) -> list[str]:
-    """Lines for a terminal after Ctrl-C, of one rank alone: the others may have ended.
-
-    Args:
-        trainer: That was interrupted.
-    """
+    """Say after Ctrl-C how to go on, without a collective, since other ranks may have ended."""
     is_fit = trainer.state.fn == TrainerFn.FITTING
     lines = checkpoint_lines(trainer, _command()) if is_fit else []
     return [f"Interrupted after step {trainer.global_step}.", *lines]
 
 
 def _command(logs: str = "", more: str = "") -> Callable[[str, str], str]:
-    """Says the command of a stage, with the config that lies beside the checkpoint or the logs."""
+    """Make commands with the config that lies beside the checkpoint or the logs."""
 
     def command(stage: str, checkpoint: str) -> str:
         folders = (Path(checkpoint).parent, Path(logs or Path(checkpoint).parents[1]))

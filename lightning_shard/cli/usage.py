@@ -39,7 +39,7 @@ class UsageError(LightningShardError):
 
 @contextmanager
 def as_usage_error(*kinds: type[Exception]) -> Generator[None]:
-    """Take errors of these kinds for mistakes in what was typed; their sentence says enough."""
+    """Turn errors of these kinds into a UsageError with the same sentence."""
     try:
         yield
     except kinds as err:
@@ -47,12 +47,12 @@ def as_usage_error(*kinds: type[Exception]) -> Generator[None]:
 
 
 def nearest(name: str, choices: Iterable[str], label: str = "accepted here:") -> str:
-    """The end of a sentence: the nearest valid name, or the choices when they are few.
+    """End a sentence with the nearest valid name, or with the choices when they are few.
 
     Args:
-        name: What was typed.
+        name: The word that was typed.
         choices: The valid names.
-        label: What stands before the list of choices.
+        label: The words before the list of choices.
     """
     by_lower = {choice.lower(): choice for choice in choices}
     if close := difflib.get_close_matches(name.lower(), by_lower, 1):
@@ -62,13 +62,13 @@ def nearest(name: str, choices: Iterable[str], label: str = "accepted here:") ->
 
 
 def nearest_file(path: Path, pattern: str = "*") -> str:
-    """The end of a sentence on a file that is not there: the nearest name in its folder."""
+    """End a sentence on a missing file with the nearest name in its folder."""
     found = [file.name for file in path.parent.glob(pattern)] if path.parent.is_dir() else []
     return nearest(path.name, found, f"{path.parent} has")
 
 
 def labelled(name: str, value: object) -> str:
-    """A line for a terminal."""
+    """Return a line of a table for a terminal."""
     return f"{name:<16}{value}"
 
 
@@ -78,7 +78,7 @@ def printable(text: str) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether no launcher says that this process is another one than the first."""
+    """Return whether this process is the first, as far as launchers have numbered it."""
     return not _rank()
 
 
@@ -92,7 +92,7 @@ def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
     """Print `error: <sentence>` from one rank and exit on all, with 2 for a UsageError, else 1.
 
     Args:
-        err: What went wrong.
+        err: The error.
         given: The options that it names, with their places.
     """
     is_usage = isinstance(err, UsageError)
@@ -115,14 +115,10 @@ def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
 
 
 def origin(err: Exception, seen: Exception | None) -> Exception:
-    """The error that a constructor raised: the parser replaces it by a list of the types it tried.
+    """Find the error that a constructor raised, which the parser replaces by its own.
 
-    Args:
-        err: What arrived.
-        seen: The last error seen while building, if the chain lacks it (jsonargparse 4.53).
-
-    Returns:
-        The first error in the chain that is not the parser's own, else the one seen, else `err`.
+    It is the first in the chain of `err` that is not the parser's own. Where the chain lacks it
+    (jsonargparse 4.53), it is `seen`, the last error while building.
     """
     inner: BaseException | None = err
     while isinstance(inner, Exception) and _by_parser(inner):
@@ -131,7 +127,7 @@ def origin(err: Exception, seen: Exception | None) -> Exception:
 
 
 def _sentence(err: Exception) -> str:
-    """What was said, and of an error of Python or torch, such as KeyError, its kind."""
+    """Return the message of an error, after its kind if Python defines it, such as KeyError."""
     name, said = type(err).__name__, str(err).strip()
     if isinstance(err, SAYS_ALL) or type(err).__module__ != "builtins":
         return said or name
@@ -139,7 +135,7 @@ def _sentence(err: Exception) -> str:
 
 
 def _in_code_of_the_user(err: Exception) -> str:
-    """The last line of the user's own files on the way to an error that they did not raise."""
+    """Find the last line of the user's files on the way to an error that they did not raise."""
     frames = list(traceback.walk_tb(err.__traceback__))
     for depth, (frame, line) in enumerate(reversed(frames)):
         path = Path(frame.f_code.co_filename)
@@ -157,13 +153,13 @@ def _by_parser(err: Exception) -> bool:
 
 
 def _rank() -> str:
-    """What launchers say of this process, if it is not the first."""
+    """Return the rank that launchers gave this process, if it is not the first."""
     found = (os.environ.get(name, "0") for name in rank_variables())
     return next((rank for rank in found if rank not in ("0", "")), "")
 
 
 def _causes(err: BaseException) -> list[str]:
-    """What led to it; torch's advice on files that cannot be read is left out: it is not safe."""
+    """List the causes of an error, without torch's advice on unreadable files: it is not safe."""
     lines: list[str] = []
     seen = err.__cause__
     while seen is not None and not isinstance(seen, pickle.UnpicklingError):

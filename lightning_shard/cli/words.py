@@ -1,4 +1,4 @@
-"""What is typed after commands of ours, read before torch is imported: one table for argparse."""
+"""The words after commands that Lightning does not have, read before torch is imported."""
 
 import argparse
 import os
@@ -15,14 +15,14 @@ PER_CORE = 16  # ranks, which more than share a core
 
 
 def whole_number(text: str) -> int:
-    """A number from 1 on."""
+    """Read a number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number from 1 on")
     return int(text)
 
 
 def meshes(text: str) -> tuple[tuple[int, ...], ...]:
-    """Of each mesh the data replicas, and the ranks along each split dim."""
+    """Read meshes: the number of data replicas, then of ranks along each split dim."""
     found: list[tuple[int, ...]] = []
     for word in text.split(","):
         sizes = word.strip().split("x")
@@ -34,47 +34,41 @@ def meshes(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-SWITCH: dict[str, Any] = {"action": "store_true"}
-WORDS: dict[str, dict[str, dict[str, Any]]] = {  # of each command, as argparse knows them
+Table = dict[str, dict[str, dict[str, Any]]]  # by command, as argparse knows them
+SWITCH, PATH = {"action": "store_true"}, {"type": Path}
+WORDS: Table = {
     "ops": {"name": {"nargs": "?", "default": ""}, "--markdown": SWITCH},
-    "inspect": {"checkpoint": {"type": Path}, "--trusted": SWITCH},
+    "inspect": {"checkpoint": PATH, "--trusted": SWITCH},
     "export": {
-        "checkpoint": {"type": Path},
-        "out": {"type": Path},
-        "--strip": {"metavar": "PREFIX", "default": ""},
+        "checkpoint": PATH, "out": PATH, "--strip": {"metavar": "PREFIX", "default": ""},
         "--trusted": SWITCH,
     },
     "doctor": {},
     "calibrate": {
         "--output": {"type": Path, "default": Path("machine.json")},
-        "--processes": {"type": whole_number},
-        "--device": {},
+        "--processes": {"type": whole_number}, "--device": {},
     },
-}
-BESIDE_FIT: dict[str, dict[str, dict[str, Any]]] = {  # of commands that take the options of fit
+}  # fmt: skip
+BESIDE_FIT: Table = {  # commands that take the options of fit, too
     "check": {},
-    "plan": {
-        "--best": SWITCH, "--cluster": {}, "--price": {"type": float}, "--output": {"type": Path},
-    },
+    "plan": {"--best": SWITCH, "--cluster": {}, "--price": {"type": float}, "--output": PATH},
     "certify": {
         "--meshes": {"type": meshes, "default": "1x1,1x2,2x2,1x4"},
-        "--steps": {"type": whole_number, "default": 50},
-        "--output": {"type": Path},
-        "--simulated": SWITCH,
+        "--steps": {"type": whole_number, "default": 50}, "--output": PATH, "--simulated": SWITCH,
     },
 }  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
-    """Its help is a page of help.py, and its refusals are one sentence."""
+    """A parser whose help is a page of help.py, and whose refusals are one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise it."""
+        """Raise a UsageError."""
         raise UsageError(message, self.format_usage().strip())
 
 
 def read_words(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read what follows a command; what is left are options of `fit`.
+    """Read the words after a command, and return those that are left: options of `fit`.
 
     Raises:
         UsageError: There are other words, no such checkpoint or folder, or a value that cannot be.

@@ -25,27 +25,24 @@ Mode = Literal["auto", "always", "never"]
 
 # of the process, not a ContextVar: backward runs in threads that inherit no context
 _mode: Mode = "auto"
-_thinner = 1
-PROCESS_STATE = {"_mode": _mode, "_thinner": _thinner}
+PROCESS_STATE = {"_mode": _mode}
 
 
 @contextmanager
-def overlapping(mode: Mode, thinner: int = 1) -> Generator[None]:
+def overlapping(mode: Mode) -> Generator[None]:
     """Choose, while open, whether rules compute while rows travel; on all ranks alike.
 
     Args:
         mode: "auto" decides by the sizes. "always" does it wherever it is possible, and "never"
             waits for the rows first. Results differ by rounding only.
-        thinner: Factor by which "auto" takes the parts to be thinner: so a trial on few ranks
-            decides as the ranks of a larger domain will.
     """
-    global _mode, _thinner
-    before: tuple[Mode, int] = _mode, _thinner
-    _mode, _thinner = mode, thinner
+    global _mode
+    before: Mode = _mode
+    _mode = mode
     try:
         yield
     finally:
-        _mode, _thinner = before
+        _mode = before
 
 
 def overlap_mode() -> Mode:
@@ -55,7 +52,7 @@ def overlap_mode() -> Mode:
 
 def thinness() -> int:
     """Return by which factor "auto" takes parts to be thinner; 0 lets no part be too thin."""
-    return 0 if _mode == "always" else _thinner
+    return 0 if _mode == "always" else 1
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Copied:
         index: The rows are those of `parent[index]`; None where no index says which they are.
         factor: The parent's values are this many times larger.
         taken: The local tensor that the user indexed, the index, and the local rows that he got.
+        seen: How often the memory of the copy had been written when it was last written back.
     """
 
     parent: "Subdomain"
@@ -69,6 +70,7 @@ class Copied:
     index: tuple[Any, ...] | None = None
     factor: int = 1
     taken: tuple[Tensor, Any, Tensor] | None = None
+    seen: int = 0
 
     @property
     def source(self) -> Tensor:

@@ -167,7 +167,9 @@ def _ties_kept(root: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
         around = (b for b in chosen if not _outside(b, root) & {*modules})
         enclosing = next(around, root)
         if enclosing not in found:
-            least = min(found, key=lambda b: sum(p.numel() for p in b.parameters()))
+            # of equal ones the first in the module: a set has another order on each rank
+            in_order = [block for block in [*chosen, root] if block in found]
+            least = min(in_order, key=lambda b: sum(p.numel() for p in b.parameters()))
             return _ties_kept(root, [b for b in chosen if b is not least])
     return chosen
 

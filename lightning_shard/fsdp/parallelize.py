@@ -51,6 +51,7 @@ from lightning_shard.fsdp.shard_block import (
     sharded_modules,
     with_complex_parameters,
 )
+from lightning_shard.fsdp.unused_parameters import UnusedParameters
 from lightning_shard.fsdp.write_shards import IN_STEP, write_shards
 from lightning_shard.ops.elementwise.autograd import whole_gradients
 from lightning_shard.processes.errors_together import copy_from_first
@@ -311,6 +312,10 @@ def _average_plain_gradients(work: _Work) -> None:
     average_plain_gradients(work.module, work.plain, work.group)
 
 
+def _reduce_unused_parameters(work: _Work) -> None:
+    UnusedParameters(work.module, work.group)
+
+
 def _prefetch(work: _Work) -> None:
     prefetch(work.module, work.options.prefetch)
 
@@ -464,6 +469,7 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _store_as_pairs,  # before parameters are grouped by dtype
     _split_spectral_weights,  # these are sharded over fewer ranks, before the others are grouped
     _shard,
+    _reduce_unused_parameters,  # of all groups, once there is none more to make
     _materialize,  # of the meta device only shards get memory, so after they are sharded
     _average_plain_gradients,  # its hooks belong to the parameters that have memory
     _replace_remembered,  # once each parameter is the one that stays

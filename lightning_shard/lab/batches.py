@@ -24,22 +24,22 @@ STEPS: dict[Stage, tuple[str, str]] = {
 
 
 class NotRehearsedError(LightningShardError):
-    """Why a step cannot be rehearsed, in words."""
+    """A step cannot be rehearsed; the message says why."""
 
 
 def has_own_loaders(module: LightningModule, data: Data, stage: Stage) -> bool:
-    """Whether `data`, or else the module, has loaders of the stage."""
+    """Return whether `data`, or else the module, has loaders of the stage."""
     return is_overridden(STEPS[stage][1], _owner(module, data))
 
 
 def stages_of(module: LightningModule) -> list[Stage]:
-    """The stages besides training for which the module defines a step."""
+    """Return the stages besides training for which the module defines a step."""
     others: tuple[Stage, ...] = ("validate", "test", "predict")
     return [stage for stage in others if is_overridden(STEPS[stage][0], module)]
 
 
 def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any]:
-    """The first batch of each loader of the stage, drawn alike in every call.
+    """Return the first batch of each loader of the stage, the same in every call.
 
     A lone DataLoader gives its batch to all stages for which the module has no loaders.
 
@@ -57,7 +57,7 @@ def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any
 
 
 def batches_in_turn(data: Data, count: int) -> list[Any]:
-    """The first training batches; the loader begins anew where it has fewer.
+    """Return the first training batches; the loader begins anew where it has fewer.
 
     Raises:
         ValueError: There is no DataLoader of training batches, or it is empty.
@@ -107,33 +107,3 @@ def _one(loader: Any) -> list[Any]:
 
 def _owner(module: LightningModule, data: Data) -> LightningDataModule | LightningModule:
     return data if isinstance(data, LightningDataModule) else module
-
-
-def _only(items: list[Any]) -> Any:
-    return items[0]
-
-
-def feed(
-    module: LightningModule,
-    data: LightningDataModule | None,
-    stage: Stage,
-    batches: list[Any],
-    times: int = 1,
-) -> dict[str, Any]:
-    """What makes a Trainer run on these batches, each so many times in a row.
-
-    A module may ask its data module for more.
-    """
-    loaders = [_loader(batch, stage, times) for batch in batches]
-    given: Any = loaders[0] if len(loaders) == 1 else loaders
-    if data is None:
-        return {"train_dataloaders" if stage == "fit" else "dataloaders": given}
-    setattr(data, STEPS[stage][1], lambda: given)
-    return {"datamodule": data}
-
-
-def _loader(batch: Any, stage: Stage, times: int) -> DataLoader[Any]:
-    dataset: Any = [batch] * times  # a list serves as a dataset
-    if stage == "predict":  # its samples are numbered, for which there must be a batch sampler
-        return DataLoader(dataset, batch_size=1, collate_fn=_only)
-    return DataLoader(dataset, batch_size=None)

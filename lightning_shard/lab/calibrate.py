@@ -1,21 +1,27 @@
-"""Measures this machine: what kernels take on its devices, and collectives on its links."""
+"""Measures this machine: the times of kernels on its devices, and of collectives on its links."""
 
-import bisect
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_shard.lab.aligned import aligned
 from lightning_shard.lab.kernels import measured_device, wait_for
-from lightning_shard.lab.machine import Cluster, Device, Link, Measured, Rates
-from lightning_shard.lab.timeline import Collective, Cost
+from lightning_shard.lab.machine import (
+    GB,
+    Cluster,
+    Cost,
+    Device,
+    Link,
+    Measured,
+    MeasuredLinks,
+    Rates,
+)
 from lightning_shard.processes.device import DEVICES, device_of, own_device, present
 from lightning_shard.processes.forking import belongs_to_a_group
 from lightning_shard.processes.launch import launch
@@ -24,62 +30,22 @@ from lightning_shard.processes.start import start_process_group
 from lightning_shard.trainer.profile.traffic import sent_bytes
 
 SIZES = (64, 4_096, 65_536, 1_048_576, 8_388_608)  # bytes that a rank sends
-ROUNDS, MANY, FEW_BYTES = 5, 20, 65_536  # so many calls in a round of few bytes, and else two
-SECONDS = 0.03  # of a kernel that is long enough to say its rate
+ROUNDS, MANY, FEW_BYTES = 5, 20, 65_536  # a round has 20 calls of few bytes, or 2 of more
+SECONDS = 0.03  # a kernel of that length shows its rate
+SHOWN = ("float32", "bfloat16", "float16", "float64")
 _Made = tuple[Any, Callable[[], Any]]
 _Make = Callable[[dist.ProcessGroup, int, int], _Made]
-_ALIKE = {  # collectives that are measured, for all that are called
-    "all_to_all": "all_to_all_single",
-    "all_gather": "all_gather_single",
-    "reduce_scatter": "reduce_scatter_single",
-    "broadcast": "all_reduce",
-    "reduce": "all_reduce",
-    "barrier": "all_reduce",
-    "send": "all_to_all_single",
-    "recv": "all_to_all_single",
-    "scatter": "all_to_all_single",
-    "gather": "all_gather_single",
-}
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """What collectives took, by name and number of ranks.
-
-    Attributes:
-        costs: For each, pairs of bytes sent and the cost, by growing bytes.
-    """
-
-    costs: dict[tuple[str, int], list[tuple[int, Cost]]]
-
-    def knows(self, name: str) -> bool:
-        """Whether a collective like that of this name was measured."""
-        return any(kind == _ALIKE.get(name, name) for kind, _ in self.costs)
-
-    def cost(self, collective: Collective) -> Cost:
-        """What a collective takes, between the sizes that were measured."""
-        ranks = len(collective.members)
-        if ranks == 1:
-            return Cost(0.0, 0.0)
-        name = _ALIKE.get(collective.name, collective.name)
-        sizes = [known for kind, known in self.costs if kind == name]
-        points = self.costs[name, min(sizes, key=lambda known: abs(math.log(known / ranks)))]
-        return _between(points, collective.sent)
-
-
-def _between(points: Sequence[tuple[int, Cost]], sent: int) -> Cost:
-    place = min(max(1, bisect.bisect(points, sent, key=itemgetter(0))), len(points) - 1)
-    (low, first), (high, last) = points[place - 1 : place + 1]
-    part = max(0.0, (sent - low) / (high - low))
-    return Cost(
-        first.busy + part * (last.busy - first.busy), first.link + part * (last.link - first.link)
-    )
 
 
 def measured_links(sizes: Sequence[int], device_type: str = "cpu") -> MeasuredLinks:
-    """Measure in the process group that is there, in groups of so many ranks side by side.
+    """Measure collectives in the process group that is there; all ranks must call it.
 
-    All ranks must call it, and get the same.
+    Args:
+        sizes: Numbers of ranks. Groups of so many ranks measure side by side.
+        device_type: The type of device whose tensors travel, as torch names it.
+
+    Returns:
+        Medians over all ranks, equal on each of them.
     """
     found: dict[tuple[str, int], list[tuple[int, Cost]]] = {}
     for ranks in sorted({size for size in sizes if size > 1}):
@@ -120,7 +86,7 @@ def _measured(name: str, make: _Make, group: dist.ProcessGroup, size: int) -> tu
     return sent_bytes(name, data, place, ranks), middle
 
 
-# Each of these makes what a rank brings of so many numbers that it sends, and the call.
+# Each of these makes the tensors of a rank that sends `count` numbers, and the call.
 
 
 def _all_to_all(group: dist.ProcessGroup, ranks: int, count: int) -> _Made:
@@ -163,10 +129,10 @@ def calibrate(
     All ranks measure at the same time, as they compute in a run: they share memory and caches.
 
     Args:
-        processes: Ranks that are started here; None: one for each accelerator, or two on the CPU,
-            and none beside those of a launcher.
-        device_type: As torch names it; None: the first that this machine has.
-        seconds: Of each kernel that decides a rate.
+        processes: The number of ranks that are started here; None: one for each accelerator, or
+            two on the CPU, and none beside those of a launcher.
+        device_type: The type of device, as torch names it; None: the first that this machine has.
+        seconds: The length of each kernel that decides a rate.
 
     Raises:
         ValueError: A launcher has started ranks, and `processes` asks for others, or there is
@@ -209,7 +175,7 @@ def _of_rank(kind: str, seconds: float) -> Cluster:
 
 
 def _groups(world: int, per_node: int) -> list[int]:
-    """Sizes of groups that lie in a node, or fill nodes."""
+    """Return sizes of groups that lie in a node, or fill nodes."""
     asked = {2, 4, 8, per_node, world}
     inside = [size for size in asked if 1 < size <= per_node and per_node % size == 0]
     return [
@@ -219,7 +185,7 @@ def _groups(world: int, per_node: int) -> list[int]:
 
 
 def _link(links: MeasuredLinks, ranks: int) -> Link:
-    """From the least and the most bytes, of what each rank sends to each."""
+    """Fit a link to the times of an all-to-all of the least and of the most bytes."""
     (few, first), *_, (many, last) = links.costs["all_to_all_single", ranks]
     least, most = first.busy + first.link, last.busy + last.link
     return Link((many - few) / max(most - least, 1e-9), least)
@@ -255,11 +221,43 @@ def _as_lists(links: MeasuredLinks) -> list[Measured]:
     ]
 
 
-def measured_of(cluster: Cluster) -> tuple[MeasuredLinks, MeasuredLinks]:
-    """What was measured of collectives of ranks in a node, and of ranks in several."""
-    costs = {
-        (name, ranks): [(sent, Cost(busy, link)) for sent, busy, link in points]
-        for name, ranks, points in cluster.collectives
-    }
-    inside = {key: points for key, points in costs.items() if key[1] <= cluster.per_node}
-    return MeasuredLinks(inside), MeasuredLinks({k: v for k, v in costs.items() if k not in inside})
+def table_of_rates(found: Cluster) -> str:
+    """Return tables of the rates of kernels and of the times of collectives, as text."""
+    ranks = f"{found.devices} ranks" if found.devices > 1 else "1 rank"
+    lines = [f"{ranks} of {found.device.name}, {found.device.source}", ""]
+    lines += aligned([["10⁹ operations/s", *SHOWN], *_kernels(found.device)], numbers=True)
+    sizes = found.device.bandwidths
+    by_size = [
+        ["bytes of a kernel", *(_bytes(size) for size, _ in sizes)],
+        ["GB/s", *(f"{rate / GB:.3g}" for _, rate in sizes)],
+    ]
+    lines += ["", *aligned(by_size, numbers=True)]
+    lines += ["", f"A kernel takes {found.device.per_call * 1e6:.3g} µs at least."]
+    if found.collectives:
+        lines += ["", *_collectives(found)]
+    return "\n".join(lines)
+
+
+def _kernels(device: Device) -> list[list[str]]:
+    rates = {"product of matrices": device.flops} | device.kernels
+    return [
+        [name.replace("_", " "), *(f"{of[d] / GB:.3g}" if d in of else "" for d in SHOWN)]
+        for name, of in rates.items()
+    ]
+
+
+def _collectives(found: Cluster) -> list[str]:
+    sizes = [size for size, *_ in found.collectives[0][2]]
+    rows = [
+        [f"{name.removesuffix('_single')} of {ranks}",
+         *(f"{1e3 * (busy + link):.3g}" for _, busy, link in costs)]
+        for name, ranks, costs in found.collectives
+    ]  # fmt: skip
+    return aligned([["ms, of bytes sent", *map(_bytes, sizes)], *rows], numbers=True)
+
+
+def _bytes(size: int) -> str:
+    for name, unit in (("MiB", 2**20), ("KiB", 2**10)):
+        if size >= unit:
+            return f"{size / unit:.0f} {name}"
+    return f"{size} B"

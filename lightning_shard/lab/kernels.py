@@ -29,9 +29,9 @@ def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
     """Measure the device of this rank; the other ranks of the machine do so at the same time.
 
     Args:
-        device: Of this rank.
-        ranks: That share the memory of this machine, where they compute on its CPU.
-        seconds: Of each kernel that decides a rate; smaller ones are quicker and less exact.
+        device: The device of this rank.
+        ranks: The number of ranks that share the memory of this machine, if they use its CPU.
+        seconds: The length of each kernel that decides a rate; shorter ones are less exact.
     """
     bandwidths = [_bandwidth(device, size, seconds) for size in BYTES]
     return Device(
@@ -76,8 +76,8 @@ def seconds_of(call: Callable[[], Any], device: torch.device, least: float) -> f
 
     Args:
         call: Starts a kernel.
-        device: That runs it.
-        least: Seconds that all of them take.
+        device: The device that runs it.
+        least: The seconds that all calls take together at least.
     """
     call()
     wait_for(device)
@@ -91,13 +91,13 @@ def seconds_of(call: Callable[[], Any], device: torch.device, least: float) -> f
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the kernels that were started have ended."""
+    """Wait until the kernels that were started have ended."""
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize()
 
 
 def _per_call(device: torch.device, seconds: float) -> float:
-    """Of kernels that follow each other, since a device starts the next while one runs."""
+    """Measure kernels that follow each other, since a device starts the next while one runs."""
     x, times = torch.zeros(1, device=device), 100
 
     def calls() -> None:
@@ -108,7 +108,7 @@ def _per_call(device: torch.device, seconds: float) -> float:
 
 
 def _bandwidth(device: torch.device, size: int, seconds: float) -> tuple[int, float]:
-    """Bytes that are read and written, and bytes a second, with new memory for what is written."""
+    """Return the bytes that a kernel moves, and bytes a second, with new memory for its result."""
     x = torch.zeros(size // 4, device=device)
     return 2 * size, 2 * size / seconds_of(lambda: x + 1, device, seconds)
 

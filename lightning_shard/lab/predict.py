@@ -1,14 +1,13 @@
-"""Predicts what a training step takes on a cluster: seconds and bytes of one rank, without it.
+"""Predicts what one rank of a mesh holds and sends in a training step, and how long it takes.
 
-One rank of the mesh runs a step of the Trainer on fake tensors. Each operation takes as long as its
-bytes or its floating-point operations at the rates of the device, whichever is longer, so kernels
-count as perfect ones. Each collective takes what it sends at the rate of the slowest link among its
-ranks; the other ranks come to it when this one does.
+The rank runs a step of the Trainer on fake tensors; the other ranks need not be here. On a cluster
+each operation takes as long as its bytes or its floating-point operations at the rates of the
+device, whichever is longer, so kernels count as perfect ones. Each collective takes its bytes at
+the rate of the slowest link among its ranks; the other ranks come to it when this one does.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -16,77 +15,182 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data, first_batches
-from lightning_shard.lab.calibrate import measured_of
-from lightning_shard.lab.course import samples_of
-from lightning_shard.lab.fake_step import traced
-from lightning_shard.lab.lone_steps import Training
-from lightning_shard.lab.machine import Cluster
-from lightning_shard.lab.timeline import Collective, Cost, Replay
+from lightning_shard.lab.fake_trainer import Traced, traced
+from lightning_shard.lab.machine import Cluster, read_cluster
+from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
+from lightning_shard.lab.timeline import Replay
 from lightning_shard.processes.mesh import Sharding
+from lightning_shard.trainer.split_summary import SplitSummary
 
-MIB = 2**20
+KIB = 1024
 _OF_PARAMETERS = ("all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single")
-_IN_ROUNDS = (*_OF_PARAMETERS, "all_reduce", "broadcast")  # of which each takes a latency
+_NOTES = {
+    "parameters": "this rank's shards, and buffers",
+    "gradients": "of these shards",
+    "optimizer": "its states of these shards",
+    "gathered": "whole parameters and gradients of blocks",
+    "activations": "kept from forward for backward",
+    "temporary": "results that are soon given back",
+}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One training step of the rank that holds most; `print` it.
+    """One training step of the rank that holds and exchanges most; `print` it.
 
     Attributes:
-        mesh: Data replicas, and the ranks along each split dim.
-        cluster: Where it would run.
-        seconds: Of the step.
+        mesh: The number of data replicas, and of ranks along each split dim.
+        cluster: The machines on which it would run; None: its time is not predicted.
+        split: The entries of the batch that are split over a domain, and those that stay whole.
+        samples: The number of samples in one step of all replicas.
+        memory: The peak of bytes in tensors.
+        peak_at: The part of the step in which that is reached.
+        memory_by_cause: The bytes of the peak by their cause: "parameters", "gradients",
+            "optimizer", "gathered", "activations", "batch" and "temporary".
+        activations: Bytes that forward keeps for backward.
+        sent_for_parameters: Bytes that the rank sends in collectives of FSDP2.
+        sent_for_fields: Bytes that it sends within its domain: halos, modes and sums.
+        is_measured: True if the step ran on real tensors, since it needs numbers.
+        alone: The peak of bytes of one process without any sharding; None if it was not traced.
+        seconds: The time of the step; NaN without a cluster, as the times below.
         compute: Seconds of computation.
-        exchange: Seconds of waiting for fields: halos, modes and sums.
+        exchange: Seconds of waiting for fields.
         parameters_traffic: Seconds of waiting for parameters and their gradients.
         overlapped: Seconds of collectives that pass during computation.
-        samples: Of all replicas.
-        memory: The peak of bytes.
-        peak_at: What computes there.
-        bytes_by_cause: What holds the memory then.
-        sent: Bytes that the rank sends.
     """
 
-    mesh: tuple[int, ...]
-    cluster: Cluster
-    seconds: float
-    compute: float
-    exchange: float
-    parameters_traffic: float
-    overlapped: float
+    mesh: Mesh
+    cluster: Cluster | None
+    split: SplitSummary
     samples: int
     memory: int
     peak_at: str
-    bytes_by_cause: dict[str, int]
-    sent: int
+    memory_by_cause: dict[str, int]
+    activations: int
+    sent_for_parameters: int
+    sent_for_fields: int
+    is_measured: bool = False
+    alone: int | None = None
+    seconds: float = math.nan
+    compute: float = math.nan
+    exchange: float = math.nan
+    parameters_traffic: float = math.nan
+    overlapped: float = math.nan
+
+    @property
+    def sent(self) -> int:
+        """All bytes that the rank sends."""
+        return self.sent_for_parameters + self.sent_for_fields
 
     def fits(self, cluster: Cluster) -> bool:
-        """Whether a device has the memory."""
+        """Return whether a device of the cluster has the memory."""
         return self.memory <= cluster.device.memory
 
     def __str__(self) -> str:
+        ranks, cluster = math.prod(self.mesh[1:]), self.cluster
+        lines = [] if cluster is None else [f"{cluster.origin}"]
+        lines += [str(self.split)] if ranks > 1 else []
+        if ranks > 1 and not self.split.split:
+            lines.append(f"Warning: {self.split.advice(ranks)}")
+        shape = f"{self.mesh[0]} data replicas x {'x'.join(map(str, self.mesh[1:]))} domain ranks"
+        place = "" if cluster is None else f" of {cluster}"
+        lines.append(f"One of {math.prod(self.mesh)} ranks ({shape}){place}, in one training step:")
+        rows = self._times() + self._memory() + self._traffic()
+        lines += [f"  {a:<17} {b:>10}   {c}".rstrip() for a, b, c in rows]
+        if self.is_measured:
+            lines.append("This was measured on real tensors: the step needs their numbers.")
+        return "\n".join(lines)
+
+    def _times(self) -> list[tuple[str, str, str]]:
+        if self.cluster is None:
+            return []
         rate = self.samples / self.seconds if self.seconds else math.inf
-        rows = [
-            ("step", f"{1e3 * self.seconds:.2f} ms", f"{rate:.3g} samples/s"),
-            ("  compute", f"{1e3 * self.compute:.2f} ms", "kernels at the rates of the device"),
-            ("  fields", f"{1e3 * self.exchange:.2f} ms", "waiting for halos, modes and sums"),
-            ("  parameters", f"{1e3 * self.parameters_traffic:.2f} ms", "waiting for FSDP2"),
-            ("hidden", f"{1e3 * self.overlapped:.2f} ms", "travels during computation"),
-            ("sent", f"{self.sent / MIB:.1f} MiB", "by one rank"),
-            ("peak memory", f"{self.memory / MIB:.1f} MiB", f"in {self.peak_at}"),
+        return [
+            ("step", _milliseconds(self.seconds), f"{rate:.3g} samples/s"),
+            ("  compute", _milliseconds(self.compute), "kernels at the rates of the device"),
+            ("  fields", _milliseconds(self.exchange), "waiting for halos, modes and sums"),
+            ("  parameters", _milliseconds(self.parameters_traffic), "waiting for FSDP2"),
+            ("hidden", _milliseconds(self.overlapped), "travels during computation"),
         ]
-        causes = sorted(self.bytes_by_cause.items(), key=lambda pair: -pair[1])
-        rows += [(f"  {cause}", f"{size / MIB:.1f} MiB", "") for cause, size in causes]
-        title = f"{'x'.join(map(str, self.mesh))} ranks of {self.cluster}, as predicted:"
-        return "\n".join([title, *(f"  {a:<16} {b:>12}   {c}".rstrip() for a, b, c in rows)])
+
+    def _memory(self) -> list[tuple[str, str, str]]:
+        note = f"in {self.peak_at}"
+        if self.cluster is not None:
+            verb = "fits" if self.fits(self.cluster) else "does not fit"
+            note += f"; {verb} into {_size(self.cluster.device.memory)}"
+        if self.alone is not None:
+            note += f"; {_size(self.alone)} in one process"
+        causes = sorted(self.memory_by_cause.items(), key=lambda pair: -pair[1])
+        notes = _NOTES | {"batch": self._batch_note()}
+        return [
+            ("peak memory", _size(self.memory), note),
+            *((f"  {cause}", _size(size), notes[cause]) for cause, size in causes),
+        ]
+
+    def _batch_note(self) -> str:
+        if not self.split.split:
+            return "all of each sample"
+        share = f"1/{math.prod(self.mesh[1:])} of"
+        return f"{share} each sample" if not self.split.whole else f"{share} what is split"
+
+    def _traffic(self) -> list[tuple[str, str, str]]:
+        rows = [("sent: parameters", _size(self.sent_for_parameters), "per step, over all ranks")]
+        if math.prod(self.mesh[1:]) > 1:
+            rows.append(("sent: fields", _size(self.sent_for_fields), "per step, in the domain"))
+        return rows
+
+
+def plan(
+    module: LightningModule,
+    data: Data,
+    mesh: int | str | Mesh,
+    shard_dims: ShardDims = None,
+    *,
+    cluster: Cluster | str | None = None,
+    sharding: Sharding = "full",
+    activation_checkpointing: bool = False,
+    activation_offload: bool = False,
+    **trainer: Any,
+) -> Prediction:
+    """Predict one training step of a mesh, and the memory of the same step in one process.
+
+    Args:
+        module: An ordinary LightningModule, which stays as it is.
+        data: A data module, or a DataLoader of training batches: those of one data replica.
+        mesh: The number of ranks that share each sample; or data replicas, and the ranks along
+            each split dim, as `(4, 2)` or "4x2".
+        shard_dims: The dims that are split; see `HybridShardStrategy`.
+        cluster: The machines, such as "8x8xH100", whose time is predicted, too.
+        sharding: The mode of `ShardingOptions`.
+        activation_checkpointing: If true, activations of blocks are computed again in backward.
+        activation_offload: If true, they lie in the host's memory until backward.
+        trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
+
+    Raises:
+        ValueError: It is no mesh, or the cluster has another number of devices.
+        UnsupportedOperationError: The module uses an operation that cannot be split so.
+
+    Example:
+        >>> print(lightning_shard.plan(module, data, "4x2"))
+    """
+    options: dict[str, Any] = {
+        "sharding": sharding,
+        "activation_checkpointing": activation_checkpointing,
+        "activation_offload": activation_offload,
+        **trainer_options(plan, trainer),
+    }
+    found = predict(module, data, mesh, cluster, shard_dims, **options)
+    if found.is_measured:  # one step here is enough
+        return found
+    alone = found if math.prod(found.mesh) == 1 else predict(module, data, (1, 1), **options)
+    return replace(found, alone=None if alone.is_measured else alone.memory)
 
 
 def predict(
     module: LightningModule,
     data: Data,
-    cluster: Cluster,
-    mesh: tuple[int, ...],
+    mesh: int | str | Mesh,
+    cluster: Cluster | str | None = None,
     shard_dims: ShardDims = None,
     *,
     sharding: Sharding = "full",
@@ -100,80 +204,78 @@ def predict(
         module: An ordinary LightningModule, which stays as it is.
         data: A data module, or a DataLoader of training batches: those of one data replica. Only
             the shapes of the first batch matter; expanded tensors stand for large ones.
-        cluster: Where it would run.
-        mesh: Data replicas, and the ranks along each split dim.
-        shard_dims: As for `HybridShardStrategy`.
+        mesh: The number of ranks that share each sample; or data replicas, and the ranks along
+            each split dim, as `(4, 2)` or "4x2".
+        cluster: The machines on which it would run, such as "8x8xH100"; None: no time is predicted.
+        shard_dims: The dims that are split; see `HybridShardStrategy`.
         sharding: The mode of `ShardingOptions`.
-        activation_checkpointing: Whether activations of blocks are computed again in backward.
-        activation_offload: Whether they lie in the host's memory until backward.
+        activation_checkpointing: If true, activations of blocks are computed again in backward.
+        activation_offload: If true, they lie in the host's memory until backward.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Raises:
-        ValueError: The cluster has another number of devices than the mesh.
+        ValueError: It is no mesh, or the cluster has another number of devices.
         UnsupportedOperationError: The module uses an operation that cannot be split so.
     """
-    processes = math.prod(mesh)
-    if processes != cluster.devices:
+    sizes, where = as_mesh(mesh), read_cluster(cluster) if isinstance(cluster, str) else cluster
+    if where is not None and math.prod(sizes) != where.devices:
         raise ValueError(
-            f"the mesh {'x'.join(map(str, mesh))} has {processes} ranks, but the cluster has "
-            f"{cluster.devices} devices; give a mesh of as many ranks."
+            f"the mesh {'x'.join(map(str, sizes))} has {math.prod(sizes)} ranks, but the cluster "
+            f"has {where.devices} devices; give a mesh of as many ranks."
         )
-    (batch,) = first_batches(module, data, "fit")
-    options: dict[str, Any] = {
-        "shard_dims": shard_dims,
-        "sharding": ShardingOptions(
-            mode=sharding,
-            shard_size=cluster.per_node if sharding == "hybrid" else None,
-            activation_checkpointing=activation_checkpointing,
-            activation_offload=activation_offload,
-        ),
-    }
-    own = data if isinstance(data, LightningDataModule) else None
-    training = Training(module, own, batch, mesh, options, trainer)
-    found = traced(training, processes, rank_inside(mesh), cluster.device)
-    (step,) = Replay([found.timeline], cost_on(cluster)).run()
-    for_parameters = sum(s for (name, _), s in step.waited.items() if name in _OF_PARAMETERS)
-    return Prediction(
-        mesh=mesh,
-        cluster=cluster,
-        seconds=step.seconds,
-        compute=step.computed,
-        exchange=sum(step.waited.values()) - for_parameters,
-        parameters_traffic=for_parameters,
-        overlapped=step.hidden,
-        samples=samples_of(batch) * mesh[0],
-        memory=found.peak.bytes,
-        peak_at=found.peak.place,
-        bytes_by_cause=found.peak.causes,
-        sent=sum(each.sent for each in found.timeline.collectives),
+    options = ShardingOptions(
+        mode=sharding,
+        shard_size=where.per_node if sharding == "hybrid" and where is not None else None,
+        activation_checkpointing=activation_checkpointing,
+        activation_offload=activation_offload,
     )
+    (batch,) = first_batches(module, data, "fit")
+    task = Task(
+        module, data if isinstance(data, LightningDataModule) else None, [batch], sizes,
+        strategy={"shard_dims": shard_dims, "sharding": options},
+        trainer=trainer_options(predict, trainer),
+    )  # fmt: skip
+    found = traced(task, rank_inside(sizes), None if where is None else where.device)
+    sent = dict.fromkeys(("parameters", "fields"), 0)
+    for each in found.timeline.collectives:
+        sent["parameters" if each.name in _OF_PARAMETERS else "fields"] += each.sent
+    return Prediction(
+        sizes, where, found.split, samples_of(batch) * sizes[0], found.peak.bytes, found.peak.place,
+        found.peak.causes, found.activations, sent["parameters"], sent["fields"], found.is_measured,
+        **_times(found, where),
+    )  # fmt: skip
 
 
-def rank_inside(mesh: tuple[int, ...]) -> int:
-    """A rank with neighbours on both sides, which holds as many rows as any other."""
+def _times(found: Traced, cluster: Cluster | None) -> dict[str, Any]:
+    """Return the times of a `Prediction`; none without a cluster."""
+    if cluster is None:
+        return {}
+    (step,) = Replay([found.timeline], cluster.cost).run()
+    for_parameters = sum(s for (name, _), s in step.waited.items() if name in _OF_PARAMETERS)
+    return {
+        "seconds": step.seconds,
+        "compute": step.computed,
+        "exchange": sum(step.waited.values()) - for_parameters,
+        "parameters_traffic": for_parameters,
+        "overlapped": step.hidden,
+    }
+
+
+def rank_inside(mesh: Mesh) -> int:
+    """Return a rank with neighbours on both sides, which holds as many rows as any other."""
     place = 0
     for size in mesh[1:]:
         place = place * size + min(1, size - 1)
     return place
 
 
-def cost_on(cluster: Cluster) -> Callable[[Collective], Cost]:
-    """What collectives take on the links of a cluster, whose ranks are numbered node by node.
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
-    Those that were measured take what they took, on as many nodes.
-    """
-    inside, between = measured_of(cluster)
 
-    def cost(collective: Collective) -> Cost:
-        members = collective.members
-        if len(members) == 1:
-            return Cost(0.0, 0.0)
-        ranks = max(members) - min(members) + 1
-        measured = inside if ranks <= cluster.per_node else between
-        if measured.knows(collective.name):
-            return measured.cost(collective)
-        link = cluster.link(ranks)
-        rounds = math.ceil(math.log2(len(members))) if collective.name in _IN_ROUNDS else 1
-        return Cost(0.0, rounds * link.latency + collective.sent / link.bandwidth)
-
-    return cost
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < KIB or unit == "GiB":
+            break
+        count /= KIB
+    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"

@@ -1,39 +1,235 @@
-"""Records when one rank computes, begins a collective and waits for it; replays it on links.
+"""Keeps account of one rank's training step: seconds, bytes of memory, and collectives.
 
-A step of a rank that runs alone (`simulate`) is a list of events with the seconds of computation
-before each. On links these say when each collective ends: it begins when the last of its ranks
-brings what it has, and while another one is under way on the same link it waits for that.
+A `Ledger` is given each operation of a rank that runs alone, and adds up what a device would take.
+A `Recorder` listens to the same rank and writes a `Timeline`: a list of events with the seconds of
+computation before each. `Replay` says when each collective ends on links: it begins when the last
+of its ranks brings its part, and while another one is under way on the same link it waits for that.
 """
 
+import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import weakref
+from bisect import bisect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lightning_shard.lab.machine import Collective, Cost, Device
+from lightning_shard.processes.torch_private.internals import storage_key
+
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_FFT_FLOPS = 5  # times n log2(n), for n complex numbers
+HOST_RATE = 25e9  # bytes a second between device and host, of 16 lanes of PCIe 4 in practice
+THIN = 8  # channels, on either side of a convolution, below which its kernels are slower
+_NO_KERNEL = ("empty", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
 
 
 @dataclass(frozen=True)
-class Collective:
-    """What a rank brings to one collective.
+class Peak:
+    """The moment at which a step holds most memory.
 
     Attributes:
-        name: Such as "all_reduce".
-        members: The ranks of its group.
-        sent: Bytes that this rank sends.
+        bytes: The memory that is held.
+        place: The part of the step that computes then, in words.
+        causes: The bytes by their cause, such as "activations".
     """
 
-    name: str
-    members: tuple[int, ...]
-    sent: int
+    bytes: int = 0
+    place: str = ""
+    causes: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass
+class _Memory:
+    """The memory that some tensors share.
+
+    Attributes:
+        sizes: Pairs of the number of an operation, and the bytes from then on.
+        cause: The reason for which it is held; "" if unknown.
+        of: The storage, if it can be resized.
+    """
+
+    sizes: list[tuple[int, int]]
+    cause: str = ""
+    of: Any = None
+
+    def at(self, operation: int) -> int:
+        place = bisect(self.sizes, operation, key=itemgetter(0))
+        return self.sizes[place - 1][1] if place else 0
+
+
+class Ledger:
+    """Adds up the seconds and the memory of operations.
+
+    Attributes:
+        seconds: The time of all operations so far, on the device.
+        operations: The number of operations in this step.
+        place: The part of the step that computes now, in words; set from outside.
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        """Begin with an empty ledger.
+
+        Args:
+            device: The device whose seconds are counted; None: no seconds are.
+        """
+        self.seconds = 0.0
+        self.place = ""
+        self._device = device
+        self._live: dict[int, _Memory] = {}
+        self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
+        self._all: list[_Memory] = []  # of this step
+        self._held = self.operations = self._peak_at = self._most = 0
+        self._peak_place = ""
+
+    def next_step(self) -> None:
+        """Begin a step, and forget the one before."""
+        self.operations = self._peak_at = self._most = 0
+        self._all = list(self._live.values())
+        for memory in self._all:
+            memory.sizes = [(0, memory.sizes[-1][1])]
+            memory.cause = memory.cause if memory.cause == "gathered" else ""
+
+    @property
+    def peak(self) -> Peak:
+        """The moment at which this step held most so far."""
+        causes = Counter[str]()
+        for memory in self._all:
+            causes[memory.cause or "temporary"] += memory.at(self._peak_at)
+        return Peak(self._most, self._peak_place, {k: v for k, v in causes.items() if v})
+
+    def held(self, cause: str) -> int:
+        """Return the bytes that are held for a cause now."""
+        return sum(each.sizes[-1][1] for each in self._live.values() if each.cause == cause)
+
+    def hold(self, tensors: Iterable[Tensor], cause: str) -> None:
+        """Count the memory of tensors for a cause, unless it is held for another one already."""
+        for x in tensors:
+            memory = self._see(x)
+            memory.cause = memory.cause or cause
+
+    def to_host(self, x: Tensor) -> None:
+        """Move the memory of a tensor to the host, after the operations so far."""
+        memory = self._see(x)
+        self.seconds += memory.sizes[-1][1] / HOST_RATE
+        self._resize(memory, 0, self.operations)
+
+    def from_host(self, x: Tensor) -> None:
+        """Move the memory of a tensor back from the host."""
+        memory, size = self._see(x), x.untyped_storage().nbytes()
+        self.seconds += size / HOST_RATE
+        self._resize(memory, size, self.operations)
+
+    def note(self, operator: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
+        """Count one operation.
+
+        Args:
+            operator: The operator of torch.ops.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            given: The tensors among its arguments.
+            out: Its result.
+        """
+        self.operations += 1
+        made = [x for x in (out if isinstance(out, list | tuple) else [out]) if _is_tensor(x)]
+        known = {storage_key(x) for x in given}
+        of_fsdp = operator.namespace == "fsdp"
+        for x in (*given, *made):
+            memory = self._see(x)
+            if of_fsdp and memory.cause in ("", "gathered"):
+                memory.cause, memory.of = "gathered", weakref.ref(x.untyped_storage())
+                self._resized[storage_key(x)] = memory
+        writes = "out" in kwargs or operator.overloadpacket.__name__.endswith("_")
+        if writes or any(storage_key(x) not in known for x in made):
+            self.seconds += self._cost(operator, args, kwargs, out, [*given, *made])
+        self._count_resized(all_of_them=of_fsdp)
+        if self._held > self._most:
+            self._most, self._peak_at, self._peak_place = self._held, self.operations, self.place
+
+    def _see(self, x: Tensor) -> _Memory:
+        key = storage_key(x)
+        found = self._live.get(key)
+        if found is None:
+            storage = x.untyped_storage()
+            found = self._live[key] = _Memory([(self.operations, storage.nbytes())])
+            self._all.append(found)
+            self._held += storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+        return found
+
+    def _forget(self, key: int) -> None:
+        memory = self._live.pop(key)
+        self._resized.pop(key, None)
+        self._resize(memory, 0, self.operations + 1)
+
+    def _count_resized(self, *, all_of_them: bool) -> None:
+        """Read the sizes of resizable storages again.
+
+        Empty ones can only have grown just before an operation of FSDP2.
+        """
+        for memory in self._resized.values():
+            if all_of_them or memory.sizes[-1][1]:
+                storage = memory.of()
+                self._resize(memory, 0 if storage is None else storage.nbytes(), self.operations)
+
+    def _resize(self, memory: _Memory, size: int, operation: int) -> None:
+        before = memory.sizes[-1][1]
+        if size != before:
+            self._held += size - before
+            memory.sizes.append((operation, size))
+
+    def _cost(self, operator: Any, args: Any, kwargs: Any, out: Any, used: list[Tensor]) -> float:
+        device, dtype = self._device, used[-1].dtype
+        if device is None or operator.overloadpacket.__name__ in _NO_KERNEL:
+            return 0.0
+        moved = sum(x.numel() * x.element_size() for x in used)
+        kind = str(_REAL.get(dtype, dtype)).removeprefix("torch.")
+        flops = _flops(operator, args, kwargs, out)
+        rate = device.flops_of(_kernel(operator, args), kind) if flops else 1.0
+        return max(moved / device.bandwidth_of(moved), flops / rate, device.per_call)
+
+
+def _kernel(operator: Any, args: Any) -> str:
+    """Return the kind of kernel, as `Device.kernels` names it."""
+    name: str = operator.overloadpacket.__name__
+    if name.startswith("_fft_"):
+        return "fft"
+    if name not in ("convolution", "convolution_backward"):
+        return ""
+    weight = args[2] if name.endswith("_backward") else args[1]
+    return f"thin_{name}" if min(weight.shape[:2]) < THIN else name
+
+
+def _flops(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
+    packet: Any = operator.overloadpacket
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=out)
+    name = packet.__name__
+    if name.startswith("_fft_"):
+        numbers = max(args[0].numel(), out.numel())
+        extent = math.prod(max(args[0].shape[d], out.shape[d]) for d in args[1])
+        return _FFT_FLOPS * numbers * math.log2(max(2, extent))
+    return 0.0
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 @dataclass(frozen=True)
 class Event:
-    """A collective begins, or its result is needed.
+    """The moment at which a collective begins, or at which its result is needed.
 
     Attributes:
         computed: Seconds of computation since the event before.
-        number: Of the collective in the step.
-        begins: Whether it begins.
+        number: The number of the collective in the step.
+        begins: True if the collective begins.
     """
 
     computed: float
@@ -46,9 +242,9 @@ class Timeline:
     """One step of one rank.
 
     Attributes:
-        rank: Which one.
-        collectives: In the order in which they begin.
-        events: In order.
+        rank: The number of the rank.
+        collectives: Its collectives, in the order in which they begin.
+        events: Its events in order.
         rest: Seconds of computation after the last event.
     """
 
@@ -106,25 +302,12 @@ class Recorder:
         return self._last - before
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of one collective on a link.
-
-    Attributes:
-        busy: Seconds in which the rank itself works for it, and computes nothing.
-        link: Seconds in which the link is taken, while ranks may compute.
-    """
-
-    busy: float
-    link: float
-
-
 @dataclass
 class Replayed:
-    """What a step of one rank takes.
+    """The time of one rank's step, by what it does.
 
     Attributes:
-        seconds: The whole step.
+        seconds: Seconds of the whole step.
         computed: Seconds of computation.
         busy: Seconds of work for collectives that stop the computation.
         waited: Seconds of waiting, by the name of the collective and its number of ranks.
@@ -142,7 +325,7 @@ class Replayed:
 
 @dataclass
 class _Rank:
-    """Where a rank is in its step."""
+    """The place that a rank has reached in its step."""
 
     steps: Timeline
     now: float = 0.0
@@ -168,7 +351,7 @@ class Replay:
 
         Args:
             steps: One step of each rank that is known.
-            cost: What a collective takes.
+            cost: Returns the time of a collective.
         """
         self._ranks = {step.rank: _Rank(step) for step in steps}
         self._cost = cost
@@ -176,7 +359,7 @@ class Replay:
         self._free: dict[tuple[int, ...], float] = defaultdict(float)
 
     def run(self) -> list[Replayed]:
-        """What the step takes, of each rank that is known.
+        """Return the times of the step for each rank that is known.
 
         Raises:
             RuntimeError: The ranks call different collectives.
@@ -197,7 +380,7 @@ class Replay:
         return [rank.found for rank in self._ranks.values()]
 
     def _go_on(self, number: int, rank: _Rank) -> None:
-        """Up to a wait for a rank that has not come so far."""
+        """Go on up to a wait for a rank that has not come so far."""
         while rank.next < len(rank.steps.events):
             event = rank.steps.events[rank.next]
             if event.begins:

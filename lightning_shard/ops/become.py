@@ -3,10 +3,12 @@
 As in `out = torch.zeros(B, T, C, H, W); out[:, t] = x`: every rank keeps its part of `out`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import subdomains, take_part
@@ -18,7 +20,6 @@ from lightning_shard.processes.torch_private.internals import is_view, storage_u
 
 LARGE = 4096  # rows of a plain tensor beyond which it is split where split rows are added to it
 _MADE = "_made_from_a_split_tensor"
-USERS = 2  # of a memory: the tensor, and the object that asks
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
         or any(set(s.layout.axes()) - {*next(iter(axes))} for s in split)
     ):
         return None
-    if x.requires_grad or is_view(x) or storage_users(x) > USERS:
+    if x.requires_grad or is_shared(x):
         return None
     layout = Layout.of(x.shape, {dim: axes.pop()}, split[0].layout.grid)
     return split[0].like(x, layout)
@@ -84,8 +85,19 @@ def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
 
 def refuse_shared(plain: Tensor) -> None:
     """Raise unless nothing but `plain` itself sees its memory."""
-    if is_view(plain) or storage_users(plain) > USERS:
+    if is_shared(plain):
         raise UnsupportedOperationError(
             "a plain tensor of which there are views cannot take split rows; make it like the "
             "split tensor (torch.zeros_like)"
         )
+
+
+def is_shared(plain: Tensor) -> bool:
+    """Return whether a view, an array or another tensor may see the memory of `plain`."""
+    return is_view(plain) or storage_users(plain) > _own_users()
+
+
+@functools.cache
+def _own_users() -> int:
+    """Count those that hold a memory nobody shares: the tensor, and what the call itself makes."""
+    return storage_users(torch.empty(1))

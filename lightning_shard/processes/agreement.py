@@ -40,6 +40,7 @@ def agree(
     remedy: str,
     timeout_s: float,
     device: str | None = None,
+    devices: tuple[str, int] | None = None,
     check: Check = only_wait,
 ) -> None:
     """Raise on all ranks if they differ. All ranks must call it.
@@ -53,6 +54,8 @@ def agree(
         remedy: The advice at the end of the sentence on a difference.
         timeout_s: Seconds to wait for the others.
         device: A name of this rank's device, which no other rank may have.
+        devices: The node of this rank, and the number of devices that this process sees, which is
+            equal on all ranks of a node; None: it does not matter.
         check: Raises if one of the ranks that are waited for does not come any more.
 
     Raises:
@@ -61,7 +64,7 @@ def agree(
     """
     text = json.dumps({"the number of processes": str(world_size), **same})
     store.set(f"{name}/{rank}/facts", text)
-    store.set(f"{name}/{rank}", json.dumps([_digest(text), device]))
+    store.set(f"{name}/{rank}", json.dumps([_digest(text), device, devices]))
     if rank == 0:
         try:
             told = _read(store, name, world_size, timeout_s, check)
@@ -102,7 +105,8 @@ def _stay_until_read(store: Any, name: str, world_size: int) -> None:
 def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
     """The first difference; "" if there is none."""
     holder: dict[str, int] = {}
-    for rank, (digest, device) in enumerate(told):
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, (digest, device, devices) in enumerate(told):
         if digest != told[0][0]:
             first, other = (json.loads(store.get(f"{name}/{r}/facts")) for r in (0, rank))
             key = next(key for key in [*first, *other] if first.get(key) != other.get(key))
@@ -110,6 +114,13 @@ def _verdict(store: Any, name: str, told: list[Any], remedy: str) -> str:
                 f"{key} is {_shown(first.get(key))} on rank 0 and {_shown(other.get(key))} on "
                 f"rank {rank}; {remedy}."
             )
+        if devices is not None:
+            first, number = seen.setdefault(devices[0], (rank, devices[1]))
+            if number != devices[1]:
+                return (
+                    f"rank {first} sees {number} of the devices of {devices[0]} and rank {rank} "
+                    f"sees {devices[1]}; let each process see one device, its own, or all of them."
+                )
         if device is not None and holder.setdefault(device, rank) != rank:
             return (
                 f"ranks {holder[device]} and {rank} use the same device, {device}; start one "

@@ -153,6 +153,15 @@ def own_device(device_type: str | None, local_rank: int, local_world_size: int) 
     return torch.device(device_type, index)
 
 
+def sees_own_device_only(device_type: str, local_world_size: int) -> bool:
+    """Return whether the launcher shows each of the node's processes one device, its own.
+
+    SLURM's `--gpus-per-task` does so, and a CUDA_VISIBLE_DEVICES or ZE_AFFINITY_MASK per rank. That
+    the devices differ is compared when the process group starts.
+    """
+    return device_type != "cpu" and local_world_size > 1 and device_of(device_type).count() == 1
+
+
 def default_backend(device: torch.device) -> str:
     """Choose the process-group backend for tensors of `device`: nccl, xccl, ccl or gloo.
 

@@ -25,6 +25,10 @@ from lightning_shard.processes.torch_private.typed import integers
 Sharding = Literal["full", "gradients", "none", "hybrid"]
 _DATA = ("data", "replicate", "shard")  # axes that are never a domain
 
+# the meshes that find_mesh returns, each with its processes
+_of_trainer: tuple[dist.ProcessGroup | None, DeviceMesh] | None = None
+_of_script: tuple[dist.ProcessGroup | None, DeviceMesh] | None = None
+
 
 def make_mesh(
     device_type: str, data: int, domain: Sequence[int], *, shard_size: int | None = None
@@ -95,7 +99,39 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
             f"{world}; change one, or give one of them as -1."
         )
     shape, names = tuple(filled.values()), tuple(filled)
-    return _made(device_type or carried(), shape, names, dist.group.WORLD)
+    mesh = _made(device_type or carried(), shape, names, dist.group.WORLD)
+    global _of_script
+    _of_script = (dist.group.WORLD, mesh)
+    return mesh
+
+
+def share_mesh(mesh: DeviceMesh | None) -> None:
+    """Let `find_mesh` return the mesh of a Trainer to all code of this process; None ends that."""
+    global _of_trainer
+    _of_trainer = None if mesh is None else (dist.group.WORLD, mesh)
+
+
+def find_mesh(*axes: str) -> DeviceMesh | None:
+    """Return the mesh that all code of this process shares, or axes of it by their names.
+
+    While a Trainer runs it is the strategy's. In a script it is the last one of `init_mesh`. So
+    code of a library finds a group by its name alone: `find_mesh("domain").get_group()` is its
+    process group, `.size()` its number of ranks and `.get_local_rank()` the rank of this process.
+
+    Args:
+        axes: Names of axes, such as "domain"; without one the whole mesh is returned.
+
+    Returns:
+        The mesh. None if there is none yet, or if it has no axis of such a name.
+    """
+    shared = _of_trainer or _of_script
+    if shared is None or not dist.is_initialized() or shared[0] is not dist.group.WORLD:
+        return None
+    mesh = shared[1]
+    named = {*(mesh.mesh_dim_names or ())}
+    if named >= {"replicate", "shard"}:
+        named.add("data")  # which both make up
+    return (sub_mesh(mesh, axes) if axes else mesh) if named.issuperset(axes) else None
 
 
 @lru_cache(maxsize=64)
@@ -296,4 +332,6 @@ PROCESS_STATE = {
     "_sub_mesh": _sub_mesh,
     "_flat_mesh": _flat_mesh,
     "_parameter_mesh": _parameter_mesh,
+    "_of_trainer": None,
+    "_of_script": None,
 }

@@ -1,14 +1,12 @@
 """Reads from the launcher's variables which of how many processes this is, and where they meet.
 
-`LAUNCHERS` is all that this package knows of launchers. A new one is one more row.
-
-Sources: https://docs.pytorch.org/docs/stable/elastic/run.html (torchrun),
-https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html (Open MPI),
-https://slurm.schedmd.com/srun.html (SLURM). The variables of hydra, which Intel MPI and MPICH
-share, are those that it was seen to set.
+`LAUNCHERS` is all that this package knows of launchers. A new one is one more row. A process with a
+sign of a launcher that no row completes is refused: it would train alone, as would all others, and
+each would write the same checkpoint.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,18 +14,25 @@ from lightning_shard.processes.variables import (
     Launcher,
     ProcessInfo,
     alone,
+    joined,
     of_lightning,
     of_slurm,
     read_numbers,
+    read_partly,
 )
 
 CHOICE = "LIGHTNING_SHARD_LAUNCHER"  # the variable that names the launcher to believe
 _OWN = ("notebook", "lightning")  # by which `launch` and a Trainer start processes
 NOTEBOOK = "lightning_shard.launch"  # TORCHELASTIC_RUN_ID of ranks that a notebook starts
+# variables by which launchers tell a process its rank, also launchers that have no row
+_SIGN = re.compile(r"(?!.*LOCAL)([A-Z0-9]+_)+(RANKID|TASK_RANK|COMM_WORLD_RANK|NAMESPACE_RANK)"
+                   r"|(PMI|PMIX|MPI|HOROVOD)_RANK|ALPS_APP_PE")  # fmt: skip
 
 
 def process_info() -> ProcessInfo:
-    """Find what the launcher of this process says; it needs no mpi4py, and starts nothing.
+    """Find which of how many processes this is, from the variables of its launcher.
+
+    mpi4py is asked only where a launcher tells the number of processes through MPI alone.
 
     Raises:
         ValueError: A variable is missing, is not a number, or contradicts another one, or
@@ -35,6 +40,14 @@ def process_info() -> ProcessInfo:
     """
     found = launcher()
     info = found.read(found, os.environ)
+    _check_numbers(found, info)
+    if not os.environ.get(CHOICE):
+        _check_outer_script(found, info)
+    return info
+
+
+def _check_numbers(found: Launcher, info: ProcessInfo) -> None:
+    """Raise a ValueError if a rank is not below the number of processes."""
     for name, value, of, limit in (
         (found.rank, info.rank, found.world_size, info.world_size),
         (found.local_rank, info.local_rank, found.local_world_size, info.local_world_size),
@@ -48,7 +61,47 @@ def process_info() -> ProcessInfo:
                 f"local rank {info.local_rank} of {info.local_world_size}; a rank is at least 0 "
                 "and below the number of processes."
             )
-    return info
+
+
+def _check_outer_script(found: Launcher, info: ProcessInfo) -> None:
+    """Raise a ValueError if RANK and WORLD_SIZE contradict the launcher.
+
+    A script around the launcher may have exported them, so that all processes have the same. Where
+    each process of the launcher starts several, their number is larger than the launcher's.
+    """
+    env = os.environ
+    if found.name != "environment":
+        differs = env.get("RANK", str(info.rank)) != str(info.rank)
+        if differs and found.starts_all and not found.marker:
+            raise _contradiction(found, info)
+        return
+    for row in LAUNCHERS:
+        if row.rank == found.rank or row.name in _OWN or not row.rank or row.rank not in env:
+            continue
+        complete = all(name in env for name in row.needed)
+        if not row.marked(env) or (row.says_alone(env) and not complete):
+            continue
+        try:
+            told = row.read(row, env)
+        except ValueError:  # what it tells is not enough for a place among a known number
+            if env[row.rank] != str(info.rank):
+                raise _contradiction(row, None) from None
+            continue
+        if info.world_size < told.world_size or (
+            info.world_size == told.world_size and info.rank != told.rank
+        ):
+            raise _contradiction(row, told)
+
+
+def _contradiction(row: Launcher, told: ProcessInfo | None) -> ValueError:
+    env, names = os.environ, [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    values = " and ".join(f"{name} is {env[name]}" for name in names)
+    of = f" of {told.world_size}" if told is not None else ""
+    return ValueError(
+        f"the variable {values}, but {row.title} says that this is rank {env[row.rank]}{of} "
+        f"({row.rank}); unset {' and '.join(names)}, which a script around the launcher may have "
+        f"set, or set {CHOICE}=environment to believe them."
+    )
 
 
 def launcher() -> Launcher:
@@ -62,8 +115,10 @@ def launcher() -> Launcher:
     """
     env = os.environ
     marked = [row for row in _choice(env) if row.marked(env)]
+    by_trainer = {*_LIGHTNING.needed} <= {*env}
     for row in marked:
-        if all(name in env for name in row.needed):
+        one = env.get(row.world_size) == "1" and row.starts_all and not row.marker
+        if all(name in env for name in row.needed) and not (one and by_trainer):
             return row
     for row in marked:
         there = [name for name in (*row.needed, row.local_rank) if name in env]
@@ -75,7 +130,20 @@ def launcher() -> Launcher:
                 f"this is; set {' and '.join(missing)} as {row.title} does, or unset {there[0]} to "
                 "run one process."
             )
+    if not env.get(CHOICE) and joined() is None:
+        _refuse_signs(env)
     return ALONE
+
+
+def _refuse_signs(env: Mapping[str, str]) -> None:
+    """Raise a ValueError if a variable says that an unknown launcher has started this process."""
+    if name := next((name for name in env if _SIGN.fullmatch(name)), None):
+        raise ValueError(
+            f"the variable {name} is {env[name]!r}, which is set for each of several processes, "
+            "but nothing tells how many there are; set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or "
+            f"{CHOICE}=none to run this process alone."
+        )
 
 
 def _choice(env: Mapping[str, str]) -> list[Launcher]:
@@ -105,7 +173,18 @@ def rank_variables() -> list[str]:
     alone = os.environ.get(CHOICE) in ("none", "lightning")
     rows = [row for row in LAUNCHERS if not alone or row.name in _OWN]
     names = [name for row in rows for name in (row.rank, row.local_rank, *row.node)]
-    return list(dict.fromkeys(names))
+    return [name for name in dict.fromkeys(names) if name]
+
+
+def _is_pmi_alone(env: Mapping[str, str]) -> bool:
+    """Return whether a launcher of MPI sets no variables beside those of PMI."""
+    by_hydra = {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"} & {*env}
+    return not by_hydra and not _by_srun(env, "PMI_RANK")
+
+
+def _by_srun(env: Mapping[str, str], rank: str) -> bool:
+    """Return whether srun, by a plug-in for MPI, has set the variable `rank`, too."""
+    return "SLURM_STEP_NUM_TASKS" in env and env.get("SLURM_PROCID") == env.get(rank)
 
 
 ALONE = Launcher("none", "no launcher", alone, starts_all=False)
@@ -132,6 +211,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     replace(
         _ENVIRONMENT, name="torchrun", title="torchrun",
         marker="TORCHELASTIC_RUN_ID", command="torchrun", known_to_lightning=True, tells_nodes=True,
+        source="https://docs.pytorch.org/docs/stable/elastic/run.html",
     ),
     _ENVIRONMENT,
     Launcher(
@@ -141,6 +221,16 @@ LAUNCHERS: tuple[Launcher, ...] = (
         needed=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE"),
         command="mpirun", address_option="mpirun -x MASTER_ADDR=<host of rank 0> ...",
+        source="https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html",
+    ),
+    Launcher(
+        "mvapich", "MVAPICH", read_numbers,
+        rank="MV2_COMM_WORLD_RANK", world_size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        needed=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+                "MV2_COMM_WORLD_LOCAL_SIZE"),
+        command="mpirun_rsh", address_option="mpirun_rsh MASTER_ADDR=<host of rank 0> ...",
+        source="https://mvapich.cse.ohio-state.edu/support/user_guide_mvapich2-1.9.html",
     ),
     Launcher(
         "hydra", "hydra's mpirun", read_numbers,
@@ -148,6 +238,42 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="MPI_LOCALRANKID", local_world_size="MPI_LOCALNRANKS",
         needed=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         command="mpiexec", address_option="mpirun -genv MASTER_ADDR <host of rank 0> ...",
+        source="seen under Intel MPI and MPICH",
+    ),
+    Launcher(
+        "pals", "PALS' mpiexec", read_partly,
+        rank="PALS_RANKID", world_size="PMI_SIZE", sizes=("PMIX_SIZE",),
+        local_rank="PALS_LOCAL_RANKID", local_world_size="PALS_LOCAL_SIZE", node=("PALS_NODEID",),
+        needed=("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+        applies=lambda env: "FLUX_TASK_RANK" not in env and not _by_srun(env, "PALS_RANKID"),
+        command="mpiexec", address_option="mpiexec --env MASTER_ADDR=<host of rank 0> ...",
+        source="https://pypi.org/project/lightning-sprite/ (0.1.3, measured on Aurora)",
+    ),
+    Launcher(
+        "flux", "flux run", read_partly,
+        rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID",
+        nodes="FLUX_JOB_NNODES",
+        needed=("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"),
+        command="flux", address_option="flux run --env=MASTER_ADDR=<host of rank 0> ...",
+        source="https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/"
+               "flux-environment.html",
+    ),
+    Launcher(
+        "jsrun", "jsrun", read_numbers,
+        rank="JSM_NAMESPACE_RANK", world_size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK", local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
+        needed=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+        command="jsrun", address_option="jsrun -E MASTER_ADDR=<host of rank 0> ...",
+        source="https://lightning.ai/docs/pytorch/stable/api/"
+               "pytorch_lightning.plugins.environments.LSFEnvironment.html",
+    ),
+    Launcher(
+        "pmi", "the launcher of MPI", read_partly,  # MPICH, Cray MPICH and MVAPICH without more
+        rank="PMI_RANK", world_size="PMI_SIZE",
+        local_rank="PMI_LOCAL_RANK", local_world_size="PMI_LOCAL_SIZE",
+        needed=("PMI_RANK", "PMI_SIZE"), applies=_is_pmi_alone,
+        command="mpiexec", address_option="mpiexec -env MASTER_ADDR <host of rank 0> ...",
+        source="https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_13.html",
     ),
     _LIGHTNING,
     Launcher(
@@ -157,7 +283,20 @@ LAUNCHERS: tuple[Launcher, ...] = (
         needed=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
         command="srun",
         says_alone=lambda env: "SLURM_JOB_ID" in env and env.get("SLURM_PROCID") == "0",
-        known_to_lightning=True, tells_nodes=True,
+        known_to_lightning=True, tells_nodes=True, source="https://slurm.schedmd.com/srun.html",
+    ),
+    Launcher(
+        "alps", "aprun", read_partly,
+        rank="ALPS_APP_PE", needed=("ALPS_APP_PE",),
+        command="aprun", address_option="aprun -e MASTER_ADDR=<host of rank 0> ...",
+        source="https://docs.cray.com/books/S-2496-4101/html-S-2496-4101/cnl_apps.html",
+    ),
+    Launcher(
+        "pmix", "the launcher of MPI", read_partly,
+        rank="PMIX_RANK", world_size="PMIX_SIZE", local_rank="PMIX_LOCAL_RANK",
+        needed=("PMIX_RANK",),
+        command="mpiexec", address_option="mpiexec --env MASTER_ADDR=<host of rank 0> ...",
+        source="https://github.com/saforem2/ezpz/pull/187",
     ),
     replace(_LIGHTNING, needed=("NODE_RANK",)),  # a Trainer that will start the others of its node
 )  # fmt: skip

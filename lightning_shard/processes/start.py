@@ -108,6 +108,7 @@ def join(
             remedy="start all ranks with the same software and options",
             timeout_s=timeout_s,
             device=_identity(device) if carries_devices else None,
+            devices=_seen(device) if carries_devices else None,
         )
     if device.type == "cpu":
         tune_process(world_size)
@@ -117,6 +118,11 @@ def join(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **place
     )
     note_group()
+
+
+def _seen(device: torch.device) -> tuple[str, int]:
+    """Return the name of this node, and the number of its devices that this process sees."""
+    return socket.gethostname(), device_of(device.type).count()
 
 
 def _identity(device: torch.device) -> str:

@@ -1,6 +1,12 @@
-"""Reads the variables of launchers, and checks their numbers."""
+"""Readers of the variables of launchers, which check their numbers.
+
+A launcher that leaves out the number of processes is completed from what else knows it: the file of
+the job's hosts, or mpi4py. A number is never guessed, since each process would then train alone.
+"""
 
 import atexit
+import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -9,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +23,8 @@ if TYPE_CHECKING:
 Env = Mapping[str, str]
 PORTS = range(20000, 32768)  # below those that Linux hands out to any program
 MOST = 1_000_000  # processes; a larger number is a mistake
-_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMIX_NAMESPACE")
+_JOB_IDS = ("FLUX_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMIX_NAMESPACE")
+_STEP_IDS = ("SLURM_STEP_ID", "PALS_APID")  # a job may start the processes of several runs
 
 
 def launcher_holds_store() -> bool:
@@ -50,18 +57,20 @@ class ProcessInfo:
     """Places this process among those of its run.
 
     Attributes:
-        launcher: "torchrun", "openmpi", "hydra" (Intel MPI, MPICH), "slurm", "lightning" (the
-            Trainer's own processes), "notebook" (of `launch`, or of a Trainer in a notebook),
-            "environment" (torch's variables, set by something else), or "none": one process.
-        rank: From 0 to `world_size` - 1.
-        local_rank: Among the processes of this node, which is also the index of its device.
+        launcher: The name of a row of `process_info.LAUNCHERS`, such as "torchrun", "slurm" and
+            "pals", "lightning" (the Trainer's own processes), "notebook" (of `launch`, or of a
+            Trainer in a notebook), "environment" (torch's variables, set by something else), or
+            "none": one process.
+        rank: The rank of this process, from 0 to `world_size` - 1.
+        local_rank: The rank among the processes of this node, which is also the index of the
+            device, unless each process sees one device only.
         world_size: Number of processes.
         local_world_size: Number of processes on this node.
-        node: Index of this node. Open MPI and hydra do not tell it; there it is the one of ranks
-            that fill one node after the other.
-        address: Where rank 0 holds the store in which the processes meet.
-        port: Of the store; of MASTER_PORT, or else of the job's number, so that it is the same on
-            all ranks.
+        node: Index of this node. MPI's launchers do not tell it; there it is the one of ranks that
+            fill one node after the other.
+        address: The host at which rank 0 holds the store in which the processes meet.
+        port: The port of the store: MASTER_PORT, or else one that follows from the job's number, so
+            that it is the same on all ranks.
     """
 
     launcher: str
@@ -75,7 +84,7 @@ class ProcessInfo:
 
     @property
     def distributed(self) -> bool:
-        """Whether there are other processes."""
+        """True if there are other processes."""
         return self.world_size > 1
 
     @property
@@ -99,25 +108,29 @@ class Launcher:
     """Describes a launcher by the variables that it sets.
 
     Attributes:
-        name: As `ProcessInfo.launcher` has it.
-        title: As sentences call it.
+        name: The value of `ProcessInfo.launcher`.
+        title: The launcher's name in sentences.
         read: Makes the ProcessInfo of its variables.
         needed: The variables without which it is another launcher, or a mistake.
         rank: The variable of the rank.
         world_size: The variable of the number of processes.
+        sizes: Other variables of that number, of which the first that is set counts.
         local_rank: The variable of the rank on its node.
         local_world_size: The variable of the number of processes on this node.
         node: The variables of the node's index, of which the first that is set counts.
-        says_alone: Whether some of its variables are there although it has not started this
+        nodes: The variable of the number of nodes.
+        says_alone: Returns whether some of its variables are there although it has not started this
             process, as those of SLURM are in the script of a job.
+        applies: Returns whether its variables are its own, and not also set by another launcher.
         marker: "NAME" or "NAME=value", which must be there too.
-        needs_address: Whether MASTER_ADDR and MASTER_PORT belong to its variables.
+        needs_address: True if MASTER_ADDR and MASTER_PORT belong to its variables.
         command: The program that starts processes with it.
         address_option: The option by which its command sets MASTER_ADDR on all nodes.
-        known_to_lightning: Whether Lightning has an environment of its own for it.
-        starts_all: Whether it, and not the Trainer, starts the processes.
-        tells_nodes: Whether `ProcessInfo.node` tells the nodes apart where host names do not, as in
+        known_to_lightning: True if Lightning has an environment of its own for it.
+        starts_all: True if it, and not the Trainer, starts the processes.
+        tells_nodes: True if `ProcessInfo.node` tells the nodes apart where host names do not, as in
             containers on one host.
+        source: The page that documents the variables, or how they were seen.
     """
 
     name: str
@@ -126,10 +139,13 @@ class Launcher:
     needed: tuple[str, ...] = ()
     rank: str = ""
     world_size: str = ""
+    sizes: tuple[str, ...] = ()
     local_rank: str = ""
     local_world_size: str = ""
     node: tuple[str, ...] = ()
+    nodes: str = ""
     says_alone: Callable[[Env], bool] = lambda _: False
+    applies: Callable[[Env], bool] = lambda _: True
     marker: str = ""
     needs_address: bool = False
     command: str = ""
@@ -137,23 +153,53 @@ class Launcher:
     known_to_lightning: bool = False
     starts_all: bool = True
     tells_nodes: bool = False
+    source: str = ""
 
     def variables(self) -> list[str]:
         """Name all variables by which it is known and read."""
         marker, _, _ = self.marker.partition("=")
-        numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        return [name for name in (marker, *numbers, *self.node, *self.needed) if name]
+        numbers = (self.rank, self.world_size, *self.sizes, self.local_rank, self.local_world_size)
+        names = (marker, *numbers, *self.node, self.nodes, *self.needed)
+        return [name for name in names if name]
 
     def marked(self, env: Env) -> bool:
-        """Whether the marker is there."""
+        """Return whether the marker is there, and the variables are this launcher's own."""
         name, _, value = self.marker.partition("=")
-        return not name or (name in env and value in ("", env[name]))
+        marked = not name or (name in env and value in ("", env[name]))
+        return marked and self.applies(env)
 
 
 def read_numbers(row: Launcher, env: Env) -> ProcessInfo:
-    """Read numbers that a launcher tells one by one; those of a node may be missing."""
+    """Read a launcher that sets rank and number of processes; numbers of a node may be missing."""
     rank, world = _number(env, row.rank), _number(env, row.world_size, least=1)
     local = _number(env, row.local_world_size, world, least=1)
+    return _placed(row, env, rank, world, local)
+
+
+def read_partly(row: Launcher, env: Env) -> ProcessInfo:
+    """Read a launcher that leaves out the number of processes, or of those of this node.
+
+    Raises:
+        ValueError: Nothing else knows that number; with the variable that it may be set by.
+    """
+    rank, nodes = _number(env, row.rank), _node_count(env)
+    names = (row.local_world_size, "LOCAL_WORLD_SIZE")
+    local_name = next((name for name in names if name in env), "")
+    local = _number(env, local_name, least=1) if local_name else None
+    world = _world_size(row, env, rank, nodes, local)
+    if local is None:
+        nodes = _number(env, row.nodes, max(1, nodes), least=1)
+        if world % nodes:
+            raise ValueError(
+                f"{row.title} started {world} processes on {nodes} nodes, and does not tell how "
+                "many are on this one; start as many on each node, or set LOCAL_WORLD_SIZE on each."
+            )
+        local = world // nodes
+    return _placed(row, env, rank, world, local)
+
+
+def _placed(row: Launcher, env: Env, rank: int, world: int, local: int) -> ProcessInfo:
+    """Find the place on its node, and the address, of a process whose rank is known."""
     local_rank = _number(env, row.local_rank, rank % local)
     node_name = next((name for name in row.node if name in env), "")
     node = _number(env, node_name, rank // local)
@@ -161,7 +207,7 @@ def read_numbers(row: Launcher, env: Env) -> ProcessInfo:
     if row.needs_address:
         _check_address(row, env, world)
     elif not address and local < world:
-        address = _first_host(env)
+        address = next(iter(_hosts(env)), "")
         if not address:
             raise ValueError(
                 f"{row.title} started {world} processes, {local} of them on this node, and does "
@@ -169,6 +215,55 @@ def read_numbers(row: Launcher, env: Env) -> ProcessInfo:
             )
     address = address or "127.0.0.1"
     return ProcessInfo(row.name, rank, local_rank, world, local, node, address, _port(env))
+
+
+def _world_size(row: Launcher, env: Env, rank: int, nodes: int, local: int | None) -> int:
+    """Find the number of processes that `row` leaves out.
+
+    Args:
+        row: The launcher.
+        env: The variables of the environment.
+        rank: The rank of this process.
+        nodes: Number of nodes of the job; 0: unknown.
+        local: Number of processes on this node; None: unknown.
+    """
+    on_nodes = nodes * (local or 0)
+    names = (row.world_size, *row.sizes, "WORLD_SIZE")
+    if name := next((name for name in names if name in env), ""):
+        world = _number(env, name, least=1)
+        if name == "WORLD_SIZE" and world == 1 < on_nodes:  # of a script around the launcher
+            raise ValueError(
+                f"the variable WORLD_SIZE is 1, but {row.title} has {local} processes on this node "
+                f"and the job {nodes} nodes; unset WORLD_SIZE, or set it to the number of "
+                f"processes: {row.address_option.replace('MASTER_ADDR', 'WORLD_SIZE', 1)}."
+            )
+        return world
+    world = _mpi_size(rank, start=False) or on_nodes or _mpi_size(rank, start=True)
+    if not world:
+        raise ValueError(
+            f"the variable {row.rank} is {env[row.rank]!r}, but {row.title} does not tell how many "
+            "processes there are, and neither PBS_NODEFILE nor mpi4py does; set WORLD_SIZE to "
+            f"their number on every rank, as by {row.command} with its option for variables."
+        )
+    return world
+
+
+def _mpi_size(rank: int, *, start: bool) -> int:
+    """Ask mpi4py for the number of processes; 0 if it does not know.
+
+    A process that MPI takes for one alone may have an MPI that is not the launcher's.
+
+    Args:
+        rank: The rank that the launcher tells, which MPI must confirm.
+        start: True to import mpi4py, which starts MPI, where the program has not.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None and start and importlib.util.find_spec("mpi4py") is not None:
+        mpi = importlib.import_module("mpi4py.MPI")
+    if mpi is None or mpi.COMM_WORLD.Get_rank() != rank:
+        return 0
+    size = mpi.COMM_WORLD.Get_size()
+    return size if size > 1 else 0
 
 
 def _check_address(row: Launcher, env: Env, world: int) -> None:
@@ -182,6 +277,7 @@ def _check_address(row: Launcher, env: Env, world: int) -> None:
 
 
 def of_slurm(row: Launcher, env: Env) -> ProcessInfo:
+    """Read the variables of srun, which tells the number of processes of each node."""
     node = _number(env, row.node[0])
     world, told = _number(env, row.world_size, least=1), env.get(row.local_world_size, "")
     tasks = [  # 2(x3),1: of each node
@@ -195,12 +291,12 @@ def of_slurm(row: Launcher, env: Env) -> ProcessInfo:
             f"{node}, which contradict each other; start the processes by srun."
         )
     rank, local_rank = _number(env, row.rank), _number(env, row.local_rank)
-    address = env.get("MASTER_ADDR") or _first_host(env) or "127.0.0.1"
+    address = env.get("MASTER_ADDR") or next(iter(_hosts(env)), "127.0.0.1")
     return ProcessInfo(row.name, rank, local_rank, world, tasks[node], node, address, _port(env))
 
 
 def of_lightning(row: Launcher, env: Env) -> ProcessInfo:
-    """Lightning says node and local rank, and when a stage ends no longer the number of processes.
+    """Read the variables of a Trainer, which has no number of processes after its first stage.
 
     The rank on another node than the first is known once the processes have met.
     """
@@ -221,6 +317,7 @@ def of_lightning(row: Launcher, env: Env) -> ProcessInfo:
 
 
 def alone(row: Launcher, env: Env) -> ProcessInfo:
+    """Return the place of a process that no launcher has started."""
     return ProcessInfo(row.name, port=_port(env))
 
 
@@ -233,16 +330,34 @@ def joined() -> tuple[int, int] | None:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
-def _first_host(env: Env) -> str:
-    """The first of SLURM's `n[1-3,5],m7`, `n7`, `n[08-10]`; "" outside of a job."""
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", nodes).split(",")[0]
+def _hosts(env: Env) -> list[str]:
+    """Name the hosts of the job, rank 0's first; [] outside of a job.
+
+    SLURM has a list `n[1-3,5],m7`, of which the first is enough. PBS has a file with a line for
+    each host, or for each process. LSF's file begins with the host that launches.
+    """
+    if nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
+        return [re.sub(r"\[(\d+)[^]]*\]", r"\1", nodes).split(",")[0]]
+    for name, skipped in (("PBS_NODEFILE", 0), ("LSB_DJOB_RANKFILE", 1)):
+        try:
+            lines = Path(env[name]).read_text().split()[skipped:]
+        except (KeyError, OSError):
+            continue
+        return list(dict.fromkeys(lines))
+    return []
+
+
+def _node_count(env: Env) -> int:
+    """Count the nodes of the job; 0: unknown."""
+    if "SLURM_JOB_ID" in env:
+        return _number(env, "SLURM_JOB_NUM_NODES", 0)
+    return len(_hosts(env))
 
 
 def _port(env: Env) -> int:
     if env.get("MASTER_PORT"):
         return _number(env, "MASTER_PORT", least=1, most=65535)
-    step = env.get("SLURM_STEP_ID", "")
+    step = next((env[name] for name in _STEP_IDS if name in env), "")
     job = next((env[name] + step for name in _JOB_IDS if name in env), None)
     if job is None:  # of the same parent on one node, as under hydra
         job = f"{os.getuid()} {os.getppid()}"

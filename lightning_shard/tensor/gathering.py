@@ -16,8 +16,9 @@ from lightning_shard.tensor.part import Part, part_of
 
 gather_allowed: ContextVar[bool] = ContextVar("gather_allowed", default=False)
 
-_warned: set[Any] = set()
-PROCESS_STATE = {"_warned": _warned}
+# functions without a rule that ran on gathered tensors, each of which is warned of once
+gathered_functions: dict[Any, None] = {}
+PROCESS_STATE = {"gathered_functions": gathered_functions}
 
 
 def split_in(values: Any, kind: type[Tensor]) -> Iterator[Any]:
@@ -62,8 +63,8 @@ def on_whole_tensors(
     """
     parts: dict[int, Part] = {id(t): part_of(t) for t in split_in([args, kwargs], kind)}
     shown = name or func
-    if shown not in _warned:
-        _warned.add(shown)
+    if shown not in gathered_functions:
+        gathered_functions[shown] = None
         size = sum(math.prod(p.shape) * p.dtype.itemsize for p in parts.values())
         warnings.warn(
             f"{name_of(shown)} has no rule for split tensors; it runs on gathered ones, {size:,} "

@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.ops.view.write_back import lost_writes, refuse_lost_writes, refuse_stale
 from lightning_shard.processes.torch_private.internals import without_rules
-from lightning_shard.tensor import copies
 
 # How to read a tensor with a history of its own, by the class of its grad_fn. The module
 # autograd_function.py enters the Functions that it serves.
@@ -55,8 +55,8 @@ def part_of(tensor: Any) -> Part:
         UnsupportedOperationError: A foreign autograd.Function put its history on the wrapper. Or
             the rows are a copy, and were written in place, or what they come from was.
     """
-    if copies.watched:
-        copies.check_copies()
+    if lost_writes:
+        refuse_lost_writes()
     with without_rules():
         foreign, wanted = tensor.grad_fn, tensor.requires_grad
     if foreign is None:
@@ -64,7 +64,7 @@ def part_of(tensor: Any) -> Part:
         if wanted and not part.local.requires_grad and torch.is_grad_enabled():
             part.local.requires_grad_()  # autograd has unpacked the wrapper: of nested checkpoints
         if isinstance(part, Subdomain) and part.copied is not None and part.copied.is_stale:
-            copies.refuse_stale()
+            refuse_stale()
         return part
     follow = followed.get(type(foreign))
     if follow is None:

@@ -11,6 +11,7 @@ from lightning_shard.domain.align import gathered, take_part
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
+from lightning_shard.tensor.autograd_function import install
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -30,6 +31,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
     Raises:
         ValueError: `dims` does not fit the mesh or the tensor.
     """
+    install()
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
     part = take_part(tensor, layout)
@@ -58,6 +60,7 @@ def from_local(
         ValueError: `local` is not this rank's part of a tensor of `shape`, or the parts do not make
             up a whole.
     """
+    install()
     domain = domain_of(mesh)
     if shape is None:
         splits = splits_of(local.ndim, domain.grid.sizes, dims)

@@ -7,8 +7,6 @@ whole.
 """
 
 import copy
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,11 +28,11 @@ from lightning_shard.processes.torch_private.internals import (
     views_replayed,
     without_rules,
 )
-from lightning_shard.tensor.copies import is_own_copy, plain_rows, remember_index
 from lightning_shard.tensor.facts import FACTS
 from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors, split_in, writes
 from lightning_shard.tensor.out import write_out
 from lightning_shard.tensor.part import Part, part_of
+from lightning_shard.tensor.rows import Rows, is_own_copy, remember_index
 from lightning_shard.tensor.wrong_calls import refuse_wrong_call
 
 Function = Callable[..., Any]
@@ -54,7 +52,6 @@ class DomainTensor(Tensor):
 
     @staticmethod
     def __new__(cls, part: Part, device: torch.device | None = None) -> "DomainTensor":
-        _prepare()
         # the wrapper requires grad too: a foreign autograd.Function then marks it, see `part_of`
         local = part.local
         wrapper: Any = make_wrapper(
@@ -80,6 +77,8 @@ class DomainTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if len(types) > 1 and Rows in types:
+            return Rows.__torch_function__(func, types, args, kwargs)
         # torch.compile: rules are not traced, they run as they are
         if torch.compiler.is_compiling() or frame_callback() is not None:
             return _dispatch_uncompiled(func, args, kwargs or {})
@@ -116,12 +115,6 @@ class DomainTensor(Tensor):
             "a DomainTensor holds one rank's part and cannot be pickled; pickle "
             "lightning_shard.gather(tensor) instead."
         )
-
-
-@functools.cache
-def _prepare() -> None:
-    """Some Functions of torch are changed when the first split tensor is made, and not before."""
-    importlib.import_module("lightning_shard.tensor.autograd_function").install()
 
 
 def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +192,7 @@ def _run_and_write_back(
     rule: Rule, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a rule that writes into its first argument; what it is a copy of is written, too."""
-    if func is Tensor.__setitem__ and is_own_copy(args):
+    if func is Tensor.__setitem__ and is_own_copy(*args):
         return None
     target = args[0] if args else None
     if not isinstance(target, Subdomain):
@@ -277,7 +270,7 @@ def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
 def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
     if isinstance(value, Subdomain):
         if value.copied and not value.layout.split_dims:
-            return plain_rows(value)
+            return Rows.of(value)
         same = wrappers.get(id(value.local))
         if same is not None and not same._part.lazy and same._part.layout == value.layout:
             _show_requires_grad(same)

@@ -4,6 +4,8 @@ import os
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
@@ -74,12 +76,15 @@ def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironm
     """
     if os.environ.get(CHOICE):
         return _of_chosen(found)
+    if type(found) in (MPIEnvironment, LSFEnvironment):
+        _compare(found)
     if type(found) not in (LightningEnvironment, SLURMEnvironment):
         return found
     started_by = launcher()
-    if started_by.starts_all and not started_by.known_to_lightning:
+    if started_by.starts_all:
         info = process_info()
-        return LauncherEnvironment(info) if info.world_size > 1 else found
+        if not started_by.known_to_lightning:
+            return LauncherEnvironment(info) if info.world_size > 1 else found
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if isinstance(found, SLURMEnvironment) and started_by is ALONE and tasks != "1":
         raise ValueError(
@@ -87,6 +92,26 @@ def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironm
             "would wait for the others; write `srun python ...` in the job's script."
         )
     return found
+
+
+def _compare(found: ClusterEnvironment) -> None:
+    """Compare an environment that Lightning found with the launcher's variables, if they suffice.
+
+    Raises:
+        ValueError: They contradict each other.
+    """
+    try:
+        info = process_info()
+    except ValueError:  # MPI itself knows more than the variables
+        return
+    by_lightning = found.global_rank(), found.world_size()
+    if info.distributed and by_lightning != (info.rank, info.world_size):
+        raise ValueError(
+            f"Lightning's {type(found).__name__} says that this is rank {by_lightning[0]} of "
+            f"{by_lightning[1]}, but the variables of {launcher().title} say rank {info.rank} of "
+            f"{info.world_size}; unset those that another launcher has left, or set {CHOICE} to "
+            "the one to believe."
+        )
 
 
 def _of_chosen(found: ClusterEnvironment | None) -> ClusterEnvironment | None:

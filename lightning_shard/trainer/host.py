@@ -232,3 +232,11 @@ def follow_stopping(callback: EarlyStopping, agreed: Callable[[Any], Any]) -> No
     if "_evaluate_stopping_criteria" not in vars(callback):
         plain = callback._evaluate_stopping_criteria
         vars(callback)["_evaluate_stopping_criteria"] = lambda current: plain(agreed(current))
+
+
+def option_types(parser: Any) -> dict[str, Any]:
+    """List the options of a parser of jsonargparse, with their types; None for one without.
+
+    Without it an error could name neither the options of a class nor the type of a value.
+    """
+    return {action.dest: getattr(action, "_typehint", None) for action in parser._actions}

@@ -19,8 +19,9 @@ from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.processes.agreement import Check, agree, only_wait
-from lightning_shard.processes.device import default_backend, device_of
-from lightning_shard.processes.mesh import make_mesh, mesh_names, sizes_of, sub_mesh
+from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
+from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sizes_of, sub_mesh
+from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.variables import end_attempts
@@ -175,6 +176,7 @@ class ProcessMesh:
             data = self._data_size(dist.get_world_size())
             shared_by = per_node if self.shard_size == "node" else self.shard_size
             self.mesh = make_mesh(device.type, data, self.domain_sizes, shard_size=shared_by)
+        share_mesh(self.mesh)
         return self.mesh
 
     def _data_size(self, world: int) -> int:
@@ -312,6 +314,19 @@ def launcher_of(
     if interactive and nodes == 1 and type(environment) is LightningEnvironment:
         return NotebookLauncher(strategy)
     return SubprocessScriptLauncher(environment, per_node, nodes)
+
+
+def processes_of_node(
+    environment: ClusterEnvironment | None, devices: Sequence[torch.device]
+) -> int:
+    """Count the processes of this node: one for each device that is seen.
+
+    Where the launcher shows each process one device only, it is the launcher's number.
+    """
+    if len(devices) != 1 or environment is None or not environment.creates_processes_externally:
+        return len(devices)
+    local = process_info().local_world_size
+    return local if sees_own_device_only(devices[0].type, local) else 1
 
 
 def started_nodes(environment: ClusterEnvironment, *, per_node: int, nodes: int) -> int:

@@ -30,7 +30,7 @@ from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
-from lightning_shard.processes.mesh import Sharding
+from lightning_shard.processes.mesh import Sharding, share_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
@@ -195,7 +195,7 @@ class HybridShardStrategy(NotCompiled):
     @property
     def num_processes(self) -> int:
         """The number of processes of this node."""
-        return len(self.parallel_devices or ())
+        return process_mesh.processes_of_node(self.cluster_environment, self.parallel_devices or ())
 
     @property
     def is_distributed(self) -> bool:
@@ -206,7 +206,8 @@ class HybridShardStrategy(NotCompiled):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        shown = self.parallel_devices  # one, where a launcher shows each process its own only
+        return shown[0] if len(shown) == 1 else shown[self.local_rank]
 
     @property
     @override
@@ -576,6 +577,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def teardown(self) -> None:
         self._while_set_up.close()
+        share_mesh(None)
         self.logged.forget()
         self.samples.end_stage()
         self.saver.finish(together_with_all=not self.peers.is_disconnected())

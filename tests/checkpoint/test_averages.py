@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 
 from lightning_shard.checkpoint.state import full_module_state
 from tests.checkpoint.test_resume_inside_epoch import SaveOnce, shared_path
-from tests.pairs import each_once
+from tests.pairs import choose
 from tests.training import loader, make, trainer
 
 AVERAGES = {
@@ -23,7 +23,7 @@ def run(name, callbacks, path=None):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize(("name", "average"), each_once(["tfno", "dense_fno"], AVERAGES))
+@pytest.mark.parametrize(("name", "average"), choose(["tfno", "dense_fno"], AVERAGES))
 def test_file_and_resume(name, average):
     path = shared_path("averaged.ckpt")
     whole = run(name, [AVERAGES[average](), SaveOnce(path)])

@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_modules.shared.field_files import open_fields
-from lightning_shard import load_weights
+from lightning_shard import FieldFile, load_weights
 from lightning_shard.checkpoint import directory as sharded_directory
 from lightning_shard.checkpoint.manifest import FORMAT, problem_of
 from lightning_shard.checkpoint.safetensors_file import compare_all, read_safetensors
@@ -326,4 +325,4 @@ def test_arrays_outside_of_an_hdf5_file(kind, tmp_path):
             layout[:] = h5py.VirtualSource(str(secret), "x", (1, 1, 2, 2))
             file.create_virtual_dataset("x", layout)
     with pytest.raises(ValueError, match=r"a\.h5 .*outside of it"):
-        open_fields(tmp_path / "a.h5")["x"]
+        FieldFile(tmp_path / "a.h5").arrays["x"]

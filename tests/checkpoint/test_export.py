@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from safetensors.torch import load_file
 
 from lightning_shard import load_weights
-from lightning_shard.cli.hyper_parameters import hyperparameters
+from lightning_shard.cli.defaults import hyperparameters
 from lightning_shard.cli.main import main
 from lightning_shard.cli.usage import UsageError
 from tests import pool

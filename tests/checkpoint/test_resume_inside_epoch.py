@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_shard.checkpoint.state import full_module_state
-from tests.pairs import each_once
+from tests.pairs import choose
 from tests.training import Losses, loader, make, shared_path, trainer, weights_count_as_large
 
 SAVE_AT = 4
@@ -39,9 +39,7 @@ def run(domain, name, *callbacks, path=None, epochs=2):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "domain"),
-    each_once(
-        [slow("dense_fno"), "simple_cnn", *map(slow, ["tfno", "large_tfno"])], [(2,), (2, 2)]
-    ),
+    choose([slow("dense_fno"), "simple_cnn", *map(slow, ["tfno", "large_tfno"])], [(2,), (2, 2)]),
     ids=str,
 )
 def test_resume_inside_an_epoch(name, domain):
@@ -76,7 +74,7 @@ def test_checkpoint_is_a_plain_one(name):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "meshes"),
-    each_once(
+    choose(
         ["simple_cnn", "dense_fno", slow("large_tfno")],
         [((2,), (4,)), ((4,), (1,)), ((2, 2), (2,))],
     ),

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.main import main
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
 from tests.checkpoint.tiny import SaveAt, fit, names, tiny
-from tests.pairs import each_once
+from tests.pairs import choose
 from tests.training import shared_path
 
 
@@ -140,7 +140,7 @@ CAUSE = r"'\S*/some\.ckpt' cannot be written: File too large \(EFBIG\)"
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize(("size", "kind"), each_once(SIZES, ["single", "sharded", "later"]))
+@pytest.mark.parametrize(("size", "kind"), choose(SIZES, ["single", "sharded", "later"]))
 def test_no_room_inside_of_a_record(kind, size):
     """All ranks say path and cause; the old one stays, and nothing else is left."""
     path = shared_path("some.ckpt")

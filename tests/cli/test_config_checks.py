@@ -7,7 +7,7 @@ import pytest
 from lightning_shard.processes.process_info import LAUNCHERS
 from tests.cli.test_errors import BASE, error_of
 from tests.cli.test_errors import one_quiet_process as one_quiet_process
-from tests.processes.test_process_info import FLUX, TABLE
+from tests.processes.test_process_info import STARTER, TABLE
 
 
 def test_more_devices_than_visible(capsys, monkeypatch):
@@ -128,13 +128,13 @@ def test_mesh_is_checked_against_mpirun(capsys, monkeypatch):
 
 
 def test_mesh_is_checked_against_a_launcher_that_is_one_row(capsys, monkeypatch):
-    monkeypatch.setattr(TABLE, (FLUX, *LAUNCHERS))
-    for name, value in {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"}.items():
+    monkeypatch.setattr(TABLE, (STARTER, *LAUNCHERS))
+    for name, value in {"STARTER_RANK": "0", "STARTER_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", f"--{DOMAIN}", "3")
-    assert "does not divide the 4 processes (FLUX_JOB_SIZE 4); use one of 1, 2, 4" in sentence
+    assert "does not divide the 4 processes (STARTER_SIZE 4); use one of 1, 2, 4" in sentence
     sentence, _ = error_of(capsys, "fit", "--config", "base.yaml", "--trainer.devices", "8")
-    assert "but flux run started 4; use devices 4 and num_nodes 1, or start 8 with" in sentence
+    assert "but starter run started 4; use devices 4 and num_nodes 1, or start 8 with" in sentence
 
 
 def test_launcher_that_is_half_set(capsys, monkeypatch):

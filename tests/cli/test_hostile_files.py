@@ -22,9 +22,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_modules.shared.field_files import open_fields
 from lightning_modules.t5.tokenizer import load_tokenizer
-from lightning_shard import load_weights
+from lightning_shard import FieldFile, load_weights
 from lightning_shard.checkpoint.dcp_reader import read_dcp
 from lightning_shard.cli import main as cli
 from lightning_shard.cli.lightning_cli import ShardCLI
@@ -116,6 +115,7 @@ HYPER_PARAMETERS = {
     "a file of options": {"optimizer": "evil.yaml"},
     "a list for the parameters": [SYSTEM],
     "a number for a name": {3: SYSTEM},
+    "no mapping for the options": {"init_args": 3, "dict_kwargs": [SYSTEM]},
 }  # fmt: skip
 
 
@@ -218,10 +218,15 @@ def test_what_is_given_wins_over_hyperparameters(capsys, monkeypatch):
     assert notes(capsys)[-1] == f"{last} saved"
 
 
-def test_hyperparameters_of_another_type_are_refused(capsys):
-    torch.save({"state_dict": {}, "hyper_parameters": {"width": "wide"}}, "a.ckpt")
-    text = refused(capsys, ["fit", "--config", "base.yaml", "--ckpt_path", "a.ckpt"], codes=(2,))
-    assert text.startswith("error: hyperparameters in 'a.ckpt' are of other types than tests.cli.")
+def test_hyperparameters_of_another_type_do_not_serve(capsys, monkeypatch):
+    stored = {"width": "wide", "title": 3, "sizes": 2, "act": "relu", "layer": 1}
+    torch.save({"state_dict": {}, "hyper_parameters": stored}, "a.ckpt")
+    model, options = built(monkeypatch, ["fit", "--config", "base.yaml", "--ckpt_path", "a.ckpt"])
+    assert model.options == {"width": 8, "title": "", "anything": None}
+    assert (options["sizes"], options["layer"]) == (None, None)
+    said = notes(capsys)
+    assert said[0] == "model.width is 8, but was 'wide' where ckpt_path was saved"
+    assert len(said) == len(stored)
 
 
 GADGETS = {
@@ -377,7 +382,7 @@ def test_codecs_of_zarr(codec):
     (Path("a.zarr/x/c/0/0/0")).mkdir(parents=True)
     Path("a.zarr/x/c/0/0/0/0").write_bytes(pickle.dumps(Calls(os.system, TOUCH)))
     with pytest.raises((ValueError, KeyError, TypeError)):
-        open_fields(Path("a.zarr"))["x"][:]
+        FieldFile("a.zarr").arrays["x"][:]
 
 
 @pytest.mark.parametrize("key", ["auto_map", "tokenizer_class", "chat_template", "tokenizer_file"])

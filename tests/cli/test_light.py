@@ -88,17 +88,20 @@ def test_doctor(capfd):
 
 def test_doctor_knows_the_launchers_of_the_table(monkeypatch):
     from lightning_shard.cli import doctor
-    from tests.processes.test_process_info import FLUX
+    from tests.processes.test_process_info import STARTER
 
-    monkeypatch.setattr(doctor, "LAUNCHERS", (*doctor.LAUNCHERS, replace(FLUX, command="flux")))
+    monkeypatch.setattr(
+        doctor, "LAUNCHERS", (*doctor.LAUNCHERS, replace(STARTER, command="starter"))
+    )
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    monkeypatch.setenv(FLUX.rank, "3")
+    monkeypatch.setenv(STARTER.rank, "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     launchers, variables = doctor._surroundings()
     assert launchers.split(maxsplit=1)[1] == ", ".join(
-        f"{name} (/bin/{name})" for name in ("torchrun", "mpirun", "mpiexec", "srun", "flux")
+        f"{name} (/bin/{name})"
+        for name in "torchrun mpirun mpirun_rsh mpiexec flux jsrun srun aprun starter".split()
     )
-    assert {f"{FLUX.rank}=3", "OMPI_COMM_WORLD_RANK=1"} <= {*variables.split()}
+    assert {f"{STARTER.rank}=3", "OMPI_COMM_WORLD_RANK=1"} <= {*variables.split()}
 
 
 def test_doctor_says_why_two_processes_fail(monkeypatch):

@@ -113,6 +113,6 @@ def test_check_and_plan():
     assert found.is_exact, str(found)
     assert "x (dim 0)" in str(found)
     assert "edge_index (dim 1)" in str(found)
-    planned = lightning_shard.plan(Net(), loader, 2, 2)
+    planned = lightning_shard.plan(Net(), loader, 2)
     assert planned.sent_for_fields > 0
     assert "edge_attr (dim 0)" in str(planned)

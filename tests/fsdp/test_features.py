@@ -29,7 +29,7 @@ from tests.fsdp.network import (
     train_alone,
     train_sharded,
 )
-from tests.pairs import few
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 ROWS = {
@@ -253,7 +253,9 @@ def train_compiled(domain, **more):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("more", few([{}, {"activation_checkpointing": True}], {}), ids=str)
+@pytest.mark.parametrize(
+    "more", choose([{}, {"activation_checkpointing": True}], fast=[{}]), ids=str
+)
 def test_compiled_blocks_of_split_tensors(more):
     """Traced and divided as the compiler does, and run on torch's kernels."""
     like_compiler = functools.partial(CompiledBlock, backend="aot_eager_decomp_partition")

@@ -27,13 +27,13 @@ from tests.fsdp.offload_programs import (
 from tests.fsdp.replay import Kernel, orders
 from tests.fsdp.simulated_driver import on_machine
 from tests.fsdp.streams import Stream
-from tests.pairs import each_once, few
+from tests.pairs import choose
 
 MUL = torch.ops.aten.mul.Tensor
 TENSOR_BYTES = 3 * WIDTH * 8  # of a block's output
 AHEAD = {"one tensor": 1, "three tensors": 3 * TENSOR_BYTES, "everything": 2**20}
 ahead = pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD)
-one_ahead = pytest.mark.parametrize("ahead", few(AHEAD.values(), 1), ids=AHEAD)
+one_ahead = pytest.mark.parametrize("ahead", choose(AHEAD.values(), fast=[1]), ids=AHEAD)
 
 
 def run(program, net, ahead, drop=None):
@@ -60,7 +60,7 @@ def copies_on(machine, stream):
     return [s for s in kernels if str(s.run.func) == "aten.copy_.default"]
 
 
-@pytest.mark.parametrize(("program", "ahead"), each_once(PROGRAMS, AHEAD))
+@pytest.mark.parametrize(("program", "ahead"), choose(PROGRAMS, AHEAD))
 def test_programs(program, ahead):
     program, ahead = PROGRAMS[program], AHEAD[ahead]
     expected = program(network(KINDS))
@@ -82,7 +82,7 @@ def check_random(seed, ahead):
     assert right(machine, found)
 
 
-@pytest.mark.parametrize("seed", few(range(12), *range(5)))
+@pytest.mark.parametrize("seed", choose(range(12), fast=[*range(5)]))
 def test_random_programs(seed):
     check_random(seed, [*AHEAD.values()][seed % len(AHEAD)])
 

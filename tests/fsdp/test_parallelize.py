@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -176,3 +177,51 @@ def test_modules_that_differ(differs):
     options = {"mode": "none"} if differs == "options" and other else {}
     with pytest.raises(lightning_shard.DisagreementError, match="the ranks' modules differ in"):
         lightning_shard.parallelize(net, mesh_of(2), options=ShardingOptions(**options))
+
+
+class Branches(torch.nn.Module):
+    """One linear map that each rank takes, one that some take, and one that none takes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.some, self.never = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, weight):
+        y = self.always(x)
+        return y if weight is None else y + weight * self.some(x)
+
+
+def gradients_of_branches(mode, wrap, weights):
+    mesh = lightning_shard.init_mesh({"data": 2, "domain": 1})
+    rank, net = mesh.get_local_rank("data"), Branches()
+    options = ShardingOptions(mode, wrap=wrap)
+    lightning_shard.parallelize(net, mesh, options=options)
+    net(torch.full((1, 4), rank + 1.0), weights[rank]).square().mean().backward()
+    gradients = {name: p.grad for name, p in net.named_parameters()}
+    return {
+        name: g if g is None else getattr(g, "full_tensor", lambda g=g: g)()
+        for name, g in gradients.items()
+    }
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+@pytest.mark.parametrize(
+    ("wrap", "weights"),
+    [
+        *itertools.product([None, ["Linear"]], [(None, None), (1, 0)]),
+        (None, (1, None)),  # a block that one rank alone runs: test_other_branches.py
+    ],
+)
+def test_parameters_that_not_every_rank_uses(mode, wrap, weights):
+    """DDP's find_unused_parameters; docs/coming_from.md says so."""
+    found, _ = lightning_shard.simulate(gradients_of_branches, mode, wrap, weights, processes=2)
+    alone = Branches()
+    for rank, weight in enumerate(weights):
+        loss = alone(torch.full((1, 4), rank + 1.0), weight).square().mean()
+        (loss / 2).backward()
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is None:
+            assert found[name] is None
+        else:
+            torch.testing.assert_close(found[name], parameter.grad)

@@ -1,8 +1,9 @@
 """The best mesh: what is listed, pruned, ranked and written, with a stand-in for the prediction."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -13,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy, ShardingOptions
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.lab.best import best
-from lightning_shard.lab.best_report import overlay, picture, save, words
+from lightning_shard.lab import search
 from lightning_shard.lab.machine import read_cluster
-from lightning_shard.lab.meshes import extents_of, meshes
+from lightning_shard.lab.ranking import NO_PICTURE, overlay, picture
+from lightning_shard.lab.search import best, extents_of, meshes
 
 GB = 10**9
 
@@ -30,7 +31,7 @@ class Step:
     parameters_traffic: float
     memory: int
     samples: int
-    bytes_by_cause: dict = field(default_factory=lambda: {"parameters": GB})
+    memory_by_cause: dict = field(default_factory=lambda: {"parameters": GB})
 
     @property
     def seconds(self):
@@ -44,7 +45,7 @@ class Machine:
         self.size, self.asked = size, []
 
     def __call__(
-        self, module, data, cluster, mesh, shard_dims, *, sharding, activation_checkpointing,
+        self, module, data, mesh, cluster, *, shard_dims, sharding, activation_checkpointing,
         activation_offload,
     ):  # fmt: skip
         checkpointing, offload = activation_checkpointing, activation_offload
@@ -68,9 +69,9 @@ def data(*shape, count=6):
 
 
 def found(size, text="1x4xH100", price=None, shape=(1, 8, 8)):
-    predict: Any = Machine(size)
-    cluster = read_cluster(text, price)
-    return best(LightningModule(), data(*shape), cluster, predict=predict), predict.asked
+    machine, cluster = Machine(size), read_cluster(text, price)
+    with mock.patch.object(search, "predict", machine):
+        return best(LightningModule(), data(*shape), cluster), machine.asked
 
 
 def test_meshes():
@@ -104,7 +105,7 @@ def test_fastest_first_with_its_limit():
     rates = [each.rate for each in ranking.candidates]
     assert rates == sorted(rates, reverse=True)
     assert ranking.slower == [(1, 2, 2)]
-    assert "Cannot be faster, even without any exchange: 1x2x2." in words(ranking)
+    assert "Cannot be faster, even without any exchange: 1x2x2." in str(ranking)
 
 
 def test_what_does_not_fit_is_checkpointed_and_not_tried_in_vain():
@@ -119,8 +120,8 @@ def test_what_does_not_fit_is_checkpointed_and_not_tried_in_vain():
 
 def test_nothing_fits(tmp_path):
     ranking, _ = found(10_000 * GB)
-    assert "Nothing fits" in words(ranking)
-    assert save(ranking, tmp_path) == tmp_path
+    assert "Nothing fits" in str(ranking)
+    assert ranking.save(tmp_path) == tmp_path
     with pytest.raises(ValueError, match="no setting fits"):
         overlay(ranking)
 
@@ -133,12 +134,11 @@ def test_hybrid_needs_nodes():
 
 
 def test_no_time():
-    machine: Any = Machine(GB)
-    ranking = best(LightningModule(), data(1, 8, 8), read_cluster("1x4xH100"), seconds=-1,
-                   predict=machine)  # fmt: skip
+    with mock.patch.object(search, "predict", Machine(GB)):
+        ranking = best(LightningModule(), data(1, 8, 8), "1x4xH100", seconds=-1)
     assert ranking.not_tried == [(4, 1), (1, 4), (2, 2), (1, 2, 2)]
-    assert "No time was left for 4x1" in words(ranking)
-    assert "there was no time for the rest" in words(ranking)
+    assert "No time was left for 4x1" in str(ranking)
+    assert "there was no time for the rest" in str(ranking)
 
 
 def test_all_splits_along_one_dim_come_before_what_saves_memory():
@@ -161,7 +161,7 @@ def test_cost_and_largest_field():
 
 def test_what_is_written(tmp_path):
     ranking, _ = found(600 * GB, price=2.0)
-    file = save(ranking, tmp_path)
+    file = ranking.save(tmp_path)
     assert file.name == "plan.yaml"
     trainer = yaml.safe_load(file.read_text())["trainer"]
     options = trainer["strategy"]["init_args"]
@@ -170,7 +170,41 @@ def test_what_is_written(tmp_path):
     assert strategy.sharding_options.activation_checkpointing is True
     assert options["domain_parallel_size"] == ranking.candidates[0].setting.mesh[1]
     assert (trainer["devices"], trainer["num_nodes"]) == (4, 1)
-    ElementTree.fromstring(picture(ranking))
+    ElementTree.parse(tmp_path / "plan.svg")
     text = (tmp_path / "plan.txt").read_text()
     assert "Does not fit into 74.5 GiB: 4x1." in text
     assert "computed again" in text
+
+
+def test_the_first_line_says_whether_rates_were_measured():
+    ranking, _ = found(10 * GB)
+    first = "The rates of H100 and its links are from data sheets, not measured."
+    assert str(ranking).splitlines()[0] == first
+    device = replace(ranking.cluster.device, name="snail", source="measured with torch")
+    measured = replace(ranking.cluster, device=device)
+    first = "The rates of snail and its links: measured with torch."
+    assert str(replace(ranking, cluster=measured)).splitlines()[0] == first
+
+
+def test_the_picture_has_a_bar_for_each_mesh_and_names_the_parts():
+    ranking, _ = found(600 * GB)
+    times, memory = picture(ranking).axes
+    names = [label.get_text() for label in times.get_yticklabels()]
+    assert names == ["2x2 computed again", "1x4 computed again", "4x1 computed again"]
+    first = ranking.candidates[0].forecast
+    ends = [bars[0].get_x() + bars[0].get_width() for bars in times.containers]
+    assert ends[-1] == pytest.approx(1e3 * first.seconds / first.samples)
+    assert [bar.get_width() > 75 for bar in memory.patches] == [False, False, True]
+
+
+def test_without_matplotlib_the_table_says_so(tmp_path):
+    ranking, _ = found(10 * GB)
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        ranking.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.txt", "plan.yaml"}
+    assert (tmp_path / "plan.txt").read_text().endswith(f"{NO_PICTURE}\n")
+
+
+def test_mistyped_arguments_do_not_reach_the_trainer():
+    with pytest.raises(TypeError, match=r"best\(\) nor the Trainer has an argument 'second'"):
+        best(LightningModule(), data(1, 8, 8), "1x4xH100", second=3)

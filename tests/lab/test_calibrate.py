@@ -10,12 +10,17 @@ import torch
 from lightning_shard.cli.main import main
 from lightning_shard.lab import calibrate as measuring
 from lightning_shard.lab import kernels
-from lightning_shard.lab.calibrate import calibrate
-from lightning_shard.lab.calibrate_report import words
-from lightning_shard.lab.ledger import Ledger
-from lightning_shard.lab.machine import MOST_DEVICES, Cluster, Device, Link, read_cluster
-from lightning_shard.lab.predict import cost_on
-from lightning_shard.lab.timeline import Collective, Cost
+from lightning_shard.lab.calibrate import calibrate, table_of_rates
+from lightning_shard.lab.machine import (
+    MOST_DEVICES,
+    Cluster,
+    Collective,
+    Cost,
+    Device,
+    Link,
+    read_cluster,
+)
+from lightning_shard.lab.timeline import Ledger
 
 DEVICE = Device(
     "snail", 10**9, {"float32": 1e6}, 1e9, 1e-9, "measured",
@@ -48,14 +53,14 @@ def test_two_ranks_are_measured(tmp_path):
     }
     found.save(tmp_path / "machine.json")
     assert read_cluster(str(tmp_path / "machine.json")) == found
-    assert "all_to_all of 2" in words(found)
+    assert "all_to_all of 2" in table_of_rates(found)
 
 
 @pytest.mark.usefixtures("small")
 def test_one_rank_has_no_links():
     found = calibrate(1, "cpu", seconds=1e-6)
     assert (found.devices, found.collectives) == (1, [])
-    assert "all_to_all" not in words(found)
+    assert "all_to_all" not in table_of_rates(found)
 
 
 def test_ranks_of_a_launcher_are_those_that_are_measured():
@@ -96,7 +101,7 @@ def test_operations_take_the_rate_of_their_kind(channels, rate):
 
 def test_collectives_take_what_they_took():
     """In a node, and over nodes; others go by the link."""
-    cost = cost_on(MACHINE)
+    cost = MACHINE.cost
     assert cost(Collective("all_reduce", (0, 1), 50)) == Cost(2.0, 1.0)
     assert cost(Collective("all_reduce", (0, 2), 50)) == Cost(5.0, 0.0)
     assert cost(Collective("all_to_all", (0, 1), 50)) == Cost(0.0, 1.0 + 50 / 1e6)

@@ -1,14 +1,18 @@
 """The rehearsal of a user's module on this machine."""
 
+import re
+
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_modules import DarcyDataModule, TFNODarcy
+from lightning_shard.tensor import gathering
 
 
 class Net(LightningModule):
@@ -54,7 +58,7 @@ def test_a_module_of_a_data_module(tmp_path):
     small = {"train_resolution": 8, "num_train": 4, "num_val": 2, "num_test": 2, "batch_size": 2}
     module = TFNODarcy(n_modes=(4, 4), hidden_channels=4, n_layers=2)
     darcy = DarcyDataModule(root=str(tmp_path), **small)
-    found = lightning_shard.check(module, darcy, domain_parallel_size=(2, 1))
+    found = lightning_shard.check(module, darcy, mesh=(1, 2, 1))
     assert found.is_supported, str(found)
     assert "One training step on 2x1 ranks equals that of one process" in str(found)
     assert "split over the domain: x (dims 2, 3), y (dims 2, 3)" in str(found)
@@ -283,7 +287,7 @@ def test_nothing_split_is_said():
 
 def test_simulated_ranks_show_what_processes_show():
     module, batches = Net(nn.Dropout(0.3)), data((1, 24, 24))
-    found = lightning_shard.check(module, batches, (3, 2), simulated=True)
+    found = lightning_shard.check(module, batches, "1x3x2", simulated=True)
     assert found.is_supported, str(found)
     assert "One training step on 3x2 ranks equals that of one process" in str(found)
     for _ in range(2):  # the second finds nothing that the first has left
@@ -298,3 +302,80 @@ def test_a_step_that_fails_fails_as_in_a_process():
 
     with pytest.raises(ProcessRaisedException, match="ArithmeticError: in the middle"):
         lightning_shard.check(Net(middle), data(), simulated=True)
+
+
+class WithoutNorm(Net):
+    """Whose batch may be shared by data replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def validation_step(self, batch, batch_idx):
+        x = self.first(batch["x"])
+        self.log("val_mean", x.mean(), sync_dist=True)
+        return {"loss": x.mean(), "x": x, "shape": str(x.shape[1:])}
+
+
+def test_data_replicas_share_a_batch():
+    found = lightning_shard.check(WithoutNorm(), data(), (2, 2), simulated=True)
+    assert found.is_supported, str(found)
+    step = found.evaluation["validation_step"]
+    assert set(step.differences) == {
+        "output['loss']", "output['x']", "output['shape']", "val_mean",
+    }  # fmt: skip
+    assert "One training step on 2 data replicas of 2 ranks equals that of one" in str(found)
+    wrong = lightning_shard.check(Net(), data(), (2, 1), simulated=True)
+    assert not wrong.is_exact  # each replica has statistics of its own samples
+    with pytest.raises(ValueError, match="3 data replicas of the mesh 3x1 cannot share a batch"):
+        lightning_shard.check(WithoutNorm(), data(), "3x1")
+
+
+class Monitors(WithoutNorm):
+    """As the tasks of torchgeo 0.8 do: what it monitors comes from a validation."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.first(batch["x"]).square().mean())
+
+    def configure_callbacks(self):
+        return [EarlyStopping("val_loss"), ModelCheckpoint("kept", monitor="val_loss")]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+        }
+
+
+def test_what_is_monitored_in_validation_is_not_missed(tmp_path, monkeypatch):
+    """Training without a validation has no such metric, and stopped with an exception."""
+    monkeypatch.chdir(tmp_path)
+    found = lightning_shard.check(Monitors(), data())
+    assert found.is_supported, str(found)
+    assert list(found.evaluation) == ["validation_step"]
+    certificate = lightning_shard.certify(Monitors(), data(), ["1x2"], 3, simulated=True)
+    assert certificate.is_equal, str(certificate)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("function", [lightning_shard.check, lightning_shard.certify])
+def test_a_mistyped_argument_is_named(function):
+    message = re.escape(f"neither {function.__name__}() nor the Trainer has an argument 'simulatd'")
+    with pytest.raises(TypeError, match=f"{message}; did you mean 'simulated'"):
+        function(Net(), data(), simulatd=True)
+    with pytest.raises(TypeError, match="mesh"):
+        function(Net(), data(), domain_parallel_size=2)
+
+
+def test_functions_that_this_process_has_gathered_before_are_named():
+    with lightning_shard.allow_gather():
+        found = [
+            lightning_shard.check(Net(torch.linalg.matrix_exp), data((1, 8, 8)), simulated=True)
+            for _ in range(2)
+        ]
+    gathering.gathered_functions[torch.linalg.matrix_exp] = None  # and warned of it
+    found.append(lightning_shard.check(Net(torch.linalg.matrix_exp), data((1, 8, 8))))
+    del gathering.gathered_functions[torch.linalg.matrix_exp]
+    assert [each.gathered for each in found] == [["torch.linalg.matrix_exp"]] * 3

@@ -1,15 +1,17 @@
-"""What `plan` predicts of a rank, beside what ranks hold."""
+"""Predictions of `plan`, beside the bytes that ranks hold and send."""
 
 import math
 import warnings
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +19,8 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_modules import TFNODarcy
+from lightning_shard.lab.predict import rank_inside
+from lightning_shard.trainer.profile.traffic import counted
 from tests import training
 from tests.lab.test_check import Net, data
 
@@ -126,65 +130,109 @@ FAST = {("cnn", 2), ("gpt", 1), ("tfno", 1)}
 )
 def test_prediction_and_measured_bytes(name, processes):
     make, loader = CASES[name]
-    plan = lightning_shard.plan(make(), loader(), processes, processes)
+    plan = lightning_shard.plan(make(), loader(), (1, processes))
     ranks = lightning_shard.launch(measured, name, processes, processes=processes)
     kept, batch, _, whole = (max(values) for values in zip(*ranks, strict=True))
-    held = sum(rank[2] for rank in ranks) / processes  # rows of small tensors are uneven
+    held = ranks[rank_inside((1, processes))][2] + sum(b.nbytes for b in make().buffers())
     gathered = whole if processes > 1 else 0  # small networks are one block
     assert plan.activations == pytest.approx(kept - gathered, rel=0.1)
-    assert plan.batch == batch
-    assert plan.parameters == pytest.approx(held, rel=0.1)
+    assert plan.memory_by_cause["batch"] == batch
+    assert plan.memory_by_cause["parameters"] == pytest.approx(held, rel=0.1)
     split = {"cnn": {"x", "y"}, "gpt": set(), "tfno": {"x", "y"}}[name] if processes > 1 else set()
     assert set(plan.split.split) == split
 
 
-@pytest.mark.slow
 def test_what_is_not_split_does_not_shrink():
-    alone = lightning_shard.plan(GPT(), ids(), processes=1)
-    many = lightning_shard.plan(GPT(), ids(), processes=8, domain_parallel_size=8)
+    alone = lightning_shard.plan(GPT(), ids(), "1x1")
+    many = lightning_shard.plan(GPT(), ids(), 8)
     assert many.activations == pytest.approx(alone.activations, rel=0.02)
-    assert many.batch == alone.batch == 8 * 512 * 8
+    batches = [plan.memory_by_cause["batch"] for plan in (alone, many)]
+    assert batches == [8 * 512 * 8] * 2
+    assert alone.alone == alone.memory == many.alone
     lines = str(many).splitlines()
     assert lines[0] == "split over the domain: nothing; whole: ids (int64)"
     assert lines[1].startswith("Warning: nothing of the batch is split, though 8 ranks share each")
 
 
 def test_what_is_split_shrinks_to_a_share_and_halos():
-    batches = data((1, 64, 64))
-    many = lightning_shard.plan(Net(), batches, processes=8, domain_parallel_size=8)
+    many = lightning_shard.plan(Net(), data((1, 64, 64)), 8)
     fields = 2 * 64 * 64 * 4 // 8
     # as in test_plan, with a row of each of two neighbours; parts are so thin that the second
     # convolution, too, keeps a copy of its input with them
     assert many.activations == pytest.approx((4 + 5 * 10 / 8 + 4 + 1) * fields, rel=0.05)
-    assert many.batch == 2 * fields
-    assert math.prod(many.rehearsed) == 4
+    assert many.memory_by_cause["batch"] == 2 * fields
 
 
 def test_plan():
     module = Net(optimizer=torch.optim.Adam)
-    expected = lightning_shard.plan(module, data((1, 64, 64)), processes=4, domain_parallel_size=2)
-    numbers = sum(p.numel() for p in module.parameters())
-    assert expected.parameters == expected.gradients == numbers
-    assert 2 * numbers <= expected.optimizer < 3 * numbers
+    found = lightning_shard.plan(module, data((1, 64, 64)), "2x2")
+    causes = found.memory_by_cause
+    rows = [p[1] for p in module.parameters() if len(p) > 1]  # those of rank 1 of 4
+    own = 4 * sum(row.numel() for row in rows)
+    assert causes["parameters"] == own + sum(b.nbytes for b in module.buffers())
+    assert causes["optimizer"] == 2 * own + 4 * 6  # Adam's averages, and six counts of steps
     fields = 2 * 64 * 64 * 4 // 2  # bytes of one channel on one rank
     # inputs of the norm and of the first convolution (with a row of a neighbour), result of the
     # activation, a neighbour's row of it for the second convolution, difference
     kept = 4 + 33 / 32 + 4 + 4 / 32 + 1
-    assert expected.activations == pytest.approx(kept * fields, rel=0.01)
-    assert expected.batch == 2 * fields
-    assert expected.sent_for_parameters == 3 * 4 * numbers * 3 // 4
+    assert found.activations == pytest.approx(kept * fields, rel=0.01)
+    assert causes["batch"] == 2 * fields
+    assert sum(causes.values()) == found.memory < found.alone
     halo = 2 * 64 * 4  # bytes of one row of one channel
     # of x and four channels one row forward, and of gradients of four channels backward
-    assert 9 * halo <= expected.sent_for_fields <= 9 * halo + 2000
-    alone = lightning_shard.plan(module, data((1, 64, 64)), processes=1)
+    assert 9 * halo <= found.sent_for_fields <= 9 * halo + 2000
+    alone = lightning_shard.plan(module, data((1, 64, 64)), (1, 1))
     assert alone.activations == pytest.approx(9 * 2 * fields, rel=0.01)  # that result is the input
-    assert alone.sent_for_parameters == alone.sent_for_fields == 0
-    text = str(expected)
+    assert alone.sent == 0
+    text = str(found)
     assert text.startswith("split over the domain: x (dim 2), y (dim 2)")
-    assert "One of 4 ranks (2 data replicas x 2 domain ranks)" in text
-    assert "measured on 2 ranks" in text
+    assert "One of 4 ranks (2 data replicas x 2 domain ranks), in one training step" in text
+    assert " ms " not in text  # no cluster, no time
 
 
-def test_plan_of_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match="the 6 processes must be a multiple of the 4 ranks"):
-        lightning_shard.plan(Net(), data(), processes=6, domain_parallel_size=(2, 2))
+@pytest.mark.parametrize("mesh", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_bytes_that_a_rank_sends(mesh):
+    module = Net(optimizer=torch.optim.Adam)
+    found = lightning_shard.plan(module, data((1, 64, 64)), mesh)
+    assert found.sent == found.sent_for_parameters + found.sent_for_fields
+    sent = lightning_shard.launch(sent_by_ranks, mesh, processes=math.prod(mesh))
+    assert found.sent == pytest.approx(sent[rank_inside(mesh)], rel=0.02)
+
+
+def sent_by_ranks(mesh):
+    """Return the bytes that this rank sends in the second step."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    seen = []
+    with counted() as traffic:
+        note = LambdaCallback(
+            on_train_batch_start=lambda *_: seen.append(traffic.bytes),
+            on_train_batch_end=lambda *_: seen.append(traffic.bytes),
+        )
+        runner = training.trainer(mesh[1:], callbacks=[note], max_steps=2)
+        runner.fit(Net(optimizer=torch.optim.Adam), data((1, 64, 64), samples=8))
+    return seen[3] - seen[2]
+
+
+def test_a_cluster_adds_times_to_the_same_table():
+    module, batches = Net(), data((1, 64, 64))
+    here = lightning_shard.plan(module, batches, 2)
+    there = lightning_shard.plan(module, batches, 2, cluster="2xH100")
+    assert type(here) is type(there) is lightning_shard.Prediction
+    assert math.isnan(here.seconds)
+    assert there.seconds > 0
+    assert replace(there, cluster=None) == replace(
+        here, **{name: getattr(there, name) for name in TIMES}
+    )
+    rows = [str(plan).partition("training step:")[2].splitlines() for plan in (here, there)]
+    names = [[row[:19].strip() for row in each] for each in rows]
+    assert names[1] == ["", "step", "compute", "fields", "parameters", "hidden", *names[0][1:]]
+
+
+TIMES = ("seconds", "compute", "exchange", "parameters_traffic", "overlapped")
+
+
+@pytest.mark.parametrize("old", [{"processes": 4}, {"domain_parallel_size": 2}])
+def test_earlier_ways_to_say_the_mesh_are_named(old):
+    with pytest.raises(TypeError, match=r"plan\(\) has no argument .*; give the ranks as mesh"):
+        lightning_shard.plan(Net(), data(), 2, **old)

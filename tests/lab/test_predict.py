@@ -6,19 +6,20 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.lab import fake_trainer
 from lightning_shard.lab.batches import first_batches
-from lightning_shard.lab.fake_step import traced
-from lightning_shard.lab.lone_steps import Training
-from lightning_shard.lab.machine import Cluster, Device, Link
-from lightning_shard.lab.predict import cost_on, predict, rank_inside
-from lightning_shard.lab.step import rehearse
-from lightning_shard.lab.timeline import Collective, Cost
+from lightning_shard.lab.fake_trainer import traced
+from lightning_shard.lab.machine import Cluster, Collective, Cost, Device, Link
+from lightning_shard.lab.predict import predict, rank_inside
+from lightning_shard.lab.run import Task, on_each_rank, run_here
+from lightning_shard.processes.torch_private.internals import base_of
 
 SLOW = pytest.mark.slow
 SNAIL = Device("slow", 10**9, {"float32": 1e6, "float64": 1e5}, 1e9, 1e-9, "made up")
@@ -63,17 +64,47 @@ def data(*shape):
     return DataLoader([torch.zeros(()).expand(shape)], batch_size=None)
 
 
+class Kept(Callback):
+    """Adds up the memory that autograd keeps in forward, without parameters and the batch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.sizes, known = {}, {memory(batch.to_local())}
+
+        def keep(x):
+            source = base_of(x)
+            is_parameter = source.requires_grad and source.grad_fn is None
+            if memory(x) not in known and not is_parameter:
+                self.sizes[memory(x)] = x.untyped_storage().nbytes()
+            return x
+
+        self.hooks = saved_tensors_hooks(keep, lambda x: x)
+        self.hooks.__enter__()
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.hooks.__exit__()
+
+
+def memory(x):
+    return x.untyped_storage().data_ptr()
+
+
+def bytes_for_backward(task):
+    run_here(task, kept := Kept())
+    return sum(kept.sizes.values())
+
+
 @pytest.mark.parametrize(
     "mesh", [(1, 2, 2), pytest.param((1, 2), marks=SLOW), pytest.param((2, 3), marks=SLOW)]
 )
 def test_bytes_are_those_of_real_ranks(mesh):
     """Of the rank in the middle: what it sends, and what it keeps from forward for backward."""
     fields = data(2, 2, 12, 24)
-    found = predict(Net(16), fields, cluster(math.prod(mesh)), mesh)
-    real = rehearse(Net(16), fields, mesh[1:])[rank_inside(mesh)]
-    assert found.bytes_by_cause["activations"] == pytest.approx(real.activations, rel=0.05)
-    assert found.bytes_by_cause["optimizer"] > 0
-    assert sum(found.bytes_by_cause.values()) == found.memory
+    found = predict(Net(16), fields, mesh, cluster(math.prod(mesh)))
+    task = Task(Net(16), None, first_batches(Net(16), fields, "fit"), (1, *mesh[1:]))
+    kept = on_each_rank(bytes_for_backward, task)[rank_inside(mesh)]
+    assert found.memory_by_cause["activations"] == pytest.approx(kept, rel=0.05)
+    assert found.memory_by_cause["optimizer"] > 0
+    assert sum(found.memory_by_cause.values()) == found.memory
 
 
 class Copying(Net):
@@ -90,23 +121,23 @@ def test_steps_that_log_free_memory_once(monkeypatch):
     """Weak references to memory free it; torch copies them with what fake tensors know."""
     copied = []
     monkeypatch.setattr(StorageWeakRef, "__deepcopy__", copied.append, raising=False)
-    predict(Copying(), data(1, 2, 12, 24), cluster(2), (1, 2))
+    predict(Copying(), data(1, 2, 12, 24), 2)
     assert copied == []
 
 
 def test_operations_take_their_flops_or_their_bytes():
     module, x = Wide(), torch.zeros(1, 3, 64, 64)
-    training = Training(module, None, x, (1, 1))
+    task = Task(module, None, [x], (1, 1))
     flops = 2 * 3 * 64**3  # forward; the gradient of the weight takes as many
-    slow = traced(training, 1, 0, SNAIL).timeline.computed
+    slow = traced(task, 0, SNAIL).timeline.computed
     assert slow == pytest.approx(2 * flops / 1e6, rel=0.1)
     quick = Device("quick", 10**9, {"float32": 1e15}, 1e6, 1e-12, "made up")
-    of_bytes = traced(training, 1, 0, quick).timeline.computed
+    of_bytes = traced(task, 0, quick).timeline.computed
     assert of_bytes > 2 * (2 * x.nbytes + 64 * 64 * 4) / 1e6
 
 
 def test_more_ranks_compute_and_hold_less():
-    few, many = (predict(Net(), data(1, 2, 64, 64), cluster(n), (1, n)) for n in (2, 8))
+    few, many = (predict(Net(), data(1, 2, 64, 64), n, cluster(n)) for n in (2, 8))
     assert many.compute < 0.5 * few.compute
     assert many.memory < 0.5 * few.memory
     assert many.exchange + many.overlapped > 0
@@ -127,9 +158,9 @@ def test_recomputed_and_offloaded_activations_free_memory():
             return batch.mean()
 
     fields = data(1, 128, 96, 96)
-    whole = predict(Deep(), fields, cluster(2), (1, 2))
-    moved = predict(Deep(), fields, cluster(2), (1, 2), activation_offload=True)
-    again = predict(Deep(), fields, cluster(2), (1, 2), activation_checkpointing=True)
+    whole = predict(Deep(), fields, 2, cluster(2))
+    moved = predict(Deep(), fields, 2, cluster(2), activation_offload=True)
+    again = predict(Deep(), fields, 2, cluster(2), activation_checkpointing=True)
     assert moved.memory < whole.memory
     assert moved.seconds > whole.seconds
     assert again.memory <= whole.memory
@@ -139,7 +170,7 @@ def test_recomputed_and_offloaded_activations_free_memory():
 def test_the_module_stays_as_it_is():
     module = Net()
     before = copy.deepcopy(module.state_dict())
-    predict(module, data(1, 2, 16, 16), cluster(2), (1, 2), precision="bf16-mixed")
+    predict(module, data(1, 2, 16, 16), 2, cluster(2), precision="bf16-mixed")
     assert type(next(module.parameters()).data) is torch.Tensor
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
@@ -148,8 +179,8 @@ def test_the_module_stays_as_it_is():
 def test_each_mode_of_sharding():
     modes = ("full", "gradients", "none", "hybrid")
     fields, nodes = data(1, 2, 16, 16), cluster(4, per_node=2)
-    found = {m: predict(Net(64), fields, nodes, (2, 2), sharding=m) for m in modes}
-    states = {m: f.bytes_by_cause["parameters"] for m, f in found.items()}
+    found = {m: predict(Net(64), fields, "2x2", nodes, sharding=m) for m in modes}
+    states = {m: f.memory_by_cause["parameters"] for m, f in found.items()}
     assert states["full"] < states["hybrid"] < states["none"]
     assert found["none"].parameters_traffic == 0
     assert found["full"].parameters_traffic > 0
@@ -157,17 +188,17 @@ def test_each_mode_of_sharding():
 
 def test_what_cannot_be_split_is_refused_by_name():
     with pytest.raises(UnsupportedOperationError, match="eigvals"):
-        predict(Refused(), data(1, 2, 8, 8), cluster(2), (1, 2))
+        predict(Refused(), data(1, 2, 8, 8), 2)
 
 
 def test_a_mesh_of_another_size():
     message = "the mesh 2x2 has 4 ranks, but the cluster has 8 devices; give a mesh of as many"
     with pytest.raises(ValueError, match=re.escape(message)):
-        predict(Net(), data(1, 2, 8, 8), cluster(8), (2, 2))
+        predict(Net(), data(1, 2, 8, 8), (2, 2), cluster(8))
 
 
 def test_links_of_near_and_far_ranks():
-    cost = cost_on(cluster(16))
+    cost = cluster(16).cost
     assert cost(Collective("all_to_all_single", (0, 1), 1000)) == Cost(0, 2e-3)
     assert cost(Collective("all_reduce", (0, 1, 2, 3), 0)) == Cost(0, 2e-3)
     assert cost(Collective("all_gather_single", (0, 8), 1000)) == Cost(0, 2e-3 + 1e-2)
@@ -182,9 +213,18 @@ def test_a_rank_with_neighbours_on_both_sides():
 
 def test_it_prints_a_table_and_leaves_a_batch_of_shapes():
     fields = data(1, 2, 16, 16)
-    shown = str(predict(Net(), fields, cluster(2), (1, 2)))
+    shown = str(predict(Net(), fields, 2, cluster(2)))
+    first, split, title, *rows = shown.splitlines()
+    assert first == "The rates of slow and its links: made up."
+    assert split == "split over the domain: batch (dim 2)"
+    where = "One of 2 ranks (1 data replicas x 2 domain ranks) of 1x2xslow (made up), in one"
+    assert title.startswith(where)
+    assert [row.split("  ")[1] for row in rows[:2]] == ["step", ""]
     assert "peak memory" in shown
-    assert shown.startswith("1x2 ranks of 1x2xslow (made up), as predicted:")
+    assert "fits into 953.7 MiB" in shown
+    shown = str(predict(Net(), fields, 2, "2xH100"))
+    sentence = "The rates of H100 and its links are from data sheets, not measured."
+    assert shown.splitlines()[0] == sentence
     assert first_batches(Net(), fields, "fit")[0].untyped_storage().nbytes() == 4
 
 
@@ -206,8 +246,8 @@ def test_attention_is_traced():
     fields = data(1, 8, 8, 8)
     module = Attends()
     for mesh in ((1, 1), (1, 2)):
-        found = predict(module, fields, cluster(math.prod(mesh)), mesh)
-        assert found.bytes_by_cause["parameters"] <= 24 * 9 * 4
+        found = predict(module, fields, mesh)
+        assert found.memory_by_cause["parameters"] <= 24 * 9 * 4
 
 
 def test_parameters_are_held_once():
@@ -219,7 +259,7 @@ def test_parameters_are_held_once():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    found = predict(Large(), data(1, 1, 1, 512), cluster(1), (1, 1))
+    found = predict(Large(), data(1, 1, 1, 512), 1)
     # they, their gradients, and one that is copied as fake tensors are when it is kept
     assert found.memory < 3.1 * 512 * 512 * 4
 
@@ -248,6 +288,68 @@ class Logs(Net):
 
 def test_data_modules_that_read_files_and_modules_that_log(tmp_path):
     torch.save(torch.randn(4, 2, 12, 9), tmp_path / "fields.pt")
-    found = predict(Logs(), Files(tmp_path / "fields.pt"), cluster(2), (1, 2))
+    found = predict(Logs(), Files(tmp_path / "fields.pt"), 2, cluster(2))
     assert found.samples == 2
     assert found.seconds > 0
+
+
+class Reads(Net):
+    """Reads numbers of tensors as it was asked to."""
+
+    def __init__(self, way):
+        super().__init__(8)
+        self.way = way
+
+    def training_step(self, batch):
+        kept = self.layers(batch)
+        loss = kept.square().mean()
+        if self.way == "logged":
+            self.seen = loss.item()
+        elif self.way == "checked":
+            assert loss.isfinite()
+        elif self.way == "normalized":
+            loss = loss * (kept > 0).sum().item()
+        elif self.way == "counted":  # as many rounds as a number of the batch says
+            for _ in range(int(batch.abs().max().item())):
+                loss = loss + self.layers(batch).sin().sin().mean()
+        elif self.way == "masked":
+            loss = loss + kept[kept > kept.mean()].exp().mean()
+        return loss
+
+
+def ones(*shape):
+    return DataLoader([2 * torch.ones(shape)], batch_size=None)
+
+
+@pytest.mark.parametrize("way", ["logged", "checked", "normalized"])
+def test_numbers_that_change_nothing_are_not_needed(way):
+    found = predict(Reads(way), ones(1, 2, 16, 16), 2, cluster(2))
+    assert not found.is_measured
+    plain = predict(Net(8), ones(1, 2, 16, 16), 2, cluster(2))
+    assert found.sent_for_parameters == plain.sent_for_parameters
+
+
+@pytest.mark.parametrize("way", ["counted", "masked"])
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+def test_a_step_that_needs_numbers_is_measured(way, mesh):
+    found = predict(Reads(way), ones(1, 2, 16, 16), mesh, cluster(1 if mesh == "1x1" else 2))
+    plain = predict(Net(8), ones(1, 2, 16, 16), mesh, cluster(1 if mesh == "1x1" else 2))
+    assert found.is_measured
+    assert found.compute > plain.compute
+    if way == "counted":  # two more rounds, of which each keeps as much as the step without them
+        assert found.activations > 2 * plain.activations
+    assert "measured on real tensors" in str(found)
+
+
+def test_a_measured_step_is_as_the_traced_one():
+    for mesh in ((1, 1), (1, 2), (2, 2)):
+        task = Task(Net(16), None, [torch.ones(2, 2, 12, 24)], mesh)
+        fake, real = (fake_trainer._trace(task, 0, SNAIL, number) for number in (1, None))
+        assert real.equals(fake)
+        assert real.activations == fake.activations
+        assert real.peak.causes == pytest.approx(fake.peak.causes, rel=0.02)
+
+
+def test_mistyped_arguments_do_not_reach_the_trainer():
+    with pytest.raises(TypeError, match=r"predict\(\) nor the Trainer has an argument 'shardin'"):
+        predict(Net(), data(1, 2, 8, 8), 2, shardin="full")

@@ -28,6 +28,7 @@ SHARED = {
     "lab/simulated/state:_count": "counts modules, which ranks share",
     "lab/simulated/state:_looked_at": "lists modules, which ranks share",
     "ops/registry:_OPERATORS": "rules are the same for all",
+    "ops/view/write_back:lost_writes": "the rank that comes next raises, and that ends all ranks",
     "ops/view/reshape:_kept": "a layout follows from another layout alone",
     "processes/failures/failure_watch:_resting": "watches processes",
     "processes/failures/failure_watch:_runs": "watches processes",

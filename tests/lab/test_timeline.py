@@ -6,18 +6,11 @@ import pytest
 import torch
 
 from lightning_shard.lab.batches import first_batches
-from lightning_shard.lab.calibrate import MeasuredLinks, measured_links
-from lightning_shard.lab.lone_steps import Training, timed_together, train
+from lightning_shard.lab.fake_trainer import train
+from lightning_shard.lab.machine import Collective, Cost, MeasuredLinks
+from lightning_shard.lab.run import Task
 from lightning_shard.lab.simulate import alone
-from lightning_shard.lab.timeline import (
-    Collective,
-    Cost,
-    Event,
-    Recorder,
-    Replay,
-    Timeline,
-)
-from lightning_shard.processes.launch import launch
+from lightning_shard.lab.timeline import Event, Recorder, Replay, Timeline
 from tests.lab.test_check import Net, data
 
 PAIR = (0, 1)
@@ -75,15 +68,15 @@ def test_ranks_that_call_other_collectives_are_told():
 
 @pytest.mark.parametrize("mesh", [(2, 3), (1, 2, 2)])
 def test_the_events_of_each_step_are_the_same(mesh):
-    batches = first_batches(Net(), data(), "fit")
-    training, recorder = Training(Net(), None, batches[0], mesh), Recorder(1)
+    task = Task(Net(), None, first_batches(Net(), data(), "fit"), mesh)
+    recorder = Recorder(1)
 
     class Body:
         def __deepcopy__(self, _):
             return self
 
         def __call__(self):
-            train(training, 3, recorder.cut)
+            train(task, 3, recorder.cut, warm_up=2)
 
     alone(Body(), processes=math.prod(mesh), rank=1, listener=recorder)
     assert len(recorder.steps) == 6  # what comes before, two that warm up, and three
@@ -96,17 +89,6 @@ def test_the_events_of_each_step_are_the_same(mesh):
     assert all(1 in c.members for c in first.collectives)
     assert sum(c.sent for c in first.collectives) > 0
     assert {e.number for e in first.events if not e.begins} == {*range(len(first.collectives))}
-
-
-def test_steps_of_all_ranks_are_timed_and_replayed():
-    batches = first_batches(Net(), data(), "fit")
-    steps = timed_together(Training(Net(), None, batches[0], (1, 2)), 2)
-    links = launch(measured_links, [2], processes=2)[0]
-    assert [[line.rank for line in ranks] for ranks in steps] == [[0, 1]] * 2
-    for ranks in steps:
-        for line, found in zip(ranks, Replay(ranks, links.cost).run(), strict=True):
-            assert found.seconds >= line.computed > 0
-            assert found.busy > 0
 
 
 def test_costs_lie_between_the_sizes_that_were_measured():

@@ -7,21 +7,23 @@ import torch
 from benchmarks.model_zoo import cases, prepared
 from lightning_shard import split_inputs
 from tests.models.check import check
-from tests.pairs import few
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize(
     "name",
-    few(["unet_1d", "unet_2d_condition", "wan", "vae", "vae_wan"], "wan", "vae"),
+    choose(["unet_1d", "unet_2d_condition", "wan", "vae", "vae_wan"], fast=["wan", "vae"]),
 )
 def test_three_ranks(name):
     check("diffusers", name, 3)
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("name", few(["sd3", "cogvideox", "vae_hunyuan_video"], "cogvideox"))
+@pytest.mark.parametrize(
+    "name", choose(["sd3", "cogvideox", "vae_hunyuan_video"], fast=["cogvideox"])
+)
 def test_two_split_dims(name):
     check("diffusers", name, 2, 2)
 

@@ -21,7 +21,7 @@ from lightning_shard.processes.start import join
 from tests.training import loader, make, trainer
 
 
-def agreed(facts, devices=(None, None, None), timeout_s=20.0, worlds=(3, 3, 3)):
+def agreed(facts, devices=(None,) * 3, timeout_s=20.0, worlds=(3, 3, 3), devices_seen=(None,) * 3):
     """What `agree` raises on each rank that there is."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     raised = {}
@@ -31,6 +31,7 @@ def agreed(facts, devices=(None, None, None), timeout_s=20.0, worlds=(3, 3, 3)):
             agree(
                 clones[rank], "test", facts[rank], rank=rank, world_size=worlds[rank],
                 remedy="do it", timeout_s=timeout_s, device=devices[rank],
+                devices=devices_seen[rank],
             )  # fmt: skip
         except (ValueError, TimeoutError) as err:
             raised[rank] = str(err)

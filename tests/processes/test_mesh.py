@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import lightning_shard
-from lightning_shard import init_mesh
+from lightning_shard import find_mesh, init_mesh, simulate
 from lightning_shard.processes import mesh
 from lightning_shard.processes.mesh import nearest_first, why_crossing
-from tests.training import train_alone, train_sharded
+from tests.training import loader, make, train_alone, train_sharded, trainer
 
 CYCLIC = ["a", "b", "a", "b"]
 
@@ -95,6 +95,54 @@ def test_named_groups_anywhere():
     split = lightning_shard.shard(x, made["domain"], dims=2)
     assert split.to_local().shape == (1, 1, 4)
     assert torch.equal(lightning_shard.gather(split), x)
+
+
+@pytest.mark.spmd(4)
+def test_a_group_is_found_by_its_name_alone(monkeypatch):
+    """Is it there, how large is it, which rank is this, and which ranks are in it?"""
+    monkeypatch.setattr(mesh, "_of_script", None)
+    assert find_mesh() is None
+    assert find_mesh("domain") is None
+    init_mesh({"model": 4})
+    made = init_mesh({"ensemble": 2, "domain": -1})
+    assert find_mesh() is made
+    assert find_mesh("model") is None
+    assert find_mesh("domain", "model") is None
+    domain, rank = find_mesh("domain"), dist.get_rank()
+    assert (domain.size(), domain.get_local_rank()) == (2, rank % 2)
+    assert dist.get_process_group_ranks(domain.get_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert find_mesh("ensemble", "domain").shape == (2, 2)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+def test_code_of_a_library_finds_the_groups_of_a_trainer(sharding, monkeypatch):
+    monkeypatch.setattr(mesh, "_of_script", None)
+    found = []
+
+    class Asks(torch.nn.Module):
+        def forward(self, x):
+            init_mesh({"model": 4})  # of a script: what is found stays the Trainer's
+            found.append([find_mesh(name).size() for name in ("data", "domain")])
+            return x
+
+    strategy = {"sharding": sharding} | ({"shard_size": 2} if sharding == "hybrid" else {})
+    module = make("simple_cnn", torch.float32)
+    module.network.relu = torch.nn.Sequential(Asks(), torch.nn.ReLU())
+    runner = trainer((2,), strategy=strategy, limit_train_batches=1)
+    runner.fit(module, loader("simple_cnn", torch.float32, 2, 4))
+    assert found == [[2, 2]]
+    assert find_mesh("model").size() == 4, "after it the script's"
+
+
+def test_simulated_ranks_find_their_own():
+    def body():
+        assert find_mesh() is None
+        init_mesh({"domain": 3})
+        return find_mesh("domain").get_local_rank()
+
+    assert simulate(body, processes=3) == [0, 1, 2]
+    assert find_mesh() is None
 
 
 @pytest.mark.spmd(4)

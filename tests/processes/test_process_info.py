@@ -40,6 +40,24 @@ TORCH = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "
 TORCHRUN = TORCH | {
     "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
 }  # fmt: skip
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+PALS = {  # as they were seen on Aurora, without a number of processes
+    "PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "1",
+    "PALS_DEPTH": "1", "PALS_APID": "5f2", "PMIX_RANK": "3", "PMIX_NAMESPACE": "job",
+}  # fmt: skip
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+CRAY = PMI | {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+FLUX_RUN = {
+    "FLUX_TASK_RANK": "5", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "f2Vz", "PMI_RANK": "5", "PMI_SIZE": "8", "MASTER_ADDR": "host",
+}  # fmt: skip
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2", "LSB_JOBID": "7", "PMIX_RANK": "3", "MASTER_ADDR": "host",
+}  # fmt: skip
 LIGHTNING = {
     "LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000",
@@ -50,7 +68,8 @@ LIGHTNING = {
 def environment(monkeypatch):
     """Sets variables, where no launcher's are."""
     for name in list(os.environ):
-        launchers = ("OMPI", "PMI", "MPI_LOCAL", "SLURM", "MASTER", "TORCHELASTIC")
+        launchers = ("OMPI", "PMI", "MPI_LOCAL", "SLURM", "MASTER", "TORCHELASTIC", "PALS", "PBS",
+                     "FLUX", "JSM", "LSB", "ALPS", "MV2")  # fmt: skip
         if name.startswith(launchers) or "RANK" in name or "WORLD_SIZE" in name:
             monkeypatch.delenv(name)
 
@@ -70,12 +89,31 @@ def environment(monkeypatch):
         (OPENMPI | {"MASTER_ADDR": "host"}, ProcessInfo("openmpi", 3, 1, 4, 2, 1, "host", -1)),
         (HYDRA, ProcessInfo("hydra", 1, 1, 2, 2, 0, "127.0.0.1", -1)),
         (SLURM, ProcessInfo("slurm", 5, 1, 7, 2, 2, "n08", -1)),
+        (MVAPICH | {"MASTER_ADDR": "host"}, ProcessInfo("mvapich", 3, 1, 4, 2, 1, "host", -1)),
+        (PALS | {"PMIX_SIZE": "2", "PALS_RANKID": "1", "PMIX_RANK": "1", "PALS_NODEID": "0"},
+         ProcessInfo("pals", 1, 1, 2, 2, 0, "127.0.0.1", -1)),
+        (PALS | {"PMI_SIZE": "4", "MASTER_ADDR": "host"},
+         ProcessInfo("pals", 3, 1, 4, 2, 1, "host", -1)),
+        (PALS | {"WORLD_SIZE": "4", "MASTER_ADDR": "host"},
+         ProcessInfo("pals", 3, 1, 4, 2, 1, "host", -1)),
+        (FLUX_RUN, ProcessInfo("flux", 5, 1, 8, 4, 1, "host", -1)),
+        (JSRUN, ProcessInfo("jsrun", 3, 1, 4, 2, 1, "host", -1)),
+        (PMI, ProcessInfo("pmi", 1, 1, 2, 2, 0, "127.0.0.1", -1)),
+        (CRAY, ProcessInfo("pmi", 1, 1, 2, 2, 0, "127.0.0.1", -1)),
+        (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"},
+         ProcessInfo("slurm", 5, 1, 7, 2, 2, "n08", -1)),
+        (SLURM | {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "2"},
+         ProcessInfo("slurm", 5, 1, 7, 2, 2, "n08", -1)),
+        ({"ALPS_APP_PE": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host"},
+         ProcessInfo("alps", 3, 1, 4, 2, 1, "host", -1)),
+        ({"PMIX_RANK": "1", "PMIX_SIZE": "2"}, ProcessInfo("pmix", 1, 1, 2, 2, 0, "127.0.0.1", -1)),
         (SLURM | OPENMPI, ProcessInfo("openmpi", 3, 1, 4, 2, 1, "n08", -1)),
         (SLURM | TORCHRUN, ProcessInfo("torchrun", 5, 1, 8, 4, 1, "host", 29500)),
         ({}, ProcessInfo("none", 0, 0, 1, 1, 0, "127.0.0.1", -1)),
     ],
-    ids="torchrun torch lightning openmpi hydra slurm mpi-in-slurm run-in-slurm none".split(),
-)
+    ids="torchrun torch lightning openmpi hydra slurm mvapich pals pals-pmi pals-size flux jsrun "
+    "pmi cray srun-pmi srun-cray aprun pmix mpi-in-slurm run-in-slurm none".split(),
+)  # fmt: skip
 def test_launchers(environment, variables, expected):
     environment(JOB | variables)
     found = process_info()
@@ -232,7 +270,7 @@ def test_the_launcher_is_chosen(environment, chosen, variables, expected):
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ("slrum", "LAUNCHER must be one of torchrun, environment, openmpi, hydra, slurm and none"),
+        ("slrum", "LAUNCHER must be one of torchrun, environment, openmpi, .*slurm, .* and none"),
         ("openmpi", "'openmpi', but OMPI_COMM_WORLD_RANK, which Open MPI sets, is not set; start"),
     ],
 )
@@ -281,25 +319,25 @@ def test_device_where_a_group_of_the_cpu_runs():
 
 
 TABLE = "lightning_shard.processes.process_info.LAUNCHERS"
-FLUX = Launcher(
-    "flux", "flux run", read_numbers,
-    rank="FLUX_TASK_RANK", world_size="FLUX_JOB_SIZE", local_rank="FLUX_TASK_LOCAL_ID",
-    local_world_size="FLUX_JOB_NTASKS_LOCAL", needed=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    address_option="flux run --env MASTER_ADDR=<host of rank 0> ...", tells_nodes=True,
+STARTER = Launcher(  # that there is not
+    "starter", "starter run", read_numbers,
+    rank="STARTER_RANK", world_size="STARTER_SIZE", local_rank="STARTER_LOCAL_ID",
+    local_world_size="STARTER_LOCAL_SIZE", needed=("STARTER_RANK", "STARTER_SIZE"),
+    address_option="starter run --env MASTER_ADDR=<host of rank 0> ...", tells_nodes=True,
 )  # fmt: skip
 
 
 def test_a_row_is_all_that_a_new_launcher_needs(environment, monkeypatch):
-    monkeypatch.setattr(TABLE, (FLUX, *LAUNCHERS))
-    environment({"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"})
-    assert process_info().launcher == "flux"
+    monkeypatch.setattr(TABLE, (STARTER, *LAUNCHERS))
+    environment({"STARTER_RANK": "3", "STARTER_SIZE": "4"})
+    assert process_info().launcher == "starter"
     assert own_node() == f"{socket.gethostname()}/0"
     assert belongs_to_a_group()
     assert not is_first_rank()
     found = environment_of_launcher(LightningEnvironment())
     assert isinstance(found, LauncherEnvironment)
     assert (found.global_rank(), found.world_size(), found.main_port) == (3, 4, process_info().port)
-    with pytest.raises(ValueError, match="flux run started 4 processes, but the Trainer has"):
+    with pytest.raises(ValueError, match="starter run started 4 processes, but the Trainer has"):
         check_processes(found, 2, 1)
 
 

@@ -212,11 +212,10 @@ def check(name, narrow):
             found = FUNCTIONS[name](split)
         assert found.dtype == wanted.dtype, (name, dtype)
         size = max(float(wanted.abs().max()), 1)
-        # torch's bilinear multiplies in the narrow dtype, and returns the wide one; so does a block
-        wide = wanted.dtype in (torch.float32, torch.complex64) and name not in (
-            "bilinear",
-            "block",
-        )
+        # torch's bilinear multiplies in the narrow dtype and returns the wide one; so does a block.
+        # On CPUs with kernels of float16 an LSTM cell of half the rows differs by 0.3 eps of that
+        narrow_inside = ("bilinear", "block", "lstm cell")
+        wide = wanted.dtype in (torch.float32, torch.complex64) and name not in narrow_inside
         tolerance = 1e-5 if wide else 4 * torch.finfo(narrow).eps
         torch.testing.assert_close(
             lightning_shard.gather(found),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.pairs import by_turns, each_once
+from tests.pairs import choose
 from tests.training import MODELS, steps_of, train_alone, train_sharded
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -44,7 +44,7 @@ def on_meshes(*domains, marks=(), slow=()):
     ]
     single = [
         pytest.param(once.values[0], F32, once.values[1], marks=[*once.marks, *marks])
-        for once in each_once(MODELS, domains)
+        for once in choose(MODELS, domains)
     ]
     return pytest.mark.parametrize(("name", "dtype", "domain"), [*double, *single], ids=str)
 
@@ -78,7 +78,7 @@ def test_four_ranks(name, dtype, domain):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "domain", "options"),
-    by_turns(
+    choose(
         ["tfno", "dense_fno", "large_tfno"],
         [(1,), (2,), (2, 2)],
         [{"accumulate": 2}, {"clip": 0.05}],

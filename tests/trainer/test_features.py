@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from tests.pairs import each_once
+from tests.pairs import choose
 from tests.reference import computed_once
 from tests.trainer.featured import (
     Featured,
@@ -227,7 +227,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "domain"), each_once(FEATURES, MESHES))
+@pytest.mark.parametrize(("name", "domain"), choose(FEATURES, MESHES))
 def test_on_each_mesh_by_turns(name, domain):
     check(name, domain)
 

@@ -19,18 +19,18 @@ _AnyWork: Any = dist.Work  # torch does not document how to subclass it
 
 
 class Listener(Protocol):
-    """Is told of each collective of a rank that runs alone."""
+    """Follows the collectives of a rank that runs alone."""
 
     def begins(self, name: str, members: tuple[int, ...], sent: int) -> int:
-        """The rank brings what it has, of which it sends so many bytes; gives it a number."""
+        """Note that a collective begins, in which the rank sends so many bytes; number it."""
         ...
 
     def is_under_way(self) -> None:
-        """The call that began it returns."""
+        """Note that the call which began the collective returns."""
         ...
 
     def waits(self, number: int) -> None:
-        """The rank needs what the collective gives."""
+        """Note that the rank needs what the collective gives."""
         ...
 
 
@@ -65,7 +65,7 @@ class _Work(_AnyWork):
 
 
 class AloneGroup(SimulatedGroup):
-    """What torch.distributed calls for a group of one rank that runs and others that do not."""
+    """A process group of one rank that runs and others that do not."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AloneGroup(SimulatedGroup):
         open_ones: OpenCollectives,
         listener: Listener | None = None,
     ) -> None:
-        """Begin the group, whose collectives the listener is told of."""
+        """Begin the group, whose collectives the listener follows."""
         super().__init__(name, members, place, open_ones)
         self._listener = listener
 

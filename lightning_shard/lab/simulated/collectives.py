@@ -27,7 +27,12 @@ Pair = tuple[Tensor, Tensor]  # what goes, and where to put what comes
 
 
 def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
-    """The sum, mean, product or another reduction of tensors of one size."""
+    """Return the sum, mean, product or another reduction of tensors of one size.
+
+    Raises:
+        NotImplementedError: The reduction is not simulated.
+        RuntimeError: The tensors have other sizes.
+    """
     _same_sizes(parts)
     kind = op.op if isinstance(op, dist.ReduceOp) else op
     if kind not in _REDUCTIONS:
@@ -39,6 +44,7 @@ def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
 
 
 def all_reduce(tensors: list[list[Tensor]], op: Any) -> None:
+    """Write the reduction of the ranks' n-th tensors into each of them."""
     for same in zip(*tensors, strict=True):
         total = reduced(same, op)
         for tensor in same:
@@ -46,11 +52,13 @@ def all_reduce(tensors: list[list[Tensor]], op: Any) -> None:
 
 
 def reduce_to(tensors: list[list[Tensor]], op: Any, root: int) -> None:
+    """Write the reduction of the ranks' n-th tensors into that of one rank."""
     for same in zip(*tensors, strict=True):
         same[root].copy_(reduced(same, op))
 
 
 def broadcast(tensors: list[list[Tensor]], root: int) -> None:
+    """Copy the n-th tensor of one rank into those of the others."""
     for same in zip(*tensors, strict=True):
         _same_sizes(same)
         for tensor in same:
@@ -59,28 +67,31 @@ def broadcast(tensors: list[list[Tensor]], root: int) -> None:
 
 
 def all_gather(pairs: list[tuple[Tensor, list[Tensor]]]) -> None:
-    """Each rank's tensor goes into every rank's list."""
+    """Copy each rank's tensor into every rank's list."""
     for rank, (part, _) in enumerate(pairs):
         for _, places in pairs:
             put(part, places[rank])
 
 
 def all_gather_single(pairs: list[Pair]) -> None:
+    """Copy the ranks' tensors, one behind the other, into every rank's whole tensor."""
     all_gather([(part, list(_flat(place).chunk(len(pairs)))) for part, place in pairs])
 
 
 def reduce_scatter(pairs: list[tuple[list[Tensor], Tensor]], op: Any) -> None:
-    """The reduction of the ranks' n-th tensors goes to rank n."""
+    """Write the reduction of the ranks' n-th tensors to rank n."""
     totals = [reduced([parts[rank] for parts, _ in pairs], op) for rank in range(len(pairs))]
     for (_, place), total in zip(pairs, totals, strict=True):
         put(total, place)
 
 
 def reduce_scatter_single(pairs: list[Pair], op: Any) -> None:
+    """Reduce the ranks' whole tensors, and write the n-th part to rank n."""
     reduce_scatter([(list(_flat(whole).chunk(len(pairs))), place) for whole, place in pairs], op)
 
 
 def all_to_all(pairs: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+    """Copy the n-th tensor of each rank to rank n."""
     for rank, (parts, _) in enumerate(pairs):
         for peer, part in enumerate(parts):
             if part.numel() != (wanted := pairs[peer][1][rank].numel()):
@@ -92,6 +103,7 @@ def all_to_all(pairs: list[tuple[list[Tensor], list[Tensor]]]) -> None:
 
 
 def all_to_all_single(pairs: list[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
+    """Copy the n-th rows of each rank to rank n; the lists are how many rows go and come."""
     ranks = len(pairs)
     all_to_all([
         (_rows(source, given, ranks), _rows(place, sizes, ranks))
@@ -100,17 +112,19 @@ def all_to_all_single(pairs: list[tuple[Tensor, Tensor, list[int], list[int]]]) 
 
 
 def scatter(pairs: list[tuple[list[Tensor], Tensor]], root: int) -> None:
+    """Copy the n-th tensor of one rank to rank n."""
     for part, (_, place) in zip(pairs[root][0], pairs, strict=True):
         put(part, place)
 
 
 def gather(pairs: list[tuple[Tensor, list[Tensor]]], root: int) -> None:
+    """Copy each rank's tensor into the list of one rank."""
     for (part, _), place in zip(pairs, pairs[root][1], strict=True):
         put(part, place)
 
 
 def nothing(_: list[Any]) -> None:
-    """Of a barrier."""
+    """Combine nothing: a barrier has no values."""
 
 
 def _rows(x: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:

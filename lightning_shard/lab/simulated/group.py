@@ -25,7 +25,7 @@ _AnyGroup: Any = dist.ProcessGroup
 
 @dataclass
 class _Collective:
-    """One collective of a group: what the ranks have brought so far."""
+    """One collective of a group, with what the ranks have brought so far."""
 
     name: str
     brought: dict[int, Any] = field(default_factory=dict[int, Any])
@@ -116,7 +116,7 @@ class _Work(_AnyWork):
 
 
 class SimulatedGroup(_AnyGroup):
-    """What torch.distributed calls for a group of simulated ranks."""
+    """A process group of simulated ranks."""
 
     def __init__(
         self, name: str, members: Sequence[int], place: int, open_ones: OpenCollectives
@@ -124,10 +124,10 @@ class SimulatedGroup(_AnyGroup):
         """Begin the group.
 
         Args:
-            name: By which torch knows the group; the same on all its ranks.
+            name: The name by which torch knows the group; the same on all its ranks.
             members: The ranks of the group, in its order.
-            place: Of this rank among them.
-            open_ones: Of the simulation.
+            place: The place of this rank among them.
+            open_ones: The collectives of the simulation.
         """
         super().__init__(place, len(members))
         self._name, self._members, self._place = name, tuple(members), place
@@ -157,7 +157,7 @@ class SimulatedGroup(_AnyGroup):
         return "threaded"
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What torch asks whether it can coalesce, or be split; neither is claimed here."""
+        """Return what torch asks for coalescing and splitting, neither of which is here."""
         return self
 
     @property

@@ -94,7 +94,7 @@ def _all_attributes() -> list[_Attribute]:
 
 
 class State:
-    """What a rank would have in a process of its own, taken from the one that runs."""
+    """The state of a process, taken from the rank that runs."""
 
     def __init__(self) -> None:
         self._world = own_world()

@@ -16,8 +16,12 @@ from lightning_shard.ops.reduce.sums import Dims, reduced_dims, result, squeezed
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.typed import special
 
+_LOGS = (torch.log_softmax, Tensor.log_softmax, F.log_softmax, special.log_softmax)
 
-@implements(torch.softmax, Tensor.softmax, F.softmax, special.softmax, limits="name the dim")
+
+@implements(
+    torch.softmax, Tensor.softmax, F.softmax, special.softmax, *_LOGS, limits="name the dim"
+)
 def softmax(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -25,44 +29,20 @@ def softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Subdomain:
-    """Softmax; maxima and sums of exponentials travel if `dim` is split."""
+    """Softmax or its logarithm; maxima and sums of exponentials travel if `dim` is split."""
     x, d = _operand(x, dim, _stacklevel, dtype)
     if not x.layout.axes(d):
-        return x.like(torch.softmax(x.local, d, dtype))
-    return _softmax(x, d)
+        alone = torch.log_softmax if func in _LOGS else torch.softmax
+        return x.like(alone(x.local, d, dtype))
+    return _softmax(x, d, log=func in _LOGS)
 
 
 @uncast
-def _softmax(x: Subdomain, d: int) -> Subdomain:
-    powers = (x.local - _maximum(x, (d,))).exp()
-    return x.like(powers / sum_over(x, powers.sum(d, keepdim=True), (d,)))
-
-
-@implements(
-    torch.log_softmax,
-    Tensor.log_softmax,
-    F.log_softmax,
-    special.log_softmax,
-    limits="name the dim",
-)
-def log_softmax(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-) -> Subdomain:
-    """Logarithm of softmax; maxima and sums of exponentials travel if `dim` is split."""
-    x, d = _operand(x, dim, _stacklevel, dtype)
-    if not x.layout.axes(d):
-        return x.like(torch.log_softmax(x.local, d, dtype))
-    return _log_softmax(x, d)
-
-
-@uncast
-def _log_softmax(x: Subdomain, d: int) -> Subdomain:
+def _softmax(x: Subdomain, d: int, *, log: bool) -> Subdomain:
     shifted = x.local - _maximum(x, (d,))
-    return x.like(shifted - sum_over(x, shifted.exp().sum(d, keepdim=True), (d,)).log())
+    powers = shifted.exp()
+    total = sum_over(x, powers.sum(d, keepdim=True), (d,))
+    return x.like(shifted - total.log() if log else powers / total)
 
 
 @implements(F.softmin)

@@ -57,7 +57,7 @@ def sum_(
     return result(x, sum_over(x, local, dims), dims, keepdim)
 
 
-@implements(torch.mean, Tensor.mean)
+@implements(torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean)
 @uncast
 def mean(
     func: Callable[..., Tensor],
@@ -67,25 +67,38 @@ def mean(
     *,
     dtype: Any = None,
 ) -> Subdomain | Tensor:
-    """Mean; the sums of the ranks that split the dims are added up, and divided by all elements."""
+    """Mean, of all elements or of those that are not NaN; sums of the ranks are added up."""
     dims = reduced_dims(x, dim)
-    local = torch.sum(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
-    return result(x, sum_over(x, local, dims) / volume(x.layout, dims), dims, keepdim)
+    if func in (torch.nanmean, Tensor.nanmean):
+        total = torch.nansum(x.local, dims, keepdim, dtype=dtype)
+        count = sum_over(x, (~x.local.isnan()).sum(dims, keepdim), dims)
+        return result(x, sum_over(x, total, dims) / count, dims, keepdim)
+    total = torch.sum(x.local, dims, keepdim, dtype=dtype) if dims else func(x.local, dtype=dtype)
+    return result(x, sum_over(x, total, dims) / volume(x.layout, dims), dims, keepdim)
 
 
-@implements(torch.var, Tensor.var)
+@implements(torch.var, Tensor.var, torch.std, Tensor.std)
 @uncast
-def var(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    dim: Dims = None,
-    unbiased: bool = True,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Subdomain | Tensor:
-    """Variance; mean and squared deviations of the ranks travel."""
-    return _var_and_mean(x, dim, unbiased, keepdim, correction=correction)[0]
+def var(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain | Tensor:
+    """Variance or standard deviation; means and squared deviations of the ranks travel."""
+    return _spread(func, _var_and_mean(x, *args, **kwargs)[0])
+
+
+@implements(torch.var_mean, torch.std_mean)
+@uncast
+def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Mean, and variance or standard deviation; means and squared deviations travel."""
+    found, center = _var_and_mean(x, *args, **kwargs)
+    return _spread(func, found), center
+
+
+def _spread(func: Callable[..., Any], variance: Subdomain | Tensor) -> Subdomain | Tensor:
+    """The variance, or its root where `func` gives standard deviations."""
+    if func not in (torch.std, Tensor.std, torch.std_mean):
+        return variance
+    if isinstance(variance, Subdomain):
+        return variance.like(variance.local.sqrt())
+    return variance.sqrt()
 
 
 def _var_and_mean(
@@ -96,7 +109,7 @@ def _var_and_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Any, Any]:
-    """Take two passes: the global mean, then the squared distances from it.
+    """Compute the global mean, and then the squared distances from it.
 
     Where the mean is large its rounding shifts all distances; what they sum up to tells how far.
     """
@@ -116,55 +129,6 @@ def _var_and_mean(
     mean = center if keepdim else squeezed(center, dims)
     variance = squares.clamp(min=0) / max(count - correction, 0)
     return result(x, variance, dims, keepdim), result(x, mean, dims, keepdim)
-
-
-@implements(torch.std, Tensor.std)
-@uncast
-def std(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    dim: Dims = None,
-    unbiased: bool = True,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Subdomain | Tensor:
-    """Standard deviation; mean and squared deviations of the ranks travel."""
-    found = var(torch.var, x, dim, unbiased, keepdim, correction=correction)
-    return found.like(found.local.sqrt()) if isinstance(found, Subdomain) else found.sqrt()
-
-
-@implements(torch.var_mean)
-@uncast
-def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Variance and mean; mean and squared deviations of the ranks travel."""
-    return _var_and_mean(x, *args, **kwargs)
-
-
-@implements(torch.std_mean)
-@uncast
-def std_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Standard deviation and mean; mean and squared deviations of the ranks travel."""
-    found, mean = _var_and_mean(x, *args, **kwargs)
-    return found.like(found.local.sqrt()) if isinstance(found, Subdomain) else found.sqrt(), mean
-
-
-@implements(torch.nanmean, Tensor.nanmean)
-@uncast
-def nanmean(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    dim: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: Any = None,
-) -> Subdomain | Tensor:
-    """Mean of the elements that are not NaN; sums and counts travel."""
-    dims = reduced_dims(x, dim)
-    total = sum_over(x, torch.nansum(x.local, dims, keepdim, dtype=dtype), dims)
-    return result(
-        x, total / sum_over(x, (~x.local.isnan()).sum(dims, keepdim), dims), dims, keepdim
-    )
 
 
 @implements(torch.count_nonzero, Tensor.count_nonzero)

@@ -5,6 +5,7 @@ Otherwise what is written travels to the ranks that own the places (write.py).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,24 +35,28 @@ from lightning_shard.ops.view.index import strided
 from lightning_shard.ops.view.mask import in_front
 from lightning_shard.ops.view.write import Rows, Writing, written
 
-_SCATTERS = (
-    torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add, Tensor.scatter_add,
-    Tensor.scatter_add_, torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_,
-)  # fmt: skip
-# what does the same where the index names whole rows
-_OF_ROWS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.scatter_add: torch.index_add,
-    Tensor.scatter_add: Tensor.index_add,
-    Tensor.scatter_add_: Tensor.index_add_,
+# the functions of one kind, by torch's name of it: the same kind runs along the first dim
+_SCATTERS = {
+    "scatter": (torch.scatter, Tensor.scatter, Tensor.scatter_),
+    "scatter_add": (torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_),
+    "scatter_reduce": (torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_),
 }
-_WRITES = (
-    torch.index_add, Tensor.index_add, Tensor.index_add_, torch.index_copy, Tensor.index_copy,
-    Tensor.index_copy_, torch.index_fill, Tensor.index_fill, Tensor.index_fill_, torch.index_reduce,
-    Tensor.index_reduce, Tensor.index_reduce_,
-)  # fmt: skip
+_WRITES = {
+    "index_add": (torch.index_add, Tensor.index_add, Tensor.index_add_),
+    "index_copy": (torch.index_copy, Tensor.index_copy, Tensor.index_copy_),
+    "index_fill": (torch.index_fill, Tensor.index_fill, Tensor.index_fill_),
+    "index_reduce": (torch.index_reduce, Tensor.index_reduce, Tensor.index_reduce_),
+}
+_KINDS: dict[Callable[..., Any], str] = {
+    function: kind for kind, functions in (_SCATTERS | _WRITES).items() for function in functions
+}
+# what does the same where the index names whole rows
+_OF_ROWS: dict[Callable[..., Any], Callable[..., Any]] = dict(
+    zip(_SCATTERS["scatter_add"], _WRITES["index_add"], strict=True)
+)
 
 
-@implements(*_SCATTERS)
+@implements(*itertools.chain(*_SCATTERS.values()))
 def scatter(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
 ) -> Operand | Became:
@@ -99,7 +104,7 @@ def _scattered(
     **kwargs: Any,
 ) -> Operand:
     """Send each element with the flat number of its place."""
-    name = name_of(func).rpartition(".")[2].removesuffix("_")
+    name = _KINDS[func]
     values = _cut(source, index.shape) if isinstance(source, Subdomain | Tensor) else None
     values = values if values is not None and values.ndim else None
     owner = subdomains([x, index, source])[0]
@@ -151,7 +156,7 @@ def given_back(func: Callable[..., Any], x: Operand, found: Tensor) -> Operand:
     return x.like(found) if isinstance(x, Subdomain) else found
 
 
-@implements(*_WRITES)
+@implements(*itertools.chain(*_WRITES.values()))
 def write_rows(
     func: Callable[..., Any],
     x: Operand,
@@ -224,7 +229,7 @@ def _sent_rows(
 ) -> Operand:
     """Send the rows, which lie as the first layout says, to `x`, which lies as the second says."""
     owner, (layout, carried) = subdomains([x, index, source])[0], layouts
-    name = name_of(func).rpartition(".")[2].removesuffix("_")
+    name = _KINDS[func]
     extent = x.shape[d]
     own = brought(index, Layout((layout.dims[d],), layout.grid))
     numbers, wrong = rows_of([own], [extent], negative=name == "index_fill")

@@ -6,6 +6,7 @@ sends each to its owner. Values and gradients are those of a view.
 """
 
 from contextlib import nullcontext
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -13,7 +14,17 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Copied, Subdomain, written_in_inference
 from lightning_shard.ops.view.assign import setitem
-from lightning_shard.processes.torch_private.internals import base_of, version_of, views_replayed
+from lightning_shard.processes.torch_private.internals import (
+    base_of,
+    storage_key,
+    version_of,
+    views_replayed,
+)
+
+whole_rows: WeakSet[Copied] = WeakSet()  # copies that every rank holds whole, see tensor/rows.py
+lost_writes: list[
+    tuple[int, ...]
+] = []  # shapes of such copies that were written unseen, and are gone
 
 
 def refuse_lost_write(target: Subdomain) -> None:
@@ -43,6 +54,7 @@ def after_write(target: Subdomain) -> None:
         written_in_inference(target.local)
         return
     links = _links(target.copied)
+    others = _untouched_by(target.copied)
     for link in links:
         rows = link.rows
         empty = not (link.parent.local.numel() and rows.local.numel())
@@ -51,8 +63,65 @@ def after_write(target: Subdomain) -> None:
             value: Subdomain | Tensor = given if given.layout.split_dims else given.local
             setitem(Tensor.__setitem__, link.parent, link.index, value)
     written_in_inference(target.copied.source)
-    for link in links:
+    for link in (*links, *others):
         link.version = version_of(link.source)
+
+
+def refuse_stale() -> None:
+    """Raise since a copy of rows is older than its source.
+
+    Raises:
+        UnsupportedOperationError: Always.
+    """
+    raise UnsupportedOperationError(
+        "rows of other ranks are a copy, and the tensor that they come from was written in place "
+        "since: torch would show the new values. Take the rows again after the write, or take "
+        "x[index].clone() before it"
+    )
+
+
+def refuse_lost_writes() -> None:
+    """Raise where a copy of rows was written by code whose calls this package does not see.
+
+    Raises:
+        UnsupportedOperationError: Since the last call of this function one was written so.
+    """
+    if lost_writes:
+        shape = lost_writes.pop()
+        raise UnsupportedOperationError(
+            f"rows of shape {shape}, which are a copy of a split tensor's, were written in place "
+            "by code that calls no function of torch's Python interface, and the tensor lacks what "
+            "was written. Assign with x[index] = value"
+        )
+
+
+def _untouched_by(written: Copied) -> list[Copied]:
+    """Find copies of other rows of the same tensor, which a write into these does not make old."""
+    return [
+        copied for copied in list(whole_rows) if not copied.is_stale and _apart(copied, written)
+    ]
+
+
+def _apart(a: Copied, b: Copied) -> bool:
+    """Return whether two copies certainly have no row of one tensor in common."""
+    for link, other in zip(reversed(_links(a)), reversed(_links(b)), strict=False):
+        if link is other:
+            continue
+        one, two = link.index, other.index
+        if one is None or two is None or len(one) != len(two):
+            return False
+        if _place(link.parent.local) != _place(other.parent.local):
+            return False
+        places = range(link.parent.shape[len(one) - 1])
+        rows, others = (
+            [places[i]] if isinstance(i, int) else places[i] for i in (one[-1], two[-1])
+        )
+        return set(rows).isdisjoint(others)
+    return False
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return storage_key(x), x.storage_offset(), x.shape, x.stride()
 
 
 def _links(copied: Copied) -> list[Copied]:

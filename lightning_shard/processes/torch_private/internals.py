@@ -66,6 +66,10 @@ INTERNALS = {
     "torch.autograd.Variable._execution_engine": "plain gradients are averaged after the last one",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset":
         "weights are loaded into DTensors",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state":
+        "parameters that a rank has not used get zero gradients",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward":
+        "the same",
     "torch.Tensor._backward_hooks": "hooks of parameters, which FSDP2 drops, are refused",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
     "torch.distributed.tensor.DTensor": "`p.data = value` writes into a shard",
@@ -285,6 +289,20 @@ def node_class(function: Any) -> Any:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the backward pass that is under way."""
     internal("torch.autograd.Variable._execution_engine").queue_callback(callback)
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that FSDP2 gathers and reduces for a sharded module."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def gather_of(group: Any) -> Any:
+    """Return the collective with which FSDP2 gathers a group of parameters."""
+    return group._all_gather_comm
 
 
 def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Prints a line for each epoch, and at the end where everything lies and how to go on."""
+"""A callback that prints a line for each epoch, and at the end where everything lies."""
 
 import math
 import resource
@@ -16,7 +16,7 @@ from lightning_shard.trainer.host import callbacks_of
 
 
 class EpochReport(Callback):
-    """Prints a line for each epoch and a summary when training ends, and logs what it measured.
+    """Print a line for each epoch and a summary when training ends, and log the measurements.
 
     The line has the metrics of the progress bar, as means over the epoch and over all ranks where
     the module logs them so; an epoch without validation shows none of validation. `epoch_s` is in
@@ -32,7 +32,7 @@ class EpochReport(Callback):
     """
 
     def __init__(self) -> None:
-        """Nothing to choose."""
+        """Begin to measure."""
         self._fit_began_s = self._began_s = self._trained_until_s = time.perf_counter()
         self._validating_s = 0.0
         self._batches = self._samples = 0
@@ -136,25 +136,25 @@ def _monitors(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _epoch_means(trainer: Trainer) -> dict[str, float]:
-    """What the bar shows, without values of the last batch where there is a mean of them."""
+    """Return the metrics of the bar, without the last batch's where there is a mean."""
     metrics = {k: v for k, v in trainer.progress_bar_metrics.items() if isinstance(v, float)}
     without_steps = {k: v for k, v in metrics.items() if not k.endswith("_step")}
     return {k: v for k, v in without_steps.items() if k != "samples/s"}
 
 
 def call_of_trainer(stage: str, checkpoint: str) -> str:
-    """How a program goes on from a checkpoint."""
+    """Return the call by which a program runs a stage from a checkpoint."""
     return f"trainer.{stage}(module, data, ckpt_path={checkpoint!r})"
 
 
 def checkpoint_lines(
     trainer: Trainer, call: Callable[[str, str], str] = call_of_trainer
 ) -> list[str]:
-    """Where the best checkpoint lies and what it scored, and how to test and to resume.
+    """Say where the best checkpoint lies and what it scored, and how to test and to resume.
 
     Args:
-        trainer: That has kept them.
-        call: Says how a stage is run from a checkpoint.
+        trainer: The Trainer whose callbacks keep the checkpoints.
+        call: Returns the words that run a stage from a checkpoint.
     """
     lines: list[str] = []
     for callback in trainer.checkpoint_callbacks:
@@ -171,12 +171,12 @@ def checkpoint_lines(
 
 
 def _command_line_speaks(trainer: Trainer) -> bool:
-    """Whether `python -m lightning_shard` runs this, which ends with the same in its own words."""
+    """Return whether the command line runs this training, which then says the same itself."""
     return any(getattr(callback, "has_last_words", False) for callback in callbacks_of(trainer))
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, such as 2 min 5 s."""
+    """Write seconds in words, such as 2 min 5 s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -194,7 +194,7 @@ def memory_mib(device: torch.device) -> dict[str, float]:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """What tensors have held of a device at most, or the process of the CPU's memory, in MiB."""
+    """Measure the most that tensors held on a device, or the process on the CPU, in MiB."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
     return torch.accelerator.max_memory_allocated(device) / 2**20

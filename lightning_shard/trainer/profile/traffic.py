@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass
 class Traffic:
-    """What was sent: bytes, and collectives called."""
+    """Counts bytes that were sent, and collectives that were called."""
 
     bytes: int = 0
     calls: int = 0
@@ -119,13 +119,13 @@ SENT: dict[str, Callable[..., int]] = {
 
 
 def sent_bytes(name: str, data: Any, place: int, ranks: int) -> int:
-    """What a rank sends in a collective, by the algorithm of least traffic.
+    """Count the bytes that a rank sends in a collective, by the algorithm of least traffic.
 
     Args:
-        name: Of the collective, as a group of simulated ranks calls it.
-        data: What the rank brings to it.
-        place: Of the rank in the group.
-        ranks: Of the group.
+        name: The name of the collective, as a group of simulated ranks calls it.
+        data: The tensors that the rank brings to it.
+        place: The place of the rank in the group.
+        ranks: The number of ranks of the group.
     """
     match name:
         case "all_reduce":

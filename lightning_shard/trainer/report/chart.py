@@ -12,7 +12,8 @@ from typing import Any
 Points = Sequence[tuple[float, float]]
 
 COLORS = ("#1f5fa8", "#c8541a", "#2d7f4f", "#7a4fa3", "#8c6d1f", "#555555")
-DASHES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 3)), (0, (9, 3, 2, 3)), (0, (4, 4)), ":")
+# fewer than colors, so that many lines differ
+DASHES: tuple[Any, ...] = ("-", (0, (7, 3)), (0, (2, 3)), (0, (9, 3, 2, 3)), (0, (4, 4)))
 LOGARITHMIC = 30.0  # ratio of the largest value to the smallest from which on the axis is so
 INCHES, LEGEND_INCHES = (6.4, 2.9), 0.19  # the legend takes so much more for each line
 
@@ -52,7 +53,11 @@ def chart(lines: Mapping[str, Points], x_label: str, y_label: str) -> str:
     import matplotlib as mpl
 
     # the salt makes the names in one picture differ from those in another of the same page
-    options = {"svg.fonttype": "none", "svg.hashsalt": repr(lines), "font.family": "sans-serif"}
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": repr(lines),
+        "font.family": "sans-serif",
+    }
     with mpl.rc_context(options):
         figure = _figure(shown, x_label, y_label)
         written = io.StringIO()

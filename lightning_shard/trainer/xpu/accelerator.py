@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_shard.processes.device import let_gloo_stand_beside
 from lightning_shard.processes.narrow import is_list
+from lightning_shard.processes.process_info import process_info
 from lightning_shard.trainer.precision import use_device
 from lightning_shard.trainer.xpu.random_isolation import isolate_random_numbers
 from lightning_shard.trainer.xpu.strategies import use_xpu
@@ -92,6 +93,8 @@ class XPUAccelerator(Accelerator):
                 f"devices must be 'auto', -1, a number of 1 or more, or different indices such as "
                 f"[0, 1] or '0,1'; got {devices!r}."
             )
+        if available == 1 and indices == [*range(process_info().local_world_size)]:
+            return [0]  # each of the node's processes sees one, its own
         if min(indices) < 0 or max(indices) >= available:
             mask = os.environ.get("ZE_AFFINITY_MASK")
             shown = f" (ZE_AFFINITY_MASK={mask})" if mask else ""

@@ -18,7 +18,7 @@ from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.mesh import make_mesh
 from lightning_shard.trainer.profile.traffic import counted
 from tests.double_fno import to_double
-from tests.pairs import by_turns, pairwise
+from tests.pairs import choose
 from tests.parity import assert_parity_of_module, assert_same, mesh_of
 
 KINDS = ("tucker", "cp", "tt")
@@ -39,7 +39,9 @@ class Net(nn.Module):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(("kind", "sizes", "how"), pairwise(KINDS, [(4,), (2, 2)], HOW), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "how"), choose(KINDS, [(4,), (2, 2)], HOW, fast=2), ids=str
+)
 def test_own_modes(kind, how, sizes):
     """One rank has none of the 4 modes of the last dim, in uneven parts."""
     net = Net(kind, how)
@@ -77,7 +79,7 @@ def assert_same_gradients(net, plain):
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
-    ("kind", "domain", "how"), by_turns(KINDS, [(4,), (2,), (2, 2)], HOW), ids=str
+    ("kind", "domain", "how"), choose(KINDS, [(4,), (2,), (2, 2)], HOW), ids=str
 )
 def test_own_terms(kind, how, domain):
     """Split along the dims of the fields, along another one, and not at all."""

@@ -17,7 +17,7 @@ from lightning_shard.ops.attention import ring
 from lightning_shard.ops.attention import rule as attention
 from lightning_shard.ops.attention.layout import Operands
 from lightning_shard.trainer.profile.traffic import counted
-from tests.pairs import each_once, pairwise
+from tests.pairs import choose
 from tests.parity import assert_double_backward, assert_parity, mesh_of
 
 Q, K = (2, 4, 7, 6), (2, 4, 5, 6)
@@ -86,7 +86,7 @@ CASES = {
 WRITTEN_OUT = ("relative", "softmax", "gram")
 
 
-@pytest.mark.parametrize(("case", "algorithm", "mesh"), pairwise(CASES, ALGORITHMS, MESHES))
+@pytest.mark.parametrize(("case", "algorithm", "mesh"), choose(CASES, ALGORITHMS, MESHES, fast=2))
 def test_split_sequence(case, algorithm, mesh):
     function, shapes, split = CASES[case]
     with forced(algorithm) as used:
@@ -192,7 +192,7 @@ def test_fewer_rows_than_ranks(causal, algorithm):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize(("case", "algorithm"), each_once(CASES, ALGORITHMS))
+@pytest.mark.parametrize(("case", "algorithm"), choose(CASES, ALGORITHMS))
 def test_double_backward(case, algorithm):
     function, shapes, split = CASES[case]
     with forced(algorithm), sdpa_kernel(SDPBackend.MATH):

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_shard import spectral_method
 from tests.double_fno import double_spectral_conv, to_double
-from tests.pairs import each_once
+from tests.pairs import choose
 from tests.parity import (
     assert_double_backward,
     assert_parity,
@@ -137,7 +137,7 @@ def test_transform(name, dim):
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
-    ("name", "extents"), each_once(TRANSFORMS, [(3, 2), (45, 8), (1, 6)]), ids=str
+    ("name", "extents"), choose(TRANSFORMS, [(3, 2), (45, 8), (1, 6)]), ids=str
 )
 def test_transform_split_twice_and_with_empty_parts(name, extents):
     """3 rows on 4 ranks; 2 x 2; the FFT splits what is not transformed, here of 2 elements."""

@@ -5,7 +5,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.domain.errors import UnsupportedOperationError
-from tests.pairs import each_once, pairwise
+from tests.pairs import choose
 from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 IMAGE = (2, 3, 7, 5)
@@ -36,13 +36,13 @@ def resize(mode, **options):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize(("mode", "size", "dim"), pairwise(MODES, SIZES, [0, 2, 3]))
+@pytest.mark.parametrize(("mode", "size", "dim"), choose(MODES, SIZES, [0, 2, 3], fast=2))
 def test_sizes(mode, size, dim):
     assert_parity(resize(mode, size=SIZES[size]), [IMAGE], {0: [dim]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize(("mode", "factor", "dim"), pairwise(MODES, FACTORS, [2, 3]))
+@pytest.mark.parametrize(("mode", "factor", "dim"), choose(MODES, FACTORS, [2, 3], fast=2))
 def test_scale_factors(mode, factor, dim):
     assert_parity(resize(mode, **FACTORS[factor]), [(2, 3, 13, 9)], {0: [dim]}, mesh_of(3))
 
@@ -59,13 +59,15 @@ def test_rows_that_repeat_on_their_rank(options):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(("mode", "size"), each_once(MODES, SIZES))
+@pytest.mark.parametrize(("mode", "size"), choose(MODES, SIZES))
 def test_two_by_two(mode, size):
     assert_parity(resize(mode, size=SIZES[size]), [IMAGE], {0: [2, 3]}, mesh_of(2, 2))
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(("mode", "output", "extent"), pairwise(MODES, [1, 2, 3, 7], [1, 2, 3]))
+@pytest.mark.parametrize(
+    ("mode", "output", "extent"), choose(MODES, [1, 2, 3, 7], [1, 2, 3], fast=2)
+)
 def test_fewer_rows_than_ranks(mode, output, extent):
     assert_parity(resize(mode, size=(output, 4)), [(2, 3, extent, 4)], {0: [2]}, mesh_of(4))
 

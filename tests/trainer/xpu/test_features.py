@@ -27,7 +27,7 @@ from tests import training
 from tests.checkpoint import tiny
 from tests.checkpoint.tiny import SaveAt
 from tests.fake_xpu import torch_xpu
-from tests.pairs import each_once
+from tests.pairs import choose
 from tests.pool import SILENCE_S, free_port
 from tests.trainer.featured import (
     BATCH,
@@ -57,7 +57,7 @@ class DropoutOnTheDevice(tiny.Tiny):
 
 
 @pytest.mark.spmd(2, "xpu")
-@pytest.mark.parametrize(("checkpoint_format", "domain"), each_once(FORMATS, [(1,), (2,)]), ids=str)
+@pytest.mark.parametrize(("checkpoint_format", "domain"), choose(FORMATS, [(1,), (2,)]), ids=str)
 def test_resumed_runs_equal_uninterrupted_ones(domain, checkpoint_format):
     """Bit for bit, dropout included: the random numbers of the device are in the checkpoint."""
     path = shared_path("middle.ckpt")

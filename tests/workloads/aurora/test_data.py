@@ -10,8 +10,8 @@ import lightning_shard
 from lightning_modules import AuroraDataModule
 from lightning_shard.data.split import shard_batch
 from tests import training
+from tests.data.readers.test_fields import split_by
 from tests.parity import mesh_of
-from tests.workloads.shared.test_fields import split_by
 
 aurora = pytest.importorskip("aurora", reason="microsoft-aurora is not installed")
 

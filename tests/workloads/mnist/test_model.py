@@ -2,12 +2,15 @@ import struct
 
 import pytest
 import torch
+import torch.distributed as dist
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import SGD, Adadelta, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_modules import MNISTDataModule, MNISTModule, MNISTNet
+from lightning_modules import MNISTDataModule, MNISTModule, MNISTNet, SaveWeights
+from lightning_shard.checkpoint.state import full_module_state
+from tests import training
 
 pytestmark = [
     # reading a data set of 2000 small images needs no worker processes
@@ -227,3 +230,18 @@ def test_a_sum_is_the_mean_times_the_samples(idx_root):
 def test_another_reduction_is_refused():
     with pytest.raises(ValueError, match="must be 'mean' or 'sum'; got 'none'"):
         MNISTModule(loss_reduction="none")
+
+
+@pytest.mark.spmd(2)
+def test_weights_are_written_whole_when_training_ends():
+    """Sharded over two ranks; without Lightning and this package the network reads them."""
+    path = training.shared_path("mnist_cnn.pt")
+    module = training.make("mnist", torch.float32)
+    runner = training.trainer((2,), callbacks=[SaveWeights(str(path))], limit_train_batches=1)
+    runner.fit(module, training.loader("mnist", torch.float32, 2, 4))
+    wanted = full_module_state(module)
+    dist.barrier()
+    stored = torch.load(path, weights_only=True)
+    MNISTNet().load_state_dict(stored)
+    assert {f"network.{name}" for name in stored} == set(wanted)
+    assert all(torch.equal(value, wanted[f"network.{name}"]) for name, value in stored.items())

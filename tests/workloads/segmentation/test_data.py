@@ -10,8 +10,8 @@ import lightning_shard
 from lightning_modules import SegmentationDataModule
 from lightning_modules.segmentation.phantoms import LESION, Phantoms
 from lightning_shard.data.split import shard_batch
+from tests.data.readers.test_fields import split_by
 from tests.parity import mesh_of
-from tests.workloads.shared.test_fields import split_by
 
 WHOLE = (slice(None),) * 3
 

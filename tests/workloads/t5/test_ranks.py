@@ -17,7 +17,7 @@ from lightning_modules import RelativeAdamW, SummarizationDataModule, T5Summariz
 from lightning_modules.t5.model import adamw
 from lightning_shard.checkpoint.state import full_module_state
 from tests.checkpoint.tiny import mean_over_ranks, quiet
-from tests.pairs import few
+from tests.pairs import choose
 from tests.parity import assert_same
 from tests.training import Losses, shared_path, trainer
 from tests.workloads.t5.texts import TINY, summarizer, texts
@@ -98,7 +98,7 @@ def evaluated_alone(
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", few(RUNS, "full", "gradients", "split"))
+@pytest.mark.parametrize("name", choose(RUNS, fast=["full", "gradients", "split"]))
 def test_training_and_generation_equal_one_process(name):
     domain, options, optimizer = RUNS[name]
     data, module = data_of(domain), summarizer(num_generated_batches=100, optimizer=optimizer)
@@ -133,7 +133,7 @@ def test_tied_embeddings_stay_one(domain):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("domain", few([(1,), (2,)], (2,)))
+@pytest.mark.parametrize("domain", choose([(1,), (2,)], fast=[(2,)]))
 def test_unmodified_t5_in_float32_and_bfloat16(domain):
     found = {}
     for precision in ("32-true", "bf16-mixed"):

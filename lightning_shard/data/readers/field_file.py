@@ -1,0 +1,300 @@
+"""Opens, reads and writes files of fields, HDF5 or Zarr, a part of a sample at a time.
+
+Both formats hold arrays (S, C, *spatial) in small blocks with checksums: a part is read without its
+neighbours, and damaged bytes raise an error.
+
+Shapes: S samples of C channels.
+"""
+
+import functools
+import io
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_shard.data.readers.opened import OpenFile, optional
+
+HDF5, ZARR = (".h5", ".hdf5"), (".zarr",)
+BLOCKS = 16  # along each dim of a field, so that the parts of up to as many ranks overlap little
+EDGE = 8  # nodes that a block has at least
+
+
+class FieldFile:
+    """An HDF5 file (.h5, .hdf5) or a Zarr group (.zarr) of arrays (S, C, *spatial), to read.
+
+    Each process opens it when it reads first, so a `FieldFile` may travel to worker processes.
+
+    Args:
+        path: The file.
+        group: The group that holds the arrays; ignored in a file that has no such group.
+
+    Example:
+        >>> file = FieldFile("train.zarr")
+        >>> count, shape = file.shapes(["x"])["x"]  # 1000, (3, 4096, 4096)
+        >>> rows = file.read("x", 7, (slice(0, 3), slice(0, 1024), slice(0, 4096)))
+    """
+
+    SUFFIXES = HDF5 + ZARR  # the ends of the names of such files
+
+    def __init__(self, path: str | Path, group: str = "") -> None:
+        self.path, self.group = Path(path), group
+        self._open = OpenFile(functools.partial(_open_fields, self.path, group))
+
+    @property
+    def arrays(self) -> Any:
+        """The open arrays by name.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is of another format, or damaged.
+        """
+        return self._open()
+
+    def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return S and (C, *spatial) of each array; C is 1 for an array (S, H, W) without channels.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file cannot be read, or lacks an array.
+        """
+        with _opened(self.path, self.group) as arrays:
+            if missing := [name for name in names if name not in arrays]:
+                where = f", at its root or in a group {self.group}" if self.group else ""
+                raise ValueError(
+                    f"{self.path} needs datasets {' and '.join(names)}{where}, but has no "
+                    f"{missing[0]}; got {sorted(arrays)}. Rename them, or read another file."
+                )
+            stored = {name: tuple(arrays[name].shape) for name in names}
+        return {
+            name: (shape[0], shape[1:] if len(shape) > 3 else (1, *shape[1:]))
+            for name, shape in stored.items()
+        }
+
+    def read(self, name: str, sample: int, index: Sequence[slice]) -> np.ndarray:
+        """Read the part at `index` of a sample (C, *spatial) of an array, such as `slab.index`.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        array = self.arrays[name]
+        stored = index[len(index) + 1 - array.ndim :]  # without a channel dim of one
+        values = _read(array, self.path, (sample, *stored))
+        return values.reshape([part.stop - part.start for part in index])
+
+    def blocks(
+        self, names: Sequence[str], count: int, size: int
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the first `count` samples of some arrays, whole, at most `size` of them at a time.
+
+        Raises:
+            ValueError: A sample is damaged.
+        """
+        with _opened(self.path, self.group) as arrays:
+            for start in range(0, count, size):
+                some = slice(start, min(start + size, count))
+                yield {name: _read(arrays[name], self.path, (some,)) for name in names}
+
+
+def _library(path: Path) -> Any:
+    """Return the package that reads and writes the format of a file."""
+    package, extra = ("h5py", "hdf5") if path.suffix in HDF5 else ("zarr", "zarr")
+    return optional(package, f"the file {path}", extra)
+
+
+def _open_fields(path: Path, group: str = "") -> Any:
+    """Return the arrays of an HDF5 file or a Zarr group by name; `group` only if it is there.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is of another format, or damaged.
+    """
+    if path.suffix not in HDF5 + ZARR:
+        raise ValueError(f"{path} must end in {', '.join(HDF5 + ZARR)}, which say its format.")
+    if not path.exists():
+        raise FileNotFoundError(f"the file of fields {path} does not exist; check its name.")
+    try:
+        root = open_hdf5(path) if path.suffix in HDF5 else _open_zarr(path)
+    except (OSError, KeyError) as error:
+        raise ValueError(
+            f"{path} is not a whole {'HDF5 file' if path.suffix in HDF5 else 'Zarr group'} "
+            f"({error}); restore it, or remove it if it was generated."
+        ) from error
+    if not (group and group in root):
+        return root
+    if path.suffix in HDF5:
+        for name in root[group]:
+            inside(root, f"{group}/{name}", path)
+    return root[group]
+
+
+def open_hdf5(path: Path) -> Any:
+    """Return the root of an HDF5 file whose arrays are all in the file.
+
+    Raises:
+        OSError: It is damaged, or of another format.
+        ValueError: An array is outside of it.
+    """
+    root = optional("h5py", f"the file {path}", "hdf5").File(path, "r")
+    for name in root:
+        inside(root, name, path)
+    return root
+
+
+def _open_zarr(path: Path) -> Any:
+    library = optional("zarr", f"the file {path}", "zarr")
+    store = library.storage.LocalStore(path, read_only=True)
+    try:
+        return library.open_group(store, mode="r")
+    except ValueError as error:
+        raise OSError(error) from error
+
+
+def inside(root: Any, name: str, path: Path) -> Any:
+    """Return an array or a group of an HDF5 file, by its path in the file.
+
+    A file of HDF5 can name any other file of this machine to be read in place of its own data.
+
+    Raises:
+        ValueError: It is outside of the file.
+    """
+    library = optional("h5py", f"the file {path}", "hdf5")
+    parts = name.split("/")
+    links = [root.get("/".join(parts[:n]), getlink=True) for n in range(1, len(parts) + 1)]
+    external = any(isinstance(link, library.ExternalLink) for link in links)
+    if external or _is_outside(library, root.get(name), root):
+        raise ValueError(
+            f"{path} keeps '{parts[-1]}' outside of it (an external file, a link or a virtual "
+            "dataset), which is not read; copy the data into the file."
+        )
+    return root.get(name)
+
+
+def _is_outside(library: Any, found: Any, root: Any) -> bool:
+    if found is None:  # a link to nothing
+        return False
+    if found.file.filename != root.filename:  # a soft link by way of an external one
+        return True
+    return isinstance(found, library.Dataset) and bool(found.external or found.is_virtual)
+
+
+def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
+    """Read what lies at `index` of an open array.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    reason = ""
+    try:
+        values = np.asarray(array[index])
+        unset = path.suffix in ZARR and np.isnan(array.fill_value)
+        if unset and np.isnan(values).any():
+            reason = "it is not all there"  # Zarr reads what it does not find as this value
+    except (OSError, RuntimeError, ValueError) as error:  # of the checksums
+        values, reason = np.empty(0), str(error)
+    if reason:
+        raise ValueError(
+            f"sample {index[0]} of {array.name} in {path} is damaged ({reason}); restore the file, "
+            "or remove it if it was generated."
+        )
+    return values
+
+
+def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
+    """Write samples block by block, so that they need not fit into memory.
+
+    Args:
+        path: A new HDF5 file or Zarr group.
+        count: The number S of all samples.
+        blocks: Some samples at a time: for each array its name and (samples, C, *spatial).
+
+    Raises:
+        OSError: It cannot be written, for example on a full disk.
+    """
+    path = Path(path)
+    if path.suffix not in HDF5:
+        _fill(_library(path).open_group(path, mode="w"), count, blocks)
+        return
+    with _FailingLater(path, "w+") as file:
+        with _library(path).File(file, "w", libver="latest") as root:
+            _fill(root, count, file.watch(blocks))
+        file.check()
+
+
+class _FailingLater(io.FileIO):
+    """A file whose first error is raised when HDF5 is not writing: inside it ends the process."""
+
+    error: OSError | None = None
+
+    @override
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while rest and self.error is None:
+            try:
+                rest = rest[super().write(rest) :]
+            except OSError as error:
+                self.error = error
+        return size
+
+    @override
+    def truncate(self, size: int | None = None, /) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+            return size or 0
+
+    def watch(self, blocks: Iterable[Any]) -> Iterator[Any]:
+        """Yield the blocks, and raise the first error before the next one is written."""
+        for block in blocks:
+            self.check()
+            yield block
+
+    def check(self) -> None:
+        """Raise the first error, if there was one."""
+        if self.error:
+            raise self.error
+
+
+def _fill(root: Any, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:
+    start = 0
+    for block in blocks:
+        for name, values in block.items():
+            if start == 0:
+                _create(root, name, (count, *values.shape[1:]), values.dtype)
+            # one by one: when one cannot be written, Zarr would still be writing others
+            for i, value in enumerate(values, start):
+                root[name][i] = value
+        start += len(next(iter(block.values())))
+
+
+def _create(root: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    edges = [min(n, max(EDGE, -(-n // BLOCKS))) for n in shape[2:]]
+    chunks = (1, shape[1], *edges)
+    if not hasattr(root, "create_array"):  # HDF5
+        root.create_dataset(name, shape, dtype, chunks=chunks, fletcher32=True)
+        return
+    sample = (1, shape[1], *(-(-n // e) * e for n, e in zip(shape[2:], edges, strict=True)))
+    root.create_array(
+        name,
+        shape=shape,
+        dtype=dtype,
+        chunks=chunks,
+        shards=sample,  # one file for each sample, of which single blocks are read
+        compressors=optional("zarr.codecs", "a Zarr group", "zarr").Crc32cCodec(),
+        fill_value=np.nan if dtype.kind == "f" else 0,
+    )
+
+
+@contextmanager
+def _opened(path: Path, group: str) -> Generator[Any]:
+    arrays = _open_fields(path, group)
+    try:
+        yield arrays
+    finally:
+        if path.suffix in HDF5:
+            arrays.file.close()

@@ -1,0 +1,187 @@
+"""Refuses a step in which ranks gather or reduce different blocks at the same place.
+
+FSDP2 pairs the collectives of the ranks in the order in which each issues them. If one rank runs
+another block than the others, or leaves one out, weights of one block are mixed with those of
+another, or the process is aborted, or all wait for ever.
+
+Ranks remember which block came after which way through the module, as all of them have agreed. A
+block that comes as before costs no message. A rank that comes to another one says so in the store,
+and waits until all ranks have come to it: they have changed their way alike. While it waits, a
+thread of each rank answers how far it has come. A rank that has passed this place, or is about to
+gather another block, shows that the ways differ.
+"""
+
+import atexit
+import json
+import time
+import zlib
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.processes.failures.failure_watch import is_of_processes
+from lightning_shard.processes.failures.store_thread import StoreThread
+from lightning_shard.processes.store import store_of_attempt
+from lightning_shard.processes.torch_private.internals import backward_pass, default_store
+
+LOOK_S = 0.5  # between two looks at the other ranks
+WAYS = 100_000  # that are remembered
+LIMIT_S = 1800.0  # for a rank that neither comes nor passes
+
+_open: dict[tuple[int, ...], "SameBlocks"] = {}  # by ranks
+PROCESS_STATE = {"_open": _open}
+
+
+def same_blocks(group: dist.ProcessGroup) -> "SameBlocks | None":
+    """Return the common order of blocks of the ranks of `group`, begun anew; all of them call it.
+
+    Returns:
+        None where there is one rank, or ranks are not processes with a store.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1 or not is_of_processes():
+        return None
+    found = _open.get(ranks)
+    if found is None or found.group_store is not default_store():
+        if found is not None:
+            found.close()
+        found = _open[ranks] = SameBlocks(ranks, dist.get_rank())
+    found.begin()
+    return found
+
+
+class SameBlocks:
+    """Compares the order in which ranks gather and reduce their blocks."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        """Begin without an order.
+
+        Args:
+            ranks: The ranks that shard the same modules.
+            rank: The rank of this process.
+        """
+        self.group_store = default_store()
+        self._ranks, self._rank = ranks, rank
+        self._store, self._answers = (store_of_attempt().clone() for _ in range(2))
+        self._number = 0  # of the modules that were sharded
+        self._old: list[str] = []
+        self.begin()
+        self._thread = StoreThread(self._answer, every_s=LOOK_S)
+        atexit.register(self.close)
+
+    def begin(self) -> None:
+        """Forget the order, since one more module has been sharded."""
+        self._number += 1
+        self._next: dict[Any, str] = {}  # the event that follows a way through the module
+        self._way = 0, 0  # the events of the step before, and since this one began, as numbers
+        self._first, self._in_backward = "", False
+        self._count = 0
+        self._status = 0, ""  # the count, and the event that is waited for; read by the thread
+        self._prefix = f"blocks/{zlib.crc32(repr(self._ranks).encode())}/{self._number}"
+
+    def comes_to(self, event: str) -> None:
+        """Note that this rank is about to gather or reduce a block, and wait if that is new.
+
+        Args:
+            event: A clause that names the block, such as "gathers 'encoder.0'".
+
+        Raises:
+            DisagreementError: Another rank gathers or reduces another block.
+        """
+        backward = backward_pass() != -1
+        begins = not backward and (self._in_backward or event == self._first)
+        if begins or not self._count:
+            self._first, self._way = event, (self._way[1], 0)
+        self._in_backward = backward
+        if self._next.get(self._way) != event:
+            self._agree(event)
+            if len(self._next) > WAYS:
+                self._next.clear()
+            self._next[self._way] = event
+        self._way = self._way[0], hash((self._way[1], backward, event))
+        self._count += 1
+        self._status = self._count, ""
+
+    def close(self) -> None:
+        """End the thread that answers."""
+        atexit.unregister(self.close)
+        self._thread.close()
+        self._thread.join()
+
+    def _agree(self, event: str) -> None:
+        key = f"{self._prefix}/{self._count}/{zlib.crc32(event.encode())}"
+        self._status, began = (self._count, event), time.monotonic()
+        if self._store.add(key, 1) == len(self._ranks):
+            self._store.set(f"{key}/all", "")
+        asked = False
+        while not self._has_come(f"{key}/all"):
+            if not asked:
+                self._store.set(f"{self._prefix}/asked", "")
+                asked = True
+            elif (words := self._difference(event)) and not self._store.check([f"{key}/all"]):
+                raise DisagreementError(
+                    f"the ranks run different blocks: rank {self._rank} {event}, where {words}; "
+                    "let all ranks run the same blocks in the same order: what a rank does not "
+                    "need it can run with a weight of 0 in the loss."
+                )
+            if time.monotonic() - began > LIMIT_S:
+                raise TimeoutError(
+                    f"rank {self._rank} {event}, and for {LIMIT_S:.0f} s not all ranks have come "
+                    "to it."
+                )
+        self._status = self._count, ""
+        if self._rank == self._ranks[0]:  # all have left the agreement before this one
+            for old in self._old:
+                self._store.delete_key(old)
+            self._old = [key, f"{key}/all", *([f"{self._prefix}/asked"] if asked else [])]
+
+    def _has_come(self, key: str) -> bool:
+        deadline = time.monotonic() + LOOK_S
+        pause = 0.0002
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return True
+
+    def _difference(self, event: str) -> str:
+        """Word the block of another rank at this place; "" if none is known to be another one."""
+        for rank in self._ranks:
+            key = f"{self._prefix}/at/{rank}"
+            if rank == self._rank or not self._store.check([key]):
+                continue
+            count, waits = json.loads(self._store.get(key))
+            if count > self._count:
+                expected = self._next.get(self._way, "has gone on")
+                return f"rank {rank} {expected}, as before"
+            if count == self._count and waits not in ("", event):
+                return f"rank {rank} {waits}"
+        return ""
+
+    def _answer(self) -> None:
+        """Write how far this rank has come, while another one asks."""
+        if self._answers.check([f"{self._prefix}/asked"]):
+            status = json.dumps(self._status)
+            self._answers.set(f"{self._prefix}/at/{self._rank}", status)
+
+
+class NamedGather:
+    """Gathers the parameters of a block after the ranks have come to it."""
+
+    def __init__(self, plain: Any, order: SameBlocks, name: str) -> None:
+        """Stand before `plain`, the collective that FSDP2 would use, of the block `name`."""
+        self._plain, self._order, self._event = plain, order, f"gathers {name}"
+
+    def allocate(self, *size: Any, **options: Any) -> Any:
+        """Allocate memory for what is gathered, as FSDP2 does."""
+        return self._plain.allocate(*size, **options)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool) -> Any:
+        """Gather the parameters of one block over the ranks of `group`."""
+        if group.size() > 1:
+            self._order.comes_to(self._event)
+        return self._plain(
+            output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
+        )

@@ -1,0 +1,118 @@
+"""Gives zero gradients to parameters that this rank's step has not used, where another rank has.
+
+FSDP2 reduces the gradients that a rank has, in the order of the block's parameters. Two replicas
+that use different heads of one block have as many numbers to reduce, so each head would get the
+mean of both heads' gradients. Here each rank reduces all parameters of a block that it has used in
+part, as DDP does with `find_unused_parameters`. A parameter that no rank has used keeps none.
+
+The ranks compare after the first backward whether any of them has left out a parameter. Only then
+one message of a number for each parameter travels in each backward; otherwise none does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shard.fsdp.same_blocks import NamedGather, same_blocks
+from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.processes.torch_private.internals import (
+    after_backward,
+    backward_pass,
+    gather_of,
+    parameter_groups,
+)
+from lightning_shard.processes.torch_private.typed import named_modules
+
+
+class UnusedParameters:
+    """Fills in the gradients that are missing in the blocks of one module, and keeps their order.
+
+    Attributes:
+        some: True if a rank has left out a parameter in the first backward; None before it.
+    """
+
+    def __init__(self, root: nn.Module, group: dist.ProcessGroup) -> None:
+        """Follow the backward passes of a module.
+
+        Args:
+            root: The module, whose blocks are sharded.
+            group: All ranks that shard it.
+        """
+        self.some: bool | None = None
+        self._group = group
+        self._order = same_blocks(group)
+        names: dict[Any, str] = {module: name for name, module in named_modules(root)}
+        found: list[Any] = []
+        for module in sharded_modules(root):
+            name = repr(names[module]) if names[module] else "the module itself"
+            for each in parameter_groups(module):
+                found.append(each)
+                each.post_backward = self._filling(each, name)
+                if self._order is not None:
+                    gather: Any = NamedGather(gather_of(each), self._order, name)
+                    module.set_custom_all_gather(gather)
+        self._parameters: list[Any] = [p for each in found for p in each.fsdp_params]
+        self._filled: set[int] = set()
+        self._used: set[int] = set()
+        self._backward = -1
+
+    def _filling(self, group: Any, name: str) -> Callable[..., None]:
+        plain: Callable[..., None] = group.post_backward
+
+        def post_backward(*args: Any) -> None:
+            fills = group.reduce_grads and self.some is not False
+            if fills:
+                self._fill(group)
+                backward = backward_pass()
+                if backward != self._backward:
+                    self._backward = backward
+                    after_backward(self._compare)
+            if self._order is not None and group.reduce_grads:
+                trained = [_has_gradient(p) for p in group.fsdp_params if _is_trained(p)]
+                if any(trained):
+                    some = "" if all(trained) else f" (only {trained.count(True)} parameters)"
+                    self._order.comes_to(f"reduces the gradients of {name}{some}")
+            plain(*args)
+
+        return post_backward
+
+    def _fill(self, group: Any) -> None:
+        trained = [p for p in group.fsdp_params if _is_trained(p)]
+        used = [p for p in trained if _has_gradient(p)]
+        self._used.update(id(p) for p in used)
+        if used:
+            for p in trained:
+                if not _has_gradient(p):
+                    self._filled.add(id(p))
+                    p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+
+    @torch.no_grad()
+    def _compare(self) -> None:
+        """Forget the gradients of parameters that no rank has used."""
+        filled, used = self._filled, self._used
+        self._filled, self._used = set(), set()
+        if self.some is None:
+            # a step that is predicted on fake tensors reads 1 from each
+            self.some = self._sum(torch.tensor([2.0 * bool(filled)]))[0] > 1
+        if self.some:
+            flags = torch.tensor([float(id(p) in used) for p in self._parameters])
+            for p, number in zip(self._parameters, self._sum(flags), strict=True):
+                if id(p) in filled and not number:
+                    p.sharded_param.grad = None
+
+    def _sum(self, numbers: torch.Tensor) -> list[float]:
+        numbers = numbers.to(self._parameters[0].sharded_param.device)
+        dist.all_reduce(numbers, group=self._group)
+        return numbers.tolist()
+
+
+def _is_trained(p: Any) -> bool:
+    return hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad
+
+
+def _has_gradient(p: Any) -> bool:
+    accumulated = getattr(p, "unsharded_accumulated_grad", None)  # torch 2.11
+    return p.unsharded_param.grad is not None or accumulated is not None

@@ -1,0 +1,491 @@
+"""Compares runs of a module on a mesh with the same run in one process.
+
+`check` compares one step of each kind, `certify` some steps of training. Both record a run with
+`record` and compare what it gave. What differs by more than rounding is looked for again in the
+first step that differs, module by module and then function by function (`find_culprit`).
+"""
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from lightning_shard.data.split import ShardDims
+from lightning_shard.lab.batches import (
+    STEPS,
+    Data,
+    NotRehearsedError,
+    Stage,
+    batches_in_turn,
+    first_batches,
+    has_own_loaders,
+    stages_of,
+)
+from lightning_shard.lab.record import Look, Output, Record, Value, record
+from lightning_shard.lab.result import Certificate, Check, Comparison, Culprit, StepCheck
+from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
+from lightning_shard.processes.torch_private.typed import linalg
+
+MESHES = ((1, 1), (1, 2), (2, 2), (1, 4))
+DOUBLE = "64-true"
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of a loss, a gradient or an output
+NARROW = 5e-2  # the tolerance for narrower dtypes
+NEGLIGIBLE = 1e-3  # a parameter's share of the gradient below which it is compared with that share
+GROWTH = 100.0  # how much more than one rounding of each first weight is still rounding
+
+
+def check(
+    module: LightningModule,
+    data: Data,
+    mesh: int | str | Sequence[int] = 2,
+    shard_dims: ShardDims = None,
+    *,
+    simulated: bool = False,
+    **trainer: Any,
+) -> Check:
+    """Run each step in one process and on a mesh of ranks on this machine, and compare.
+
+    The steps are those that the module defines: training, validation, test and prediction.
+
+    Args:
+        module: An ordinary LightningModule, which stays as it is. Try a small one: all of it is
+            computed on the CPU of this machine.
+        data: A data module, or a DataLoader of training batches, whose first batch then serves
+            the other steps too. Data replicas share each batch.
+        mesh: Data replicas and the ranks along each split dim, as `(1, 2, 2)` or "1x2x2"; a number
+            of ranks is that of one replica.
+        shard_dims: The dims that are split, as for `HybridShardStrategy`.
+        simulated: Whether the ranks are simulated in this process (`simulate`), which is quicker,
+            and allows for many of them, instead of processes.
+        trainer: Arguments of the Trainer, such as `precision="64-true"`.
+
+    Returns:
+        The result of each step. Functions without a rule are all named, and not only the first one.
+
+    Raises:
+        ValueError: The mesh is none, or its replicas cannot share a batch equally.
+        TypeError: An argument is neither one of this function nor one of the Trainer.
+        torch.multiprocessing.ProcessRaisedException: The module does not train.
+    """
+    options = trainer_options(check, trainer)
+    task = _task(module, data, shard_dims, options, simulated=simulated)
+    sizes = as_mesh(mesh)
+    found = Check(sizes, _check_step(data, task, sizes, "fit"))
+    for stage in stages_of(module):
+        step = STEPS[stage][0]
+        try:
+            found.evaluation[step] = _check_step(data, task, sizes, stage)
+        except NotRehearsedError as reason:
+            found.not_rehearsed[step] = str(reason)
+    return found
+
+
+def certify(
+    module: LightningModule,
+    data: Data,
+    meshes: Sequence[int | str | Sequence[int]] = MESHES,
+    steps: int = 50,
+    shard_dims: ShardDims = None,
+    *,
+    simulated: bool = False,
+    facts: Mapping[str, str] | None = None,
+    **trainer: Any,
+) -> Certificate:
+    """Train some steps on each mesh and in one process, and compare losses and weights.
+
+    All runs have the same batches, first weights and random numbers, on the CPU of this machine.
+    They are made in float64, where rounding hides nothing, and in the precision of `trainer`. Where
+    one differs by more than rounding explains, its first step that does is run again, and the first
+    module and function are found whose output differs.
+
+    Args:
+        module: An ordinary LightningModule, which stays as it is.
+        data: A data module, or a DataLoader of training batches, each of which the data replicas
+            share.
+        meshes: Meshes, each in the form that `check` takes.
+        steps: How many batches are trained on.
+        shard_dims: The dims that are split, as for `HybridShardStrategy`.
+        simulated: Whether ranks are those of `simulate`, instead of processes.
+        facts: Further facts that the certificate is to name.
+        trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
+
+    Raises:
+        ValueError: `steps` is smaller than 1, a mesh has no domain, or its replicas cannot share a
+            batch equally.
+        TypeError: An argument is neither one of this function nor one of the Trainer.
+        torch.multiprocessing.ProcessRaisedException: The module does not train in one process.
+    """
+    options = trainer_options(certify, trainer)
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more; got {steps}.")
+    batches, sizes = batches_in_turn(data, steps), list(map(as_mesh, meshes))
+    for mesh in sizes:
+        _refuse_unequal_shares(batches, mesh)
+    found = Certificate(_facts(batches, simulated=simulated) | dict(facts or {}))
+    task = replace(_task(module, data, shard_dims, options, simulated=simulated), batches=batches)
+    for precision in dict.fromkeys((DOUBLE, str(options.get("precision", "32-true")))):
+        of_precision = replace(task, trainer=options | {"precision": precision})
+        _certify_in(found, of_precision, sizes, precision)
+    if not found.comparisons:
+        raise ValueError(f"nothing was compared: {'; '.join(found.not_run.values())}")
+    return found
+
+
+def _task(
+    module: LightningModule,
+    data: Data,
+    shard_dims: ShardDims,
+    trainer: dict[str, Any],
+    *,
+    simulated: bool,
+) -> Task:
+    """Return the task of one process, without batches."""
+    own = data if isinstance(data, LightningDataModule) else None
+    strategy = {"shard_dims": shard_dims, "exact_random": True}
+    return Task(module, own, [], strategy=strategy, trainer=trainer, simulated=simulated)
+
+
+def _refuse_unequal_shares(batches: Sequence[Any], mesh: Mesh) -> None:
+    unequal = next((n for n in map(samples_of, batches) if n % mesh[0]), None)
+    if unequal is not None:
+        raise ValueError(
+            f"the {mesh[0]} data replicas of the mesh {'x'.join(map(str, mesh))} cannot share a "
+            f"batch of {unequal} samples equally; choose another batch size, or another mesh."
+        )
+
+
+# One step of each kind
+
+
+def _check_step(data: Data, task: Task, mesh: Mesh, stage: Stage) -> StepCheck:
+    task = replace(task, stage=stage, batches=first_batches(task.module, data, stage))
+    try:
+        _refuse_unequal_shares(task.batches, mesh)
+    except ValueError as error:
+        if stage == "fit":
+            raise
+        raise NotRehearsedError(str(error).rstrip(".")) from error
+
+    def compare(task: Task) -> StepCheck:
+        alone, ranks = _record_alone(task, data), replace(task, mesh=mesh)
+        first = record(ranks, Look())
+        step = _compared(alone, first, stage)
+
+        def again(allowed: list[str]) -> tuple[StepCheck, list[str]]:
+            other = record(ranks, Look(), allowed=allowed)
+            return _compared(alone, other, stage), other.functions
+
+        step.functions = _with_functions_allowed(first.functions, again)
+        return step
+
+    found = compare(task)
+    if found.refused or found.is_exact or "precision" in task.trainer:
+        return found
+    try:  # sums that nearly cancel differ by more than any tolerance for float32
+        double = compare(replace(task, trainer={**task.trainer, "precision": DOUBLE}))
+    except ProcessRaisedException:  # not every module computes in float64
+        return found
+    double.rounding = found.worst
+    return double
+
+
+def _record_alone(task: Task, data: Data) -> Record:
+    try:
+        return record(task, Look())
+    except ProcessRaisedException as error:
+        if task.stage == "fit" or has_own_loaders(task.module, data, task.stage):
+            raise
+        reason = f"in one process it fails on a training batch, {_last_line(error)}"
+        raise NotRehearsedError(reason) from error
+
+
+def _compared(alone: Record, ranks: Record, stage: Stage) -> StepCheck:
+    """Compare one step in one process with the same on a mesh."""
+    found = StepCheck(STEPS[stage][0], ranks.split, ranks.refused, ranks.gathered)
+    if found.refused:
+        return found
+    if stage == "fit":
+        found.loss = alone.losses[0]
+        found.loss_difference = _difference(ranks.losses[0], found.loss, 0.0)
+        expected = alone.gradients | alone.buffers
+        found.differences = differences(
+            ranks.gradients | ranks.buffers, expected, _norm_of_all(expected.values())
+        )
+        found.tolerance = tolerance_of(expected)
+    else:
+        (expected,) = alone.values
+        found.differences = differences(_joined(ranks.values, expected), expected)
+        found.tolerance = tolerance_of(expected)
+    return found
+
+
+def _joined(replicas: Sequence[Mapping[str, Value]], expected: Mapping[str, Value]) -> Any:
+    """Put the values of data replicas together: samples in their order, and means over samples."""
+    if len(replicas) == 1:
+        return replicas[0]
+
+    def join(name: str) -> Value:
+        parts: list[Any] = [values[name] for values in replicas]
+        whole = expected.get(name)
+        if isinstance(parts[0], str) or len(set(map(type, parts))) > 1:
+            return parts[0] if all(part == parts[0] for part in parts) else str(parts)
+        if isinstance(whole, Tensor) and isinstance(parts[0], Tensor):
+            samples = sum(len(part) for part in parts) if parts[0].ndim else -1
+            if whole.ndim and len(whole) == samples:
+                return torch.cat(parts)
+        return sum(parts) / len(parts)
+
+    common = [name for name in replicas[0] if all(name in values for values in replicas)]
+    return {name: join(name) for name in common}
+
+
+def _with_functions_allowed(
+    functions: list[str], again: Callable[[list[str]], tuple[StepCheck, list[str]]]
+) -> dict[str, str]:
+    """Try `allow_function` for each custom autograd Function, and return in words what it does.
+
+    Behind one that is gathered others do not meet split tensors, so those that agree stay allowed.
+
+    Args:
+        functions: The names of those that were gathered.
+        again: Runs the step with Functions allowed; returns how it compares, and the names of
+            further Functions that it gathered.
+    """
+    words: dict[str, str] = {}
+    agreed: list[str] = []
+    waiting = list(functions)
+    while waiting:
+        name = waiting.pop(0)
+        try:
+            step, others = again([*agreed, name])
+        except ProcessRaisedException as error:  # its forward or its backward
+            words[name] = f"it fails: {_last_line(error)}"
+            continue
+        words[name] = _agreement(step)
+        if step.is_exact:
+            agreed.append(name)
+            waiting += [new for new in others if new not in {*words, *waiting}]
+    return words
+
+
+def _agreement(step: StepCheck) -> str:
+    if step.refused:
+        return f"it stops: {step.refused}"
+    if step.is_exact:
+        return "value and gradient agree" if step.step == "training_step" else "its values agree"
+    if step.loss_difference > step.tolerance or step.step != "training_step":
+        return f"its value differs, by {step.loss_difference or step.worst:.1e} of the whole"
+    return f"its value agrees, and gradients differ by up to {step.worst:.1e}"
+
+
+# Some steps of training
+
+
+def _certify_in(found: Certificate, task: Task, meshes: Sequence[Mesh], precision: str) -> None:
+    """Run one process and all meshes in one precision."""
+    try:
+        alone = record(task)
+    except ProcessRaisedException as error:  # not every module computes in float64
+        if precision != DOUBLE:
+            raise
+        found.not_run[precision] = _last_line(error)
+        return
+    nudged = _differences_by_step(record(task, nudged=True), alone)
+    worst = [max(pair) for pair in zip(*nudged, strict=True)]
+    tolerance = tolerance_of(alone.weights[0])
+    bounds = [max(tolerance, GROWTH * each) for each in accumulate(worst, max)]
+    found.rounding[precision] = nudged[1]
+    for mesh in meshes:
+        compared = Comparison(mesh, precision, bounds=bounds)
+        found.comparisons.append(compared)
+        ranks = replace(task, mesh=mesh)
+        try:
+            run = record(ranks)
+        except ProcessRaisedException as error:
+            compared.failed = _last_line(error)
+            continue
+        if run.refused:
+            compared.failed = run.refused
+            continue
+        compared.losses, compared.weights = _differences_by_step(run, alone)
+        step = compared.first_beyond
+        if step is not None and found.culprit is None:
+            found.culprit = find_culprit(task, ranks, step, bounds[step])
+            found.culprit_on = f"{compared.ranks} in {precision}"
+
+
+def _differences_by_step(run: Record, alone: Record) -> tuple[list[float], list[float]]:
+    """Return the relative differences of losses, and of all weights together, in each step."""
+    losses = [
+        _relative(abs(one - other), abs(other))
+        for one, other in zip(run.losses, alone.losses, strict=True)
+    ]
+    weights: list[float] = []
+    for one, other in zip(run.weights, alone.weights, strict=True):
+        names = [n for n, v in other.items() if v.is_floating_point() or v.is_complex()]
+        gap = _norm_of_all([one[name] - other[name] for name in names])
+        weights.append(_relative(gap, _norm_of_all([other[name] for name in names])))
+    return losses, weights
+
+
+def _facts(batches: Sequence[Any], *, simulated: bool) -> dict[str, str]:
+    """Return what a reader needs to make the certificate anew."""
+    versions = {name: importlib.metadata.version(name) for name in ("lightning-shard", "lightning")}
+    return {
+        **versions,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"CPU, {platform.machine()}",
+        "ranks": "simulated in one process" if simulated else "processes, gloo",
+        "seed": "0 for batches and random numbers, 1 for the roundings",
+        "batch": f"{samples_of(batches[0])} samples",
+    }
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1]
+
+
+# The first module and function whose output differs
+
+
+def find_culprit(alone: Task, ranks: Task, step: int, tolerance: float) -> Culprit:
+    """Run both up to `step` again, and compare what modules give there, then what functions give.
+
+    Args:
+        alone: The run of one process.
+        ranks: The run on a mesh.
+        step: The first step that differs.
+        tolerance: The relative difference that rounding explains in it.
+    """
+
+    def both(module: str | None) -> tuple[Record, Record]:
+        look = Look(step, outputs=True, module=module)
+        tasks = (replace(t, batches=t.batches[: step + 1]) for t in (alone, ranks))
+        expected, found = (record(task, look) for task in tasks)
+        return expected, found
+
+    replicas = ranks.mesh[0]
+    expected, found = both(None)
+    at, difference = _first_that_differs(expected.outputs, found.outputs, tolerance, replicas)
+    output = Output("") if at is None else expected.outputs[at]
+    of_step = both(output.name)
+    functions = of_step[0].outputs
+    inner, gap = _first_that_differs(functions, of_step[1].outputs, tolerance, replicas)
+    if inner is not None:
+        return Culprit(step, output.name, output.kind, functions[inner].name, gap)
+    if at is None:
+        return _culprit_behind_outputs(expected, found, step, tolerance)
+    return Culprit(step, output.name, output.kind, difference=difference)
+
+
+def _culprit_behind_outputs(
+    expected: Record, found: Record, step: int, tolerance: float
+) -> Culprit:
+    """Find the first difference in gradients, buffers or weights, where all outputs agree."""
+    kinds = {output.name: output.kind for output in expected.outputs}
+    if (name := _module_of_gradients(expected, found, tolerance)) is not None:
+        return Culprit(step, name, kinds.get(name, ""), backward=True)
+    gaps = differences(found.buffers, expected.buffers)
+    if wrong := [name for name, gap in gaps.items() if not gap <= tolerance]:
+        name, _, buffer = wrong[0].rpartition(".")
+        return Culprit(step, name, kinds.get(name, ""), difference=gaps[wrong[0]], buffer=buffer)
+    return Culprit(step, optimizer=True)
+
+
+def _first_that_differs(
+    expected: Sequence[Output], found: Sequence[Output], tolerance: float, replicas: int
+) -> tuple[int | None, float]:
+    """Return the number of the first call whose output differs, and by how much."""
+    for number, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one.name != other.name:  # from here on they cannot be compared
+            break
+        pairs = zip(one.values, other.values, strict=True)
+        worst = max((_gap_of_output(*pair, replicas) for pair in pairs), default=0.0)
+        if not worst <= tolerance:
+            return number, worst
+    return None, 0.0
+
+
+def _gap_of_output(expected: Tensor, found: Tensor, replicas: int) -> float:
+    """Return the relative difference on the samples of replica 0.
+
+    It is 0 for a value without a dim of samples, such as a mean, which cannot be cut.
+    """
+    if replicas > 1:
+        if not expected.ndim or len(expected) != replicas * len(found):
+            return 0.0
+        expected = expected[: len(found)]
+    return _difference(found, expected, 0.0)
+
+
+def _module_of_gradients(expected: Record, found: Record, tolerance: float) -> str | None:
+    """Return the module with differing gradients to which backward comes first."""
+    gaps = differences(
+        found.gradients, expected.gradients, _norm_of_all(expected.gradients.values())
+    )
+    owners = {name.rpartition(".")[0] for name, gap in gaps.items() if not gap <= tolerance}
+    ended = [output.name for output in expected.outputs if output.name in owners]
+    return ended[-1] if ended else next(iter(owners), None)
+
+
+# Relative differences, and how much of them rounding explains
+
+
+def differences(
+    found: Mapping[str, Value], expected: Mapping[str, Value], total: float = 0.0
+) -> dict[str, float]:
+    """Return the relative difference of each value from the expected one, the largest first.
+
+    Args:
+        found: Values by name; one that is missing differs without bound.
+        expected: The values of one process.
+        total: The norm of all of them, if a small part of it is negligible.
+    """
+    every = {
+        name: _difference(found[name], value, NEGLIGIBLE * total) if name in found else torch.inf
+        for name, value in expected.items()
+    }
+    every |= {name: torch.inf for name in found if name not in expected}
+    return dict(sorted(every.items(), key=lambda item: -item[1]))
+
+
+def tolerance_of(values: Mapping[str, Value]) -> float:
+    """Return the relative difference that sums in another order make in values of these dtypes."""
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    numbers = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+    dtypes = {x.dtype.to_real() for x in numbers}
+    return max(TOLERANCE.get(dtype, NARROW) for dtype in dtypes | {torch.float64})
+
+
+def _difference(found: Value, expected: Value, floor: float) -> float:
+    if isinstance(found, str) or isinstance(expected, str):
+        return 0.0 if found == expected else torch.inf
+    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    if found.shape != expected.shape:
+        return torch.inf
+    alike = (found.isnan() & expected.isnan()) | (found == expected)  # also infinities
+    gap = torch.where(alike, 0, found - expected) if found.dtype != torch.bool else ~alike
+    scale = torch.where(expected.isnan(), 0, expected) if expected.dtype != torch.bool else expected
+    return norm(gap) / max(norm(scale), floor, 1e-30)
+
+
+def _relative(gap: float, size: float) -> float:
+    return gap / max(size, 1e-30) if gap == gap else torch.inf  # NaN is no number
+
+
+def norm(x: Tensor) -> float:
+    """Return the 2-norm, summed in float64."""
+    wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+    return float(linalg.vector_norm(wide))
+
+
+def _norm_of_all(values: Any) -> float:
+    return norm(torch.tensor([norm(value) for value in values]))

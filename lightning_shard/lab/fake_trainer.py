@@ -1,0 +1,452 @@
+"""Traces a training step of one rank that runs alone, on fake tensors: shapes, and no numbers.
+
+The Trainer is that of a real run. What each operation would take is counted (timeline.py). Integers
+stay real where nothing fake went into them, since sizes and indices are computed with them. Fake
+tensors are equal, and a fake number that Python reads is 1. Where a step reads one, it is traced
+again with another number. If the two differ, or an operation needs numbers, such as the rows that a
+mask chooses, the step runs on real tensors instead.
+"""
+
+import copy
+import gc
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from typing_extensions import override
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.fsdp import offload as offload
+from lightning_shard.lab.machine import Device
+from lightning_shard.lab.run import Task, run_here
+from lightning_shard.lab.simulate import alone
+from lightning_shard.lab.timeline import Ledger, Peak, Recorder, Timeline
+from lightning_shard.processes.torch_private.internals import (
+    DispatchMode,
+    FakeTensor,
+    FakeTensorMode,
+    base_of,
+    fake_copies,
+    own_buffers,
+    own_parameters,
+    tree_leaves,
+    tree_map,
+)
+from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.split_summary import SplitSummary, split_summary
+
+_aten: Any = torch.ops.aten
+_ITEM = "aten::_local_scalar_dense"
+_WHOLE_NUMBERS = (_aten.arange, _aten.randperm, _aten.scalar_tensor)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+NUMBER, OTHER_NUMBER = 1, 3  # for the two traces of a step that reads numbers
+COLLECT_EVERY = 64  # operations
+SAME = 0.01  # the largest relative difference of two traces that are taken for one
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The account of one step of a rank.
+
+    Attributes:
+        timeline: Its computation and its collectives.
+        peak: The moment at which it holds most memory.
+        activations: Bytes that forward keeps for backward.
+        split: The entries of the batch that are split, and those that stay whole.
+        is_measured: True if the step ran on real tensors.
+        reads_numbers: True if the step read a number of a fake tensor.
+    """
+
+    timeline: Timeline
+    peak: Peak
+    activations: int
+    split: SplitSummary
+    is_measured: bool = False
+    reads_numbers: bool = False
+
+    def equals(self, other: "Traced") -> bool:
+        """Return whether another trace has the same collectives, and the same time and memory."""
+        return (
+            self.timeline.collectives == other.timeline.collectives
+            and math.isclose(self.timeline.computed, other.timeline.computed, rel_tol=SAME)
+            and math.isclose(self.peak.bytes, other.peak.bytes, rel_tol=SAME)
+        )
+
+
+def traced(task: Task, rank: int, device: Device | None = None) -> Traced:
+    """Trace a step of one rank of the task's mesh, on real tensors only if fake ones do not do.
+
+    Args:
+        task: The training; it has one batch, that of a data replica.
+        rank: The rank that runs alone.
+        device: The device whose seconds are counted; None: only bytes are counted.
+
+    Raises:
+        UnsupportedOperationError: The module uses an operation that cannot be split so.
+    """
+    try:
+        found = _trace(task, rank, device, NUMBER)
+        if not found.reads_numbers or _is_same(found, task, rank, device):
+            return found
+    except UnsupportedOperationError:
+        raise
+    except RuntimeError:  # fake tensors refuse; a mistake of the module comes again below
+        pass
+    return _trace(task, rank, device, None)
+
+
+def _is_same(found: Traced, task: Task, rank: int, device: Device | None) -> bool:
+    """Return whether a step does the same with other numbers, unless it refuses these."""
+    try:
+        return found.equals(_trace(task, rank, device, OTHER_NUMBER))
+    except Exception:  # the module's own check of a number, which is no more true here
+        return True
+
+
+def _trace(task: Task, rank: int, device: Device | None, number: int | None) -> Traced:
+    ledger = Ledger(device)
+    recorder = Recorder(rank, clock=lambda: ledger.seconds)
+    body = _Body(task, ledger, recorder, number)
+    with _collecting_by_operations():
+        alone(body, processes=math.prod(task.mesh), rank=rank, listener=recorder)
+    follower = body.follower
+    return Traced(
+        recorder.steps[-1], ledger.peak, follower.activations, follower.split,
+        number is None, body.mode.reads_numbers,
+    )  # fmt: skip
+
+
+@contextmanager
+def _collecting_by_operations() -> Generator[None]:
+    """Collect garbage where `_note` does, so that equal steps hold equal memory.
+
+    Python collects it after as many new objects as this process happens to have made.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Body:
+    """The function of the rank; all ranks share this object."""
+
+    def __init__(self, task: Task, ledger: Ledger, recorder: Recorder, number: int | None) -> None:
+        self._task, self._ledger, self._recorder = task, ledger, recorder
+        self._is_fake = number is not None
+        self.mode: Any = _Real(ledger) if number is None else _Fake(ledger, number)
+        self.follower = _Follow(ledger, self.mode)
+
+    def __deepcopy__(self, memo: Any) -> "_Body":
+        return self
+
+    def __call__(self) -> None:
+        given = self._task
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # about addresses of tensors without memory
+            stack.enter_context(replaced(offload, "OnHost", lambda: _OnHost(self._ledger)))
+            batch = given.batches[0]
+            if self._is_fake:
+                stack.enter_context(replaced(nn.Module, "_apply", _apply))
+            stack.enter_context(self.mode)
+            with fake_copies(self.mode) if self._is_fake else ExitStack():
+                module, data = copy.deepcopy((given.module, given.data))
+            if data is not None:  # it was set up for its batch, and could read files here
+                for hook in ("prepare_data", "setup"):
+                    setattr(data, hook, _nothing)
+            if self._is_fake:
+                batch = tree_map(_as_fake, batch)
+            train(
+                replace(given, module=module, data=data, batches=[batch]),
+                1, self._recorder.cut, self.follower, warm_up=1,
+            )  # fmt: skip
+
+
+def train(
+    task: Task, steps: int, cut: Callable[[], None], *callbacks: Callback, warm_up: int
+) -> None:
+    """Train on the rank that this process or thread is.
+
+    Args:
+        task: The training; its module is changed, and its first batch is given in each step.
+        steps: The number of steps after those that warm up.
+        cut: A function that is called as each step begins, and as the last has ended.
+        callbacks: Further callbacks.
+        warm_up: The number of steps that make caches and the optimizer's states.
+    """
+    count = warm_up + steps
+    batches = [task.batches[0]] * (count + 1)  # so that no step is the last of its loader
+    trainer = {**task.trainer, "max_steps": count}
+    run_here(replace(task, batches=batches, trainer=trainer), _Cut(cut, count), *callbacks)
+
+
+class _Cut(Callback):
+    """Calls a function where steps begin, and where the last ends."""
+
+    def __init__(self, cut: Callable[[], None], steps: int) -> None:
+        self._cut, self._steps = cut, steps
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._cut()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if batch_idx == self._steps - 1:
+            self._cut()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
+    """Let an attribute have another value, while open."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class _OnHost(saved_tensors_hooks):
+    """Counts what `OnHost` would move to a host whose memory is not the device's."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        def is_moved(x: Tensor) -> bool:
+            is_wrapper = isinstance(x, DTensor | DomainTensor)
+            return not is_wrapper and not isinstance(base_of(x), nn.Parameter)
+
+        def pack(x: Tensor) -> Tensor:
+            if is_moved(x):
+                ledger.to_host(x)
+            return x
+
+        def unpack(x: Tensor) -> Tensor:
+            if is_moved(x):
+                ledger.from_host(x)
+            return x
+
+        super().__init__(pack, unpack)
+
+
+def _as_fake(x: Any) -> Any:
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype)
+
+
+class _Real(DispatchMode):
+    """Counts operations on real tensors."""
+
+    is_in_step = reads_numbers = False
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, DomainTensor | DTensor) for x in given):
+            return NotImplemented  # the wrapper calls operations on what it holds
+        out = func(*args, **kwargs)
+        _note(self._ledger, func, args, kwargs, given, out)
+        return out
+
+
+class _Fake(FakeTensorMode):
+    """Makes fake tensors; DTensor enters it again, to compute shapes that no rank holds."""
+
+    def __init__(self, ledger: Ledger, number: int) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.is_in_step = self.reads_numbers = False
+        self._ledger, self._number, self._depth = ledger, number, 0
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copies of fake tensors are of this mode.
+
+        A copy of it would have weak references to the same memory, and each of them frees it
+        (torch 2.15): a step that logs made such copies, and the heap was damaged.
+        """
+        return self
+
+    def __enter__(self) -> Any:
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._depth -= 1
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._depth > 1:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        leaves = tree_leaves((args, kwargs))
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        if any(isinstance(x, FakeTensor) for x in given):
+            if func.name() == _ITEM:
+                return self._read(given[0])
+            if func is _aten.equal.default:
+                return True
+        elif _is_of_integers(func, given, leaves, kwargs.get("dtype")):
+            return func(*args, **kwargs)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except ValueError as error:
+            if func is _aten.view.default:  # real tensors refuse it with this type of error
+                raise RuntimeError(str(error)) from error
+            raise
+        if isinstance(out, FakeTensor):
+            out.constant = None  # a real tensor, of which no deep copy can be made here
+        if func.namespace != "prim":
+            _note(self._ledger, func, args, kwargs, given, out)
+        return out
+
+    def _read(self, x: Tensor) -> float | int | bool:
+        """Return a number for an element of a fake tensor."""
+        self.reads_numbers = self.reads_numbers or self.is_in_step
+        number = self._number if self.is_in_step else NUMBER
+        if x.dtype is torch.bool:
+            return number == NUMBER
+        return float(number) if x.is_floating_point() else number
+
+
+def _note(ledger: Ledger, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
+    if any(map(_holds_nothing, [*given, *tree_leaves(out)])):
+        return
+    ledger.note(func, args, kwargs, given, out)
+    if ledger.operations % COLLECT_EVERY == 0:
+        gc.collect(0)
+
+
+def _is_of_integers(func: Any, given: list[Tensor], leaves: list[Any], dtype: Any) -> bool:
+    if given:
+        return all(x.dtype in _INTEGERS for x in given) and dtype in (None, *_INTEGERS)
+    if dtype is None:
+        return func.overloadpacket in _WHOLE_NUMBERS and not any(
+            isinstance(x, float) for x in leaves
+        )
+    return dtype in _INTEGERS
+
+
+def _holds_nothing(x: Any) -> bool:
+    """Return whether `x` is a wrapper, whose part is counted by itself, or has a shape only."""
+    return isinstance(x, DomainTensor | DTensor) or (isinstance(x, Tensor) and x.is_meta)
+
+
+def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+    """Do `Module._apply` without a write into memory, which fake parameters do not have."""
+    for module in self.modules() if recurse else (self,):
+        for own in (own_parameters(module), own_buffers(module)):
+            kept: Any = own
+            for name, old in [(name, x) for name, x in own.items() if x is not None]:
+                new = change(old.detach())
+                if (new.dtype, new.device) != (old.dtype, old.device):
+                    is_parameter = isinstance(old, nn.Parameter)
+                    kept[name] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+    return self
+
+
+class _Follow(Callback):
+    """Gives the ledger the part of the step that computes, and the causes of memory."""
+
+    def __init__(self, ledger: Ledger, mode: Any) -> None:
+        self.split, self.activations = SplitSummary(), 0
+        self._ledger, self._mode = ledger, mode
+        self._hooks = ExitStack()
+        self._open: list[str] = []
+        self._names: dict[nn.Module, str] = {}
+
+    def __deepcopy__(self, memo: Any) -> "_Follow":
+        return self
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._names = {module: name for name, module in pl_module.named_modules()}
+        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        self._hooks.enter_context(saved_tensors_hooks(self._keep, lambda x: x))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._open.append(self._names.get(module, type(module).__name__))
+        self._ledger.place = f"forward of {self._open[-1] or 'the module'}"
+
+    def _leave(self, *_: Any) -> None:
+        self._open.pop()
+
+    def _keep(self, x: Tensor) -> Tensor:
+        self._ledger.hold(_locals([x]), "activations")
+        return x
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        ledger, own = self._ledger, [*pl_module.parameters()]
+        gc.collect(1)  # all objects that were made since the trace began
+        self.split, self.activations = split_summary(batch), 0
+        ledger.next_step()
+        ledger.hold(_locals([*own, *pl_module.buffers()]), "parameters")
+        ledger.hold(_locals([p.grad for p in own]), "gradients")
+        states = tree_leaves([list(o.state.values()) for o in trainer.optimizers])
+        ledger.hold(_locals(states), "optimizer")
+        ledger.hold(_locals(tree_leaves(batch)), "batch")
+        self._mode.is_in_step = True
+
+    @override
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        self._mode.is_in_step = False
+        self._ledger.place = "backward"
+        self.activations = max(self.activations, self._ledger.held("activations"))
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        self._ledger.place = "the optimizer's step"
+        self._ledger.hold(_locals([p.grad for p in pl_module.parameters()]), "gradients")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mode.is_in_step = False
+        self._hooks.close()
+
+
+def _locals(tensors: Iterable[Any]) -> list[Tensor]:
+    with torch.no_grad():
+        own: Any = [x for x in tensors if isinstance(x, Tensor)]
+        return [x.to_local() if isinstance(x, DTensor | DomainTensor) else x for x in own]

@@ -1,0 +1,350 @@
+"""Records what a run gives: losses, weights, gradients, outputs, and how far it was split.
+
+All values are those of the whole: parts of the ranks are gathered, so that a run on a mesh can be
+compared with one in one process. Gathering is a collective, which all ranks call together.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.data.tree import leaves_of
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.lab.run import Task, on_each_rank, run_here
+from lightning_shard.ops.registry import name_of
+from lightning_shard.processes.narrow import is_mapping
+from lightning_shard.processes.torch_private.internals import keystr, tree_flatten_with_path
+from lightning_shard.tensor import autograd_function, gathering
+from lightning_shard.tensor.escape import allow_gather
+from lightning_shard.tensor.placement import gather
+from lightning_shard.trainer.split_summary import SplitSummary, split_summary
+
+Value = Tensor | float | str
+
+# modules between a function and its caller, and modules whose calls are not the user's
+_CARRIERS = ("torch.overrides", "torch.nn.functional", "torch.functional", "torch._tensor",
+             "torch._jit_internal", "torch._ops")  # fmt: skip
+_INFRASTRUCTURE = ("torch.distributed.", "torch.utils.", "torch.autograd.", "lightning.",
+                   "lightning_shard.")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """The step in which a run is looked into, and after which it ends.
+
+    Attributes:
+        step: The step whose gradients and buffers are kept.
+        outputs: Whether the outputs of modules or functions are kept, too.
+        module: The module of which each function's output is kept; None: every module's output.
+    """
+
+    step: int = 0
+    outputs: bool = False
+    module: str | None = None
+
+
+@dataclass
+class Output:
+    """What one call gave.
+
+    Attributes:
+        name: The name of the module, or of the function.
+        kind: The class of the module; "" for a function.
+        values: The tensors that it gave, whole, on the first rank.
+    """
+
+    name: str
+    kind: str = ""
+    values: list[Tensor] = field(default_factory=list[Tensor])
+
+
+@dataclass
+class Record:
+    """What a run gave.
+
+    Attributes:
+        losses: The loss of each training step, the mean over the data replicas.
+        weights: Parameters and buffers after each step, by name; not of a run that is looked into.
+        gradients: Gradients of the step that is looked into, by the name of the parameter.
+        buffers: Buffers before the optimizer's step there, by name.
+        outputs: The outputs of modules or functions in that step, in the order of their ends.
+        values: For each data replica the values that an evaluation step returned, whole over the
+            domain, and those that it logged, by name.
+        gathered: Functions without a rule for split tensors, which ran on gathered ones.
+        functions: Custom autograd Functions among them.
+        refused: The sentence with which the run stopped at an operation that cannot be split.
+        split: The entries of the first batch that were split.
+    """
+
+    losses: list[float] = field(default_factory=list[float])
+    weights: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    outputs: list[Output] = field(default_factory=list[Output])
+    values: list[dict[str, Value]] = field(default_factory=list[dict[str, Value]])
+    gathered: list[str] = field(default_factory=list[str])
+    functions: list[str] = field(default_factory=list[str])
+    refused: str = ""
+    split: SplitSummary = field(default_factory=SplitSummary)
+
+
+def record(
+    task: Task, look: Look | None = None, *, nudged: bool = False, allowed: Sequence[str] = ()
+) -> Record:
+    """Run a task on its ranks, and return what it gave.
+
+    Args:
+        task: What to run.
+        look: Where the run is looked into; None: after each step its weights are kept.
+        nudged: Whether each first weight is moved to the number beside it.
+        allowed: Names of custom autograd Functions that run as `allow_function` lets them, and not
+            on gathered tensors.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: A rank failed; the last line is its error.
+    """
+    body = partial(record_here, look=look, nudged=nudged, allowed=allowed)
+    records = on_each_rank(body, task)
+    replicas = records[:: math.prod(task.mesh[1:])]  # the first rank of each
+    first = records[0]
+    losses = zip(*(r.losses for r in replicas), strict=True)
+    first.losses = [math.fsum(each) / len(replicas) for each in losses]
+    first.values = [values for r in replicas for values in r.values]
+    return first
+
+
+def record_here(
+    task: Task, look: Look | None = None, *, nudged: bool = False, allowed: Sequence[str] = ()
+) -> Record:
+    """Run a task on the rank that this process or thread is; the arguments are those of `record`.
+
+    Weights, gradients and outputs are with the first rank only.
+    """
+    autograd_function.functions_met.clear()
+    autograd_function.functions_to_try.update(allowed)
+    gathering.gathered_functions.clear()
+    found, values = Record(), dict[str, Value]()
+    with allow_gather():
+        try:
+            trainer = run_here(task, _Recorder(found, values, task, look, nudged=nudged))
+        except UnsupportedOperationError as error:
+            found.refused = str(error)
+        else:
+            if task.stage != "fit":
+                logged = trainer.callback_metrics.items()
+                found.values = [values | {k: v.detach().cpu() for k, v in logged}]
+    found.gathered = list(map(name_of, gathering.gathered_functions))
+    found.functions = [name for name in autograd_function.functions_met if name not in allowed]
+    return found
+
+
+class _Recorder(Callback):
+    """Puts what a run gives into its record."""
+
+    def __init__(
+        self,
+        found: Record,
+        values: dict[str, Value],
+        task: Task,
+        look: Look | None,
+        *,
+        nudged: bool,
+    ) -> None:
+        self._found, self._values, self._look, self._nudged = found, values, look, nudged
+        self._parameters = {name for name, _ in task.module.named_parameters()}
+        self._outputs: _Outputs | None = None
+        self._looked = False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nudge the weights, once precision and device are chosen."""
+        if self._nudged:
+            draw = torch.Generator().manual_seed(1)
+            for p in pl_module.parameters():
+                _nudge(p, draw)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0:
+            self._found.split = split_summary(batch)
+        if self._look is not None and self._look.outputs and batch_idx == self._look.step:
+            self._outputs = _Outputs(pl_module, self._look.module, self._found.outputs)
+
+    @override
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        if self._outputs is not None:
+            self._outputs.close()
+            self._outputs = None
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        """Read gradients and buffers as a state, whose names are those of the plain module."""
+        look = self._look
+        if look is None or self._looked or len(self._found.losses) < look.step:
+            return
+        self._looked = True
+        with torch.no_grad():
+            for p in pl_module.parameters():
+                p.zero_() if p.grad is None else p.copy_(p.grad)
+        for name, value in _state(pl_module).items():
+            into = self._found.gradients if name in self._parameters else self._found.buffers
+            into[name] = value
+        trainer.should_stop = True
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        loss: Any = outputs.get("loss") if is_mapping(outputs) else outputs
+        self._found.losses.append(math.nan if loss is None else float(loss))
+        if self._look is None:
+            self._found.weights.append(_state(pl_module))
+        elif dist.get_rank():
+            self._found.outputs.clear()
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep what the step returned for the batch of a loader."""
+        self._found.split = split_summary(batch)
+        of_loader = f" of loader {dataloader_idx}" if dataloader_idx else ""
+        for path, leaf in tree_flatten_with_path(outputs)[0]:
+            name = f"output{of_loader}{keystr(path)}"
+            if isinstance(leaf, Tensor):
+                self._values[name] = gather(leaf).detach().cpu().clone()
+            elif isinstance(leaf, bool | int | float | str):
+                self._values[name] = leaf
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+
+def _state(module: LightningModule) -> dict[str, Tensor]:
+    """Return copies of whole parameters and buffers, on the first rank."""
+    state = full_module_state(module)
+    return {k: v.clone() for k, v in state.items() if isinstance(v, Tensor) and not dist.get_rank()}
+
+
+@torch.no_grad()
+def _nudge(p: Tensor, draw: torch.Generator) -> None:
+    """Move each number to the next larger or the next smaller one."""
+    real = torch.view_as_real(p) if p.is_complex() else p
+    up = torch.rand(real.shape, generator=draw) < 0.5
+    ends = torch.where(up, math.inf, -math.inf).to(real)
+    with contextlib.suppress(NotImplementedError):  # for a dtype that has no such function
+        real.copy_(torch.nextafter(real, ends))
+
+
+class _Outputs:
+    """Appends what is called from now on until `close` to a list, in the order of the ends."""
+
+    def __init__(self, root: LightningModule, module: str | None, found: list[Output]) -> None:
+        """Begin.
+
+        Args:
+            root: The module that is trained.
+            module: The module whose functions are followed, in its first call; None: follow the
+                outputs of all modules. "" is the step itself.
+            found: The list.
+        """
+        self._found, self._mode = found, _Functions(found)
+        self._hooks: list[Any] = []
+        self._entered = self._done = False
+        for name, part in root.named_modules() if module is None else ():
+            if part is not root:
+                self._hooks.append(part.register_forward_hook(self._noting(name)))
+        if module == "":
+            self._enter()
+        elif module is not None:
+            part = root.get_submodule(module)
+            self._hooks += [
+                part.register_forward_pre_hook(lambda *_: self._enter()),
+                part.register_forward_hook(lambda *_: self._leave()),
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._leave()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _noting(self, name: str) -> Any:
+        def note(part: nn.Module, _: Any, output: Any) -> None:
+            kind = next(c for c in type(part).__mro__ if "fsdp" not in c.__module__).__name__
+            self._found.append(Output(name, kind, _whole_tensors(output)))
+
+        return note
+
+    def _enter(self) -> None:
+        if not self._done:
+            self._mode.__enter__()
+            self._entered = self._done = True
+
+    def _leave(self) -> None:
+        if self._entered:
+            self._mode.__exit__(None, None, None)
+            self._entered = False
+
+
+class _Functions(TorchFunctionMode):
+    """Notes what each function gives that is called by the user's code, and not by others."""
+
+    def __init__(self, found: list[Output]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _is_of_user(sys._getframe(1)) and (values := _whole_tensors(result)):
+            self._found.append(Output(name_of(func), "", values))
+        return result
+
+
+def _is_of_user(frame: FrameType | None) -> bool:
+    """Return whether a function is called by a module, and not by what shards its parameters."""
+    while frame is not None and _module_of(frame) in _CARRIERS:
+        frame = frame.f_back
+    return frame is not None and not _module_of(frame).startswith(_INFRASTRUCTURE)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _whole_tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a value; all ranks must come here."""
+    tensors = [x for x in leaves_of(value) if isinstance(x, Tensor)]
+    numbers = [x for x in tensors if x.is_floating_point() or x.is_complex()]
+    whole = [gather(x.detach()).clone() for x in numbers]
+    return whole if dist.get_rank() == 0 else [x[:0] if x.ndim else x for x in whole]

@@ -1,0 +1,364 @@
+"""Holds what comparisons of runs found, in words, and writes certificates to files."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_shard.lab.run import Mesh
+from lightning_shard.trainer.report.chart import chart, missing
+from lightning_shard.trainer.split_summary import SplitSummary
+
+NAME = "certificate"
+# what differs on several data replicas in DDP, too, by a word of the culprit
+OF_REPLICAS = {
+    "dropout": "Data replicas draw random numbers of their own, as in DDP",
+    "BatchNorm": "Each data replica has statistics of its own samples, as in DDP",
+}
+
+
+@dataclass
+class StepCheck:
+    """How one step on several ranks compares with the step in one process.
+
+    Attributes:
+        step: The method of the module, such as "validation_step".
+        split: The entries of its batch that were split.
+        refused: The sentence with which the step stopped, if it did.
+        gathered: Functions without a rule for split tensors, by name.
+        functions: The effect of `allow_function` on each of them that is a custom autograd
+            Function, in words.
+        differences: The relative difference of each value, the largest first: gradients and buffers
+            of a training step, outputs and logged values of another.
+        loss: The loss of a training step in one process.
+        loss_difference: The relative difference of that loss on several ranks.
+        tolerance: The largest difference that rounding explains.
+        rounding: The largest difference in the module's own precision, where that left a doubt and
+            the comparison was repeated in float64; else 0.
+    """
+
+    step: str
+    split: SplitSummary = field(default_factory=SplitSummary)
+    refused: str = ""
+    gathered: list[str] = field(default_factory=list[str])
+    functions: dict[str, str] = field(default_factory=dict[str, str])
+    differences: dict[str, float] = field(default_factory=dict[str, float])
+    loss: float = 0.0
+    loss_difference: float = 0.0
+    tolerance: float = 0.0
+    rounding: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference."""
+        return max([self.loss_difference, *self.differences.values()])
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the step ran, and gave the numbers of one process."""
+        return not self.refused and self.worst <= self.tolerance
+
+    @property
+    def name(self) -> str:
+        """The name of the step in a sentence."""
+        return "training step" if self.step == "training_step" else self.step
+
+    def lines(self, ranks: str) -> list[str]:
+        """Return the result as lines of text.
+
+        Args:
+            ranks: The mesh in words.
+        """
+        if self.refused:
+            return [f"On {ranks} the {self.name} stopped: {self.refused}"]
+        verdict = "equals" if self.is_exact else "DIFFERS FROM"
+        lines = [f"One {self.name} on {ranks} {verdict} that of one process:"]
+        what, kind = "values    ", "outputs and logged values"
+        if self.step == "training_step":
+            what, kind = "gradients ", "parameters and buffers"
+            difference = f"relative difference {self.loss_difference:.1e}"
+            lines += [f"  loss       {self.loss:.6g}, {difference}"]
+        for name, difference in list(self.differences.items())[:1]:
+            lines += [
+                f"  {what} of {len(self.differences)} {kind}, relative difference at most "
+                f"{difference:.1e} ({name})"
+            ]
+        if not self.differences:
+            lines += ["  it returns and logs nothing to compare"]
+        if self.rounding:
+            lines += [
+                f"  These numbers are from float64, since {self.rounding:.1e} in the module's own "
+                "precision left a doubt."
+            ]
+        if not self.is_exact:
+            lines += [
+                f"  More than {self.tolerance:.0e} is not rounding. Random numbers other than "
+                "torch's dropout, or code that looks at one rank's part, can be the cause."
+            ]
+        return lines
+
+
+@dataclass
+class Check:
+    """The result of `check`; `print` it.
+
+    Attributes:
+        mesh: Data replicas, and the ranks along each split dim.
+        training: The result of the training step.
+        evaluation: The results of the validation, test and predict steps, by name.
+        not_rehearsed: Reasons for which steps of the module were not rehearsed, by name.
+    """
+
+    mesh: Mesh
+    training: StepCheck
+    evaluation: dict[str, StepCheck] = field(default_factory=dict[str, StepCheck])
+    not_rehearsed: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def domain(self) -> tuple[int, ...]:
+        """The ranks along each split dim."""
+        return self.mesh[1:]
+
+    @property
+    def steps(self) -> list[StepCheck]:
+        """The results of all steps that were rehearsed."""
+        return [self.training, *self.evaluation.values()]
+
+    @property
+    def refused(self) -> str:
+        """The sentence with which the first step stopped that did, or nothing."""
+        return next((step.refused for step in self.steps if step.refused), "")
+
+    @property
+    def gathered(self) -> list[str]:
+        """Functions without a rule for split tensors, of all steps."""
+        return list(dict.fromkeys(name for step in self.steps for name in step.gathered))
+
+    @property
+    def is_split(self) -> bool:
+        """True if any entry of the training batch was split."""
+        return bool(self.training.split.split)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if all steps ran, and gave the numbers of one process."""
+        return all(step.is_exact for step in self.steps)
+
+    @property
+    def is_supported(self) -> bool:
+        """True if all steps were exact on split batches, and without gathering."""
+        return self.is_exact and self.is_split and not self.gathered
+
+    def __str__(self) -> str:
+        ranks = f"{'x'.join(map(str, self.domain))} ranks"
+        if self.mesh[0] > 1:
+            ranks = f"{self.mesh[0]} data replicas of {ranks}"
+        count = math.prod(self.domain)
+        lines = [str(self.training.split)] if self.is_split or not self.refused else []
+        if not self.is_split and not self.refused:
+            lines += [f"NOTHING WAS TRIED SPLIT: {self.training.split.advice(count)}"]
+        for step in self.steps:
+            if step.gathered:
+                lines += [
+                    f"Without a rule for split tensors, computed on gathered ones in {step.step}:",
+                    *(f"  {name}" for name in step.gathered),
+                    *(f"With allow_function({n}) {what}." for n, what in step.functions.items()),
+                ]
+            lines += step.lines(ranks)
+        lines += [f"{step} was not rehearsed: {why}." for step, why in self.not_rehearsed.items()]
+        if self.is_exact and self.gathered:
+            lines += [
+                "It is exact, but gathering costs memory and traffic: train inside "
+                "`with lightning_shard.allow_gather():`, or register rules (docs/autograd.md)."
+            ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The place where a run on a mesh leaves that of one process.
+
+    Attributes:
+        step: The first step with a difference that rounding does not explain.
+        module: The module whose output differs first; "" where that is the step itself.
+        kind: The class of that module.
+        function: The function of torch that it calls, and whose output differs first; "" where
+            all of them agree.
+        difference: The relative difference of that output.
+        backward: True if all outputs of modules agree, and gradients differ.
+        buffer: The buffer of the module that differs, where outputs and gradients agree.
+        optimizer: True if all of these agree, and weights differ after the optimizer's step.
+    """
+
+    step: int
+    module: str = ""
+    kind: str = ""
+    function: str = ""
+    difference: float = 0.0
+    backward: bool = False
+    buffer: str = ""
+    optimizer: bool = False
+
+    def __str__(self) -> str:
+        where = f"module {self.module} ({self.kind})" if self.module else "the step itself"
+        what = f"step {self.step}: "
+        if self.backward:
+            return f"{what}all outputs agree, and gradients differ from {where} on"
+        if self.buffer or self.optimizer:
+            found = f"the buffer {self.buffer} of {where} differs"
+            if self.optimizer:
+                found = "weights differ after the optimizer's step"
+            return f"{what}all outputs and gradients agree, and {found}"
+        if self.function:
+            what += f"{self.function} in "
+        return f"{what}{where} is the first whose output differs, by {self.difference:.1e}"
+
+
+@dataclass
+class Comparison:
+    """The result of a run on a mesh in one precision, compared with one process.
+
+    Attributes:
+        mesh: Data replicas, and the ranks along each split dim.
+        precision: The precision of the Trainer.
+        losses: The relative difference of the loss in each step.
+        weights: The relative difference of all parameters and buffers after each step.
+        bounds: The difference that rounding explains in each step.
+        failed: The error with which the run ended, if it did.
+    """
+
+    mesh: Mesh
+    precision: str
+    losses: list[float] = field(default_factory=list[float])
+    weights: list[float] = field(default_factory=list[float])
+    bounds: list[float] = field(default_factory=list[float])
+    failed: str = ""
+
+    @property
+    def first_beyond(self) -> int | None:
+        """The first step with a difference beyond rounding; None if there is none."""
+        steps = zip(self.losses, self.weights, self.bounds, strict=True)
+        beyond = (n for n, (loss, weight, bound) in enumerate(steps) if not loss <= bound >= weight)
+        return next(beyond, None)
+
+    @property
+    def is_equal(self) -> bool:
+        """True if the run ended, and rounding explains all differences."""
+        return not self.failed and self.first_beyond is None
+
+    @property
+    def ranks(self) -> str:
+        """The mesh as text, such as "2x2"."""
+        return "x".join(map(str, self.mesh))
+
+
+@dataclass
+class Certificate:
+    """The result of `certify`; `print` it, or `save` it.
+
+    Attributes:
+        facts: Versions, seeds, the config's hash and the like, by name.
+        rounding: By precision, the differences in weights that one rounding of each first weight
+            makes in one process.
+        comparisons: The results of each mesh in each precision.
+        not_run: Reasons for which a precision was not run, by precision.
+        culprit: The place where the first mesh differs that does; None if all are equal.
+        culprit_on: The mesh and the precision of that place.
+    """
+
+    facts: dict[str, str]
+    rounding: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    comparisons: list[Comparison] = field(default_factory=list[Comparison])
+    not_run: dict[str, str] = field(default_factory=dict[str, str])
+    culprit: Culprit | None = None
+    culprit_on: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if every mesh trained as one process, but for rounding."""
+        return bool(self.comparisons) and all(each.is_equal for each in self.comparisons)
+
+    def __str__(self) -> str:
+        return self.markdown()
+
+    def markdown(self, picture: str = "") -> str:
+        """Return the certificate as a page.
+
+        Args:
+            picture: The file of the picture, if there is one.
+        """
+        verdict = "equals" if self.is_equal else "DIFFERS FROM"
+        meshes = ", ".join(dict.fromkeys(each.ranks for each in self.comparisons))
+        steps = max((len(each.losses) for each in self.comparisons), default=0)
+        lines = [
+            "# Certificate of equality",
+            "",
+            f"Training on the meshes {meshes} {verdict} training in one process, over {steps} "
+            "steps.",
+            "",
+            "| mesh | precision | loss | weights | rounding explains | verdict |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *map(_row, self.comparisons),
+            "",
+            "The largest relative differences of any step, and what rounding explains in that of "
+            "the last: a hundred times the difference of one process whose first weights are each "
+            "moved to the number beside them, or what sums in another order give at once.",
+        ]
+        if self.culprit is not None:
+            lines += ["", f"First difference, on {self.culprit_on}: {self.culprit}."]
+            lines += [f"{why}." for word, why in OF_REPLICAS.items() if word in str(self.culprit)]
+        lines += [f"{precision} was not run: {why}" for precision, why in self.not_run.items()]
+        if picture:
+            lines += ["", f"![Differences by step]({picture})"]
+        lines += ["", "| | |", "| --- | --- |"]
+        lines += [f"| {name} | {value} |" for name, value in self.facts.items()]
+        return "\n".join(lines) + "\n"
+
+    def picture(self) -> str:
+        """Draw the differences in weights by step as SVG; those that are 0 have no point."""
+        lines = {f"{each.ranks}, {each.precision}": each.weights for each in self.comparisons}
+        lines |= {f"one rounding, {name}": values for name, values in self.rounding.items()}
+        points = {
+            name: [(step + 1.0, value) for step, value in enumerate(values) if value > 0]
+            for name, values in lines.items()
+        }
+        drawn = chart(points, "step", "difference of weights")
+        return drawn or '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `certificate.md`, `.json` and `.svg` to a folder, such as that of a checkpoint.
+
+        Without matplotlib there is no `.svg`, and the page says so.
+        """
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        sentence = missing()
+        if not sentence:
+            (path / f"{NAME}.svg").write_text(self.picture(), encoding="utf-8")
+        page = self.markdown("" if sentence else f"{NAME}.svg")
+        page += f"\n{sentence}\n" if sentence else ""
+        (path / f"{NAME}.md").write_text(page, encoding="utf-8")
+        text = json.dumps({"is_equal": self.is_equal, **_plain(asdict(self))}, indent=1)
+        (path / f"{NAME}.json").write_text(text + "\n", encoding="utf-8")
+        return path / f"{NAME}.md"
+
+
+def _row(each: Comparison) -> str:
+    if each.failed:
+        return f"| {each.ranks} | {each.precision} | | | | failed: {each.failed} |"
+    numbers = (max(each.losses), max(each.weights), each.bounds[-1])
+    shown = " | ".join(f"{number:.1e}" for number in numbers)
+    at = each.first_beyond
+    verdict = "equal" if at is None else f"differs from step {at} on"
+    return f"| {each.ranks} | {each.precision} | {shown} | {verdict} |"
+
+
+def _plain(value: Any) -> Any:
+    """Replace numbers that JSON does not have by text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

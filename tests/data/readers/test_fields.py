@@ -1,0 +1,295 @@
+"""Each rank reads its part of each sample from disk, and training is that on whole fields."""
+
+import contextlib
+import io
+import math
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, default_collate
+from zarr.storage import LocalStore
+
+import lightning_shard
+from lightning_shard import DomainTensor, FieldDataset, HybridShardStrategy, slab_of, write_fields
+from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.split import shard_batch
+from tests import training
+from tests.parity import mesh_of
+
+SAMPLES = 4
+
+
+def field(index: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(index).standard_normal(shape).astype(dtype)
+
+
+def written(suffix: str, shape: tuple[int, ...]) -> Path:
+    """A file with SAMPLES fields x and y, made by the first rank."""
+    path = training.shared_path(f"fields{suffix}")
+    if dist.get_rank() == 0:
+        x = np.stack([field(i, shape) for i in range(SAMPLES)])
+        write_fields(path, SAMPLES, [{"x": x[:3], "y": 2 * x[:3]}, {"x": x[3:], "y": 2 * x[3:]}])
+    dist.barrier()
+    return path
+
+
+class FieldsOnDisk(LightningDataModule):
+    def __init__(self, path, batch_size=2, **options):
+        super().__init__()
+        self.path, self.batch_size, self.options = path, batch_size, options
+
+    def setup(self, stage):
+        self.dataset = FieldDataset(self.path, trainer=self.trainer, **self.options)
+
+    def train_dataloader(self):
+        return DataLoader(self.dataset, self.batch_size)
+
+
+class Compare(LightningModule):
+    """Checks what it is given; trains one convolution."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.net, self.seen = shape, torch.nn.Conv2d(1, 1, 3, padding=1), []
+
+    def training_step(self, batch, batch_idx):
+        samples = [field(i, self.shape) for i in range(SAMPLES)]
+        corners = [sample.flat[0] for sample in samples]
+        found = {name: lightning_shard.gather(batch[name]).numpy() for name in ("x", "y")}
+        wanted = np.stack([samples[corners.index(x.flat[0])] for x in found["x"]])
+        np.testing.assert_array_equal(found["x"], wanted)
+        np.testing.assert_array_equal(found["y"], 2 * wanted)
+        for field_read in batch.values():
+            assert isinstance(field_read, DomainTensor) == (self.trainer.strategy.domain_size > 1)
+        self.seen.append(batch_idx)
+        return (self.net(batch["x"]) - batch["y"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Counted(io.FileIO):
+    """A file that counts what is read of it."""
+
+    total = 0
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        Counted.total += count
+        return count
+
+
+@contextlib.contextmanager
+def bytes_counted():
+    """Counts what this process reads of HDF5 files and Zarr stores."""
+    Counted.total, open_file, get = 0, h5py.File, LocalStore.get
+
+    async def counted_get(self, *args, **kwargs):
+        found = await get(self, *args, **kwargs)
+        Counted.total += 0 if found is None else len(found)
+        return found
+
+    def opened(path, mode):
+        return open_file(Counted(str(path), "r"), mode)
+
+    with mock.patch.object(h5py, "File", opened), mock.patch.object(LocalStore, "get", counted_get):
+        yield
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+@pytest.mark.parametrize("domain", [(1,), (2,), (4,), (2, 2)], ids=str)
+def test_each_rank_reads_its_part(domain, suffix):
+    shape = (1, 250, 190)  # not divisible, neither by the ranks nor by the blocks of the file
+    path, module = written(suffix, shape), Compare(shape)
+    with bytes_counted():
+        training.trainer(domain).fit(module, datamodule=FieldsOnDisk(path))
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    share = Counted.total / (size / 4 * math.prod(domain))  # of the samples of its data replica
+    part = 1 / math.prod(domain)
+    assert 0.9 * part < share < part + 0.12, (share, part)
+    assert module.seen
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+@pytest.mark.parametrize("shape", [(1, 3, 8), (1, 7, 1)], ids=str)
+def test_more_ranks_than_rows(shape, suffix):
+    module = Compare(shape)
+    runner = training.trainer((4,))
+    data = FieldsOnDisk(written(suffix, shape))
+    runner.fit(module, datamodule=data)
+    assert module.seen == [0, 1]
+    rows = data.dataset.slabs["x"].index[1]
+    assert rows.stop - rows.start == (shape[1] + 3 - dist.get_rank()) // 4
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(
+    ("domain", "suffix"),
+    [pytest.param((4,), ".zarr", marks=pytest.mark.slow), ((2, 2), ".h5"), ((2,), ".zarr")],
+    ids=str,
+)
+def test_training_on_parts_is_training_on_whole_fields(domain, suffix):
+    """Losses and weights equal those of a loop of one process, written by hand."""
+    count = training.STEPS * 4
+    path = training.shared_path(f"darcy{suffix}")
+    if dist.get_rank() == 0:
+        samples = [training.darcy_sample(i) for i in range(count)]
+        block = {name: np.stack([s[name].numpy() for s in samples]) for name in ("x", "y")}
+        write_fields(path, count, [block])
+    wanted, state = training.train_alone("tfno", torch.float64, 4)
+    dist.barrier()
+    module, losses = training.make("tfno", torch.float64), training.Losses()
+    replicas = 4 // math.prod(domain)
+    data = FieldsOnDisk(path, batch_size=4 // replicas, dtype=torch.float64)
+    data.train_dataloader = lambda: DataLoader(data.dataset, data.batch_size)
+    training.trainer(domain, callbacks=[losses]).fit(module, datamodule=data)
+    mean = torch.tensor(losses.values, dtype=torch.float64)
+    dist.all_reduce(mean)
+    torch.testing.assert_close((mean / 4).tolist(), wanted, rtol=1e-10, atol=0)
+    for name, value in full_module_state(module).items():
+        torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_workers_open_the_file_for_themselves(suffix):
+    # the ranks of the pool are daemons, which may have no children such as workers
+    multiprocessing.current_process()._config["daemon"] = False
+    shape = (1, 20, 6)
+    module, data = Compare(shape), FieldsOnDisk(written(suffix, shape))
+
+    def loader():
+        data.dataset[0]  # this process has it open, too
+        return DataLoader(data.dataset, 2, num_workers=2, persistent_workers=True)
+
+    data.train_dataloader = loader
+    try:
+        training.trainer((2,), max_epochs=2).fit(module, datamodule=data)
+    finally:
+        multiprocessing.current_process()._config["daemon"] = True
+    assert module.seen == [0, 1, 0, 1]
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_precision_reaches_the_parts(precision):
+    path, dtypes = written(".h5", (1, 8, 6)), []
+
+    class Dtypes(Compare):
+        def training_step(self, batch, batch_idx):
+            dtypes.append(batch["x"].dtype)
+            return (self.net(batch["x"]) - batch["y"]).square().mean()
+
+    training.trainer((2,), precision=precision).fit(
+        Dtypes((1, 8, 6)), datamodule=FieldsOnDisk(path)
+    )
+    assert set(dtypes) == {torch.bfloat16 if precision == "bf16-true" else torch.float64}
+
+
+@pytest.mark.spmd(2)
+def test_ranks_that_read_different_samples_are_noticed():
+    runner = training.trainer((2,))
+    runner.fit(Compare((1, 8, 6)), datamodule=FieldsOnDisk(written(".h5", (1, 8, 6))))
+    slab = slab_of(runner, "x", (1, 8, 6))
+    rows = torch.zeros(1, 4, 6)
+    batches = [{"x": slab.part(rows, sample)} for sample in (0, dist.get_rank())]
+    check_same_batch(batches[0], mesh_of(2))
+    with pytest.raises(ValueError, match=r"read different batches \(entry \['x'\]\)"):
+        check_same_batch(batches[1], mesh_of(2))
+
+
+def split_by(shard_dims):
+    """A trainer whose strategy has a domain of two ranks."""
+    return SimpleNamespace(
+        strategy=SimpleNamespace(
+            domain_size=2, domain_mesh=mesh_of(2), device_mesh=mesh_of(2), shard_dims=shard_dims
+        )
+    )
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("dims", [3, -1, [3], {"x": 3}, {"x": [-1], "z": None}], ids=str)
+def test_shard_dims_decide_what_is_read(dims):
+    runner = split_by(dims)
+    slab = slab_of(runner, "x", (1, 4, 6))
+    low = 3 * dist.get_rank()
+    assert slab.index == (slice(0, 1), slice(0, 4), slice(low, low + 3))
+    whole = torch.rand(2, 1, 4, 6)
+    parts = [{"x": slab.part(whole[i][slab.index], i), "z": i} for i in range(2)]
+    batch = shard_batch(default_collate(parts), mesh_of(2), dims)
+    assert lightning_shard.gather(batch["x"]).equal(whole)
+
+
+@pytest.mark.spmd(2)
+def test_what_is_not_split_is_read_whole():
+    for dims, dtype in (({"y": 2}, torch.float32), ({"x": None}, torch.float32), (None, torch.int)):
+        slab = slab_of(split_by(dims), "x", (1, 4, 6), dtype)
+        assert not slab.is_split
+        assert slab.part(torch.ones(1, 4, 6), 0).equal(torch.ones(1, 4, 6))
+    assert not slab_of(split_by(None), "x", (4,)).is_split
+    assert not slab_of(None, "x", (1, 4, 6)).is_split
+
+
+@pytest.mark.spmd(2)
+def test_slabs_that_do_not_fit_their_batch():
+    with pytest.raises(ValueError, match="splits dim 0, the samples, of which no part can be read"):
+        slab_of(split_by({"x": 0}), "x", (1, 4, 6))
+    with pytest.raises(ValueError, match=r"dims \[4\] must lie in a tensor of 4 dims"):
+        slab_of(split_by({"x": 4}), "x", (1, 4, 6))
+    slab = slab_of(split_by(None), "x", (1, 4, 6))
+    rows = torch.zeros(1, 2, 6)
+    batch = default_collate([{"x": rows, "z": slab.part(rows, 0)}])
+    with pytest.raises(ValueError, match=r"'z' of shape \(1, 1, 4, 6\) was read in parts, but"):
+        shard_batch(batch, mesh_of(2), {"x": 2})
+    other = slab_of(split_by(None), "x", (1, 4, 8))
+    with pytest.raises(ValueError, match=r"must have one shape; got \(1, 4, 6\) and \(1, 4, 8\)"):
+        default_collate([slab.part(rows, 0), other.part(torch.zeros(1, 2, 8), 1)])
+
+
+def test_slabs_before_there_are_ranks():
+    runner = SimpleNamespace(strategy=HybridShardStrategy(domain_parallel_size=2))
+    with pytest.raises(
+        RuntimeError, match=r"part of 'x' a rank reads is known once .* in setup\(\)"
+    ):
+        slab_of(runner, "x", (1, 4, 6))
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_files_that_cannot_be_read(tmp_path, suffix):
+    path = tmp_path / f"fields{suffix}"
+    with pytest.raises(FileNotFoundError, match=f"the file of fields {path} does not exist"):
+        FieldDataset(path)
+    (path.mkdir if suffix == ".zarr" else path.touch)()
+    with pytest.raises(ValueError, match=f"{path} is not a whole (HDF5 file|Zarr group)"):
+        FieldDataset(path)
+    path = tmp_path / f"whole{suffix}"
+    write_fields(path, 2, [{"x": np.ones((2, 1, 8, 8), "f4")}])
+    with pytest.raises(ValueError, match=r"needs datasets x and y, but has no y; got \['x'\]"):
+        FieldDataset(path)
+    with pytest.raises(ValueError, match="holds 2 samples, but sample 4 is asked for"):
+        FieldDataset(path, ["x"], samples=range(5))
+    with pytest.raises(ValueError, match=r"must end in \.h5, \.hdf5, \.zarr"):
+        FieldDataset(tmp_path / "fields.csv")
+    assert FieldDataset(path, {"field": "x"})[1]["field"].equal(torch.ones(1, 8, 8))
+
+
+def test_blocks_that_are_gone_are_no_zeros(tmp_path):
+    path = tmp_path / "fields.zarr"
+    write_fields(path, 2, [{"x": np.ones((2, 1, 8, 8), "f4")}])
+    (path / "x/c/1/0/0/0").unlink()
+    dataset = FieldDataset(path, ["x"])
+    assert dataset[0]["x"].sum() == 64
+    with pytest.raises(ValueError, match=r"sample 1 of /x in .* is damaged .it is not all"):
+        dataset[1]

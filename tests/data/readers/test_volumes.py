@@ -1,0 +1,109 @@
+"""Volumes in NIfTI files: each rank reads its part of each volume."""
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+import lightning_shard
+from lightning_shard import VolumeDataset
+from lightning_shard.data.split import shard_batch
+from tests import training
+from tests.data.readers.test_fields import split_by
+from tests.parity import mesh_of
+
+EXTENTS = (7, 6, 4)
+RANDOM = np.random.default_rng(0)
+IMAGES = [RANDOM.integers(0, 100, EXTENTS).astype("i2") for _ in range(2)]
+LABELS = [RANDOM.integers(0, 3, EXTENTS).astype("u1") for _ in range(2)]
+
+
+def save(path, values, slope=1.0, intercept=0.0):
+    path.parent.mkdir(exist_ok=True)
+    image = nibabel.Nifti1Image(values, np.eye(4))
+    image.header.set_slope_inter(slope, intercept)
+    nibabel.save(image, path)
+
+
+def folders(suffix):
+    folder = training.shared_path("volumes")
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        for i in range(2):
+            save(folder / f"images/{i}{suffix}", IMAGES[i], slope=0.5, intercept=-3.0)
+            save(folder / f"labels/{i}{suffix}", LABELS[i])
+    dist.barrier()
+    return {"image": folder / "images", "label": folder / "labels"}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize(
+    ("dims", "dim"), [(None, 2), (-1, 4), ({"image": [2], "label": [2]}, 2)], ids=str
+)
+def test_parts_are_those_of_the_whole_volumes(suffix, dims, dim):
+    files = folders(suffix)
+    dataset, whole = VolumeDataset(files, split_by(dims)), VolumeDataset(files)
+    for i in range(2):
+        part = {key: entry.tensor.shape[dim - 1] for key, entry in dataset[i].items()}
+        half = -(-(EXTENTS[dim - 2] - dist.get_rank()) // 2)
+        assert part == {"image": half, "label": half}
+        batch = shard_batch(default_collate([dataset[i]]), mesh_of(2), dims)
+        wanted = {"image": 0.5 * IMAGES[i].astype("f4") - 3, "label": LABELS[i].astype("i8")}
+        for key, value in wanted.items():
+            found = lightning_shard.gather(batch[key])
+            assert found.equal(torch.from_numpy(value)[None, None])
+            assert whole[i][key].equal(found[0])
+
+
+@pytest.mark.spmd(2)
+def test_labels_alone_are_whole():
+    dataset = VolumeDataset({"label": folders(".nii")["label"]}, split_by(None))
+    assert dataset[0]["label"].shape == (1, *EXTENTS)
+
+
+@pytest.mark.spmd(2)
+def test_the_fourth_dim_holds_channels():
+    path = training.shared_path("channels.nii")
+    values = np.stack([IMAGES[0], IMAGES[1]], -1)
+    if dist.get_rank() == 0:
+        save(path, values)
+    dist.barrier()
+    dataset = VolumeDataset({"image": [path]}, split_by(None))
+    batch = shard_batch(default_collate([dataset[0]]), mesh_of(2), None)
+    wanted = torch.from_numpy(np.stack(IMAGES)).float()
+    assert lightning_shard.gather(batch["image"])[0].equal(wanted)
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"a.nii does not exist"):
+        VolumeDataset({"image": tmp_path / "a.nii"})
+    with pytest.raises(FileNotFoundError, match=r"has no file that ends in \.nii, \.nii\.gz"):
+        VolumeDataset({"image": tmp_path})
+    (tmp_path / "a.nii").write_bytes(b"no volume")
+    with pytest.raises(ValueError, match=r"a.nii is not a whole NIfTI file"):
+        VolumeDataset({"image": tmp_path / "a.nii"})
+    save(tmp_path / "b.nii", IMAGES[0])
+    save(tmp_path / "c.nii", LABELS[0][:5])
+    save(tmp_path / "d.nii", IMAGES[0][0])
+    with pytest.raises(ValueError, match=r"one grid; got .*b.nii \(7, 6, 4\) and .*c.nii \(5"):
+        VolumeDataset({"image": [tmp_path / "b.nii"], "label": [tmp_path / "c.nii"]})
+    with pytest.raises(ValueError, match=r"d.nii must have 3 dims, or 4 with channels; got \(6, 4"):
+        VolumeDataset({"image": [tmp_path / "d.nii"]})
+    with pytest.raises(ValueError, match=r"as many files as the others; got {'image': 2, "):
+        VolumeDataset({"image": [tmp_path / "b.nii"] * 2, "label": [tmp_path / "b.nii"]})
+    save(tmp_path / "e.nii", IMAGES[0], slope=0.5)
+    with pytest.raises(ValueError, match=r"e.nii must hold whole numbers, as a file of labels"):
+        VolumeDataset({"label": [tmp_path / "e.nii"]})[0]
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_files_that_are_cut(suffix, tmp_path):
+    path = tmp_path / f"a{suffix}"
+    save(path, IMAGES[0])
+    dataset = VolumeDataset({"image": path})
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=rf"a{suffix} (is damaged|is not a whole)"):
+        dataset[0]
