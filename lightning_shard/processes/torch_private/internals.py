@@ -76,8 +76,6 @@ INTERNALS = {
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
         "numbers that are read from shards are those of the whole",
     "torch.autograd._engine_run_backward": "gradients of parameters inside of steps are whole",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state":
-        "parameters that hooks have replaced are found",
     "torch._foreach_add_": "lists of whole parameters and shards are taken apart",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
     "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
