@@ -154,27 +154,52 @@ def _shared_parameters(root: nn.Module) -> set[nn.Parameter]:
 
 
 def _ties_kept(root: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
-    """`chosen` without the blocks that leave a tied parameter to nobody.
+    """Return `chosen` without the blocks that leave a tied parameter to nobody.
 
-    A parameter that several blocks hold is gathered with the block that encloses them all. FSDP2
-    finds it there only if some module that holds it is in no inner block.
+    A parameter that several blocks reach is gathered with the block that encloses them all. FSDP2
+    finds it there only if some module that holds it is reached without an inner block.
     """
-    inside = {block: set(block.modules()) for block in [*chosen, root]}
-    owner = {m: block for block in reversed(list(inside)) for m in inside[block]}
+    owners = _owners(root, {*chosen})
     for modules in _holders(root).values():
-        owners = {owner[m] for m in modules}
-        enclosing = next(b for b, parts in inside.items() if parts.issuperset(modules))
-        if enclosing not in owners:
+        found = {owner for m in modules for owner in owners[m]}
+        if len(found) < 2:
+            continue
+        around = (b for b in chosen if not _outside(b, root) & {*modules})
+        enclosing = next(around, root)
+        if enclosing not in found:
             # of equal ones the first in the module: a set has another order on each rank
-            in_order = [block for block in inside if block in owners]
+            in_order = [block for block in [*chosen, root] if block in found]
             least = min(in_order, key=lambda b: sum(p.numel() for p in b.parameters()))
             return _ties_kept(root, [b for b in chosen if b is not least])
     return chosen
 
 
+def _owners(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, set[nn.Module]]:
+    """Return for each module the innermost blocks on the ways from `root` to it."""
+    owners: dict[nn.Module, set[nn.Module]] = {}
+    waiting = [(root, root)]
+    while waiting:
+        module, owner = waiting.pop()
+        owner = module if module in chosen else owner
+        if owner not in owners.setdefault(module, set()):
+            owners[module].add(owner)
+            waiting.extend((child, owner) for child in module.children())
+    return owners
+
+
+def _outside(block: nn.Module, root: nn.Module) -> set[nn.Module]:
+    """Return the modules that are reached from `root` on a way that does not go through `block`."""
+    found: set[nn.Module] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not block and module not in found:
+            found.add(module)
+            waiting.extend(module.children())
+    return found
+
+
 def tied_outside(block: nn.Module, root: nn.Module) -> set[nn.Parameter]:
-    """The parameters of `block` that a module outside of it holds too."""
-    inside = set(block.modules())
-    own = set(block.parameters())
-    holders = _holders(root)
-    return {p for p in own if not inside.issuperset(holders[p])}
+    """Return the parameters of `block` that are reached without passing through it, too."""
+    own, holders, outside = set(block.parameters()), _holders(root), _outside(block, root)
+    return {p for p in own if not outside.isdisjoint(holders[p])}

@@ -5,26 +5,38 @@ gathers into the memory that it has allocated once, so `p.data = value` is writt
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.fsdp.remembered import Remembered
+from lightning_shard.fsdp.shard_block import class_name, sharded_modules
 from lightning_shard.processes.torch_private.internals import (
+    gathered_by,
     local_shape_and_offset,
     own_parameters,
     storage_key,
     version_of,
 )
 
+GATHERED = "_gathered"  # attribute of a module
+
 
 class Gathered:
     """The parameters of a sharded module that are whole at the moment, each with its shard."""
 
-    def __init__(self, root: nn.Module) -> None:
-        """Follow all parameters of `root`; they are sharded now."""
+    def __init__(self, root: nn.Module, remembered: Remembered | None = None) -> None:
+        """Follow all parameters of `root`; they are sharded now.
+
+        Args:
+            root: The module.
+            remembered: Places outside of modules that hold parameters of it.
+        """
+        self.remembered = Remembered() if remembered is None else remembered
         owned = [(m, name, p) for m in root.modules() for name, p in own_parameters(m).items()]
         places = {p: (m, name) for m, name, p in reversed(owned) if isinstance(p, DTensor)}
         self._places: list[tuple[nn.Module, str, Any]] = [
@@ -32,6 +44,8 @@ class Gathered:
         ]
         self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
         self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
+        self._versions: dict[Tensor, int] = {}  # of the shards
+        self._open = False
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # of the whole, by shard
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -43,44 +57,81 @@ class Gathered:
             elif now is not None and now.shape == shard.shape:
                 yield now, shard
 
+    @contextmanager
+    def whole(self) -> Generator[None]:
+        """Inside, parameters are whole, also for those who remember them; writes are kept."""
+        outer, self._open = self._open, True
+        self.begin()
+        self.remembered.show({shard: whole for whole, shard in self.pairs()})
+        try:
+            yield
+        finally:
+            self.remembered.hide()
+            self._open = outer
+        self.put_back()
+
+    def before_state(self, *_: Any) -> None:
+        """Keep writes before a state dict is read or loaded, for which FSDP2 shards again."""
+        if self._open:
+            self.put_back()
+
     def begin(self) -> None:
         """Note how the parameters are before a step."""
-        for whole, _ in self.pairs():
+        for whole, shard in self.pairs():
             if whole not in self._memory:
                 self._memory[whole] = whole.detach()
+                copy_attributes(shard, whole)
             self._begun[whole] = whole.requires_grad, version_of(whole)
+            self._versions[shard] = version_of(shard)
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Write what the whole parameters are into their shards.
 
         Raises:
-            RuntimeError: A parameter was written that is gathered in another dtype.
+            RuntimeError: A parameter was written that is gathered in another dtype, or a shard was
+                written while the parameter was whole.
         """
         for whole, shard in self.pairs():
             if whole not in self._begun:  # it is gathered since, and nobody has written
                 continue
             trained, version = self._begun[whole]
-            written = self._keep_memory(whole) or version_of(whole) != version
+            local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            if version_of(shard) != self._versions[shard] and self._differs(whole, shard, local):
+                raise RuntimeError(
+                    f"a step wrote into the shard of a parameter of shape {tuple(whole.shape)}, "
+                    "such as those of optimizer.param_groups, while the parameter is whole: write "
+                    "into those of self.parameters() instead, or in a hook."
+                )
+            written = version_of(whole) != version
             if whole.requires_grad != trained:
                 shard.requires_grad_(whole.requires_grad)
             self._begun[whole] = whole.requires_grad, version_of(whole)
-            if whole.dtype == shard.dtype:  # also unless written: p.data.mul_() leaves no trace
-                local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            dtype = whole.dtype
+            if dtype == shard.dtype:  # also unless written: p.data.mul_() leaves no trace
                 local.copy_(whole[self._slice(shard)])
-            elif written:
+                self._versions[shard] = version_of(shard)
+            written = self._keep_memory(whole) or written
+            if written and dtype != shard.dtype:
                 raise RuntimeError(
                     f"a step wrote into a parameter of shape {tuple(whole.shape)} that is gathered "
-                    f"as {whole.dtype} and kept as {shard.dtype}, so the write would lose digits; "
+                    f"as {dtype} and kept as {shard.dtype}, so the write would lose digits; "
                     "write it in a hook such as on_train_batch_end."
                 )
 
+    def _differs(self, whole: Tensor, shard: Any, local: Tensor) -> bool:
+        """Return True unless the parameter was gathered again after its shard was written."""
+        now = whole[self._slice(shard)].to(local.dtype)
+        return not torch.equal(now.nan_to_num(), local.nan_to_num())
+
     def _keep_memory(self, whole: nn.Parameter) -> bool:
-        """Take the value from other memory that `p.data = value` gave; True if there was some."""
+        """Put back the memory into which FSDP2 gathers; True if `p.data = value` gave other memory.
+
+        It keeps its values: backward needs those with which the forward pass ran.
+        """
         memory = self._memory[whole]
         if storage_key(memory) == storage_key(whole):
             return False
-        memory.data.copy_(whole)  # no write that autograd counts: p.data = value is none
         whole.data = memory
         return True
 
@@ -93,15 +144,71 @@ class Gathered:
 
 
 def keeping_writes(method: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
-    """Let a method that FSDP2 gathers for keep what it does to parameters while it trains."""
+    """Let a method that FSDP2 gathers for keep what it does to parameters."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        with gathered.whole():
             return method(*args, **kwargs)
-        gathered.begin()
-        output = method(*args, **kwargs)
-        gathered.put_back()
-        return output
 
     return wrapped
+
+
+def copy_attributes(source: Tensor, target: Tensor) -> None:
+    """Give `target` the attributes that a program has set on `source`, such as `p.no_decay`."""
+    given, own = vars(source), vars(target)
+    own.update({name: value for name, value in given.items() if name not in own})
+
+
+class Replaced:
+    """Parameters that a hook has put in the place of those that FSDP2 gathers.
+
+    FSDP2 gathers the memory that it knows. Without this, another parameter (after
+    `load_state_dict(assign=True)`), or other memory (after `swap_tensors`), would be forgotten.
+    """
+
+    def __init__(self, root: nn.Module, plain: Iterable[nn.Parameter]) -> None:
+        """Follow `root`, whose parameters in `plain` are whole on each rank."""
+        self.root = root
+        self._plain = set(plain)
+        self._steps = 0
+
+    def take(self) -> None:
+        """Let FSDP2 gather what is there now; before a step, where parameters are sharded.
+
+        Raises:
+            RuntimeError: A parameter is not sharded, so the ranks would train it apart.
+        """
+        known: set[Any] = set(self._plain)
+        for block in sharded_modules(self.root):
+            for record in gathered_by(block):
+                known.update((record.sharded_param, getattr(record, "_unsharded_param", None)))
+                if record.sharded_state.name == "SHARDED":
+                    known.add(self._take(record))
+        self._steps += 1
+        if self._steps < 3 or self._steps % 100 == 0:
+            for name, p in self.root.named_parameters():
+                if p not in known and p.requires_grad:
+                    raise RuntimeError(
+                        f"the parameter {name} was made after the module was sharded, in a hook "
+                        "such as on_fit_start, so each rank would train its own: make it in "
+                        "__init__, configure_model or setup, and copy values into parameters "
+                        "instead of replacing them."
+                    )
+
+    def _take(self, record: Any) -> Any:
+        place = record._module_info
+        held = own_parameters(place.module).get(place.param_name)
+        if not isinstance(held, DTensor):
+            raise RuntimeError(
+                f"the parameter {place.param_name} of {class_name(place.module)} was replaced "
+                "after the module was sharded, so the new one would be forgotten: copy the value "
+                "into it instead, under torch.no_grad()."
+            )
+        local = held.to_local()
+        moved = local.numel() and storage_key(local) != storage_key(record._sharded_param_data)
+        if held is not record.sharded_param or moved:
+            record.reset_sharded_param()
+            for module, name in zip(place.shared_modules, place.shared_param_names, strict=True):
+                own_parameters(module)[name] = held
+        return held

@@ -22,28 +22,48 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
 from lightning_shard.fsdp.check_same_module import check_same_module
-from lightning_shard.fsdp.complex_pairs import pair_names, store_as_pairs
-from lightning_shard.fsdp.keep_step_writes import Gathered, keeping_writes
+from lightning_shard.fsdp.complex_pairs import store_as_pairs
+from lightning_shard.fsdp.keep_step_writes import (
+    GATHERED,
+    Gathered,
+    Replaced,
+    copy_attributes,
+    keeping_writes,
+)
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
+from lightning_shard.fsdp.meeting import meet
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
 from lightning_shard.fsdp.offload import offload
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.fsdp.plain_gradients import average_plain_gradients
+from lightning_shard.fsdp.plain_gradients import average_plain_gradients, without_reduction
 from lightning_shard.fsdp.read_dtensor_numbers import read_whole_numbers
 from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
+from lightning_shard.fsdp.refuse_flop_counts import refuse_flop_counts
+from lightning_shard.fsdp.remembered import Remembered, replace_remembered
 from lightning_shard.fsdp.shard_block import (
+    LocalTensors,
+    class_name,
     no_views,
     of_other_dtypes,
     prefetch,
     shard_block,
+    sharded_modules,
     with_complex_parameters,
 )
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
+from lightning_shard.fsdp.write_shards import IN_STEP, write_shards
+from lightning_shard.ops.elementwise.autograd import whole_gradients
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import replica_world
-from lightning_shard.processes.torch_private.internals import has_hooks
+from lightning_shard.processes.torch_private.internals import (
+    backward_pass,
+    gathered_by,
+    has_hooks,
+    own_parameters,
+    tree_map_only,
+)
 
 Moved = dict[nn.Parameter, nn.Parameter]
 
@@ -100,11 +120,12 @@ def parallelize(
     for step in _PREPARE:
         step(work)
     if mesh.size() == 1 and not options.changes_one_process:
-        return materialize(module, _device_of(mesh), loaded=loaded)
+        moved = materialize(module, _device_of(mesh), loaded=loaded)
+        _replace_remembered(work)
+        return moved
     for step in _SHARD:
         step(work)
-    after = dict(module.named_parameters(remove_duplicate=False))
-    return {p: after[name] for name, p in work.before.items()}
+    return work.moved()
 
 
 class _Work:
@@ -117,6 +138,8 @@ class _Work:
         ignored: The parameters that the user wants whole.
         chosen: The blocks, inner ones first.
         plain: All parameters that stay whole on each rank.
+        remembered: The places outside of modules that hold parameters.
+        running: A context that is true while a step or a block runs.
     """
 
     def __init__(
@@ -136,11 +159,34 @@ class _Work:
         self.ignored: set[nn.Parameter] = set()
         self.chosen: list[nn.Module] = []
         self.plain: list[nn.Parameter] = []
+        self.remembered = Remembered()
+        self.running = _Running()
+
+    def moved(self) -> Moved:
+        """Return the present parameter for each that the user made."""
+        after = dict(self.module.named_parameters(remove_duplicate=False))
+        return {p: after[name] for name, p in self.before.items()}
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
         """All ranks that shard the module."""
         return flat_mesh(self.mesh).get_group()
+
+
+class _Running:
+    """A context that may be opened again inside, and is true while it is open."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
 
 
 def _choose(work: _Work) -> None:
@@ -210,6 +256,12 @@ def _share_values(work: _Work) -> None:
             copy_from_first(tensor, work.group)
 
 
+def _make_contiguous(work: _Work) -> None:
+    """Lay out parameters as FSDP2 wants them: those in channels_last, or transposed, are not."""
+    for p in work.module.parameters():
+        p.data = p.data.contiguous()
+
+
 def _store_as_pairs(work: _Work) -> None:
     """Store complex parameters as real pairs; their modules become blocks of their own."""
     replaced = store_as_pairs(work.module)
@@ -268,19 +320,76 @@ def _prefetch(work: _Work) -> None:
     prefetch(work.module, work.options.prefetch)
 
 
+def _replace_remembered(work: _Work) -> None:
+    """Give the new parameters to all who remember the old ones, and what is set on them."""
+    moved = work.moved()
+    for old, new in moved.items():
+        if old is not new:
+            copy_attributes(old, new)
+    work.remembered = replace_remembered(moved, work.module, [work.before])
+
+
 def _wrap_methods(work: _Work) -> None:
     """Let the steps run with whole parameters, keep their writes, and count domains once."""
     module = work.module
-    gathered = Gathered(module)
+    gathered = module.__dict__[GATHERED] = Gathered(module, work.remembered)
+    replaced = Replaced(module, work.plain)
     for name in work.methods:
         method = getattr(module, name)
-        setattr(module, name, _returning_no_view(keeping_writes(method, gathered)))
+        local = LocalTensors()
+        setattr(module, name, _stripped(keeping_writes(method, gathered), local))
         register_fsdp_forward_method(module, name)  # wraps the attribute, so it is set before
-        counting = _in_replica_world(getattr(module, name), work.mesh, work.axes)
+        step = _as_step(getattr(module, name), work, replaced, local)
         if inspect.ismethod(method):  # a function that was put there is given all arguments
             # Lightning looks behind one decorator for the arguments that a step takes
-            counting.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method)
-        setattr(module, name, counting)
+            step.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method)
+        setattr(module, name, step)
+
+
+def _stripped(method: Callable[..., Any], local: LocalTensors) -> Callable[..., Any]:
+    """Return outputs as FSDP2's hooks want them: local, and no views, of which they warn."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output = no_views(method(*args, **kwargs))
+        tree_map_only(DTensor, _refuse_shard, output)
+        return local.strip(output)
+
+    return wrapped
+
+
+def _refuse_shard(value: DTensor) -> DTensor:
+    if value.requires_grad and not isinstance(value, nn.Parameter):
+        raise RuntimeError(
+            "the step returns a value that was computed from shards of parameters. In a step the "
+            "parameters of a block are whole while the block runs only; with "
+            "sharding='gradients' they stay whole until backward."
+        )
+    return value
+
+
+def _as_step(
+    method: Callable[..., Any], work: _Work, replaced: Replaced, local: LocalTensors
+) -> Callable[..., Any]:
+    """Open around a step, and so around FSDP2's hooks, what holds while it runs."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not work.running:
+            replaced.take()
+        token = IN_STEP.set(True)
+        gradients = whole_gradients(work.split, lambda: without_reduction(work.module))
+        try:
+            with work.running, replica_world(work.mesh, work.axes), gradients:
+                output = local.restore(method(*args, **kwargs))
+        finally:
+            IN_STEP.reset(token)
+        if getattr(work.module, "automatic_optimization", True) is False:
+            for block in sharded_modules(work.module):  # hooks know sharded parameters
+                block.reshard()
+        return output
+
+    return wrapped
 
 
 def _count_domains_once(work: _Work) -> None:
@@ -298,8 +407,44 @@ def _count_domains_once(work: _Work) -> None:
     work.module.register_forward_hook(leave, always_call=True)
 
 
+def _meet_outside_of_steps(work: _Work) -> None:
+    """Let all ranks meet before a block gathers its parameters in a hook: one may be alone."""
+    axes = parameter_mesh(work.mesh, work.options.mode)
+    ranks = tuple(dist.get_process_group_ranks(axes.get_group(axes.ndim - 1)))
+    if not work.methods or len(ranks) == 1:
+        return  # a script runs the same on all ranks
+
+    def enter(block: nn.Module, *_: Any) -> None:
+        gathers = any(r.sharded_state.name == "SHARDED" for r in gathered_by(block))
+        if not work.running and gathers and backward_pass() == -1:
+            hook = getattr(work.module, "_current_fx_name", None)
+            meet(
+                ranks,
+                "module",
+                f"runs {class_name(block)} outside of the steps of the LightningModule"
+                + (f", in {hook}" if hook else ""),
+                "all ranks must run it, since each holds a part of its parameters; draw or log "
+                "the result on one rank, and leave the module out of rank_zero_only",
+            )
+        work.running.__enter__()
+
+    def leave(*_: Any) -> None:
+        work.running.__exit__(None, None, None)
+
+    for block in sharded_modules(work.module):
+        assert isinstance(block, nn.Module)
+        block.register_forward_pre_hook(enter, prepend=True)
+        block.register_forward_hook(leave, always_call=True)
+
+
 def _split_what_is_loaded(work: _Work) -> None:
-    work.module.register_load_state_dict_pre_hook(_split_loaded)
+    """Let `load_state_dict` of the module, and of each part of it, take plain full tensors."""
+    gathered: Gathered = work.module.__dict__[GATHERED]
+    for module in work.module.modules():
+        if any(p is not None for p in own_parameters(module).values()):
+            module.register_state_dict_pre_hook(gathered.before_state)
+            module.register_load_state_dict_pre_hook(gathered.before_state)
+            module.register_load_state_dict_pre_hook(_split_loaded)
 
 
 def _mark(work: _Work) -> None:
@@ -317,16 +462,21 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _check_same_module,  # before the first collective, which ranks that differ would not end
     _refuse_hooks,  # while parameters are the user's, which have the hooks
     lambda work: read_whole_numbers(),  # before anybody can read a number of a shard
+    lambda work: refuse_flop_counts(),  # before a step can begin
+    lambda work: write_shards(),  # before anybody can write into one
     _share_values,  # while parameters are whole, and complex ones complex
+    _make_contiguous,  # before FSDP2, which refuses others
     _store_as_pairs,  # before parameters are grouped by dtype
     _split_spectral_weights,  # these are sharded over fewer ranks, before the others are grouped
     _shard,
     _reduce_unused_parameters,  # of all groups, once there is none more to make
     _materialize,  # of the meta device only shards get memory, so after they are sharded
     _average_plain_gradients,  # its hooks belong to the parameters that have memory
+    _replace_remembered,  # once each parameter is the one that stays
     _prefetch,  # it links the blocks, so all must be sharded
     _wrap_methods,  # outside of FSDP2's root, which gathers before a step
     _count_domains_once,  # before FSDP2's own hooks of the root, and after them
+    _meet_outside_of_steps,  # the last hooks, so that they run before FSDP2's
     _split_what_is_loaded,
     _mark,  # last: a module that failed on the way is not taken for a sharded one
 )
@@ -356,16 +506,6 @@ def _ignored(module: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
     return found
 
 
-def _returning_no_view(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy outputs that are views, as a squeezed loss is: FSDP2 warns of hooks on views."""
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return no_views(method(*args, **kwargs))
-
-    return wrapped
-
-
 def _warn_of_whole_spectra(module: nn.Module, mesh: DeviceMesh) -> None:
     """Spectral layers are split by mode along axes that are known to split samples."""
     others = [n for n in mesh.mesh_dim_names or () if n not in ("data", "replicate", "shard")]
@@ -379,23 +519,14 @@ def _warn_of_whole_spectra(module: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-def _in_replica_world(
-    method: Callable[..., Any], mesh: DeviceMesh, domain: Sequence[str]
-) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with replica_world(mesh, domain):
-            return method(*args, **kwargs)
-
-    return wrapped
-
-
 def _split_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let plain full tensors load into the sharded module."""
-    pairs = pair_names(module)
-    for name, p in module.named_parameters(remove_duplicate=False):
+    """Let plain full tensors load into the parameters that `module` itself holds."""
+    pairs = module.__dict__.get("_pairs", ())
+    for name, p in own_parameters(module).items():
         value = state.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if p is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == p.shape or name in pairs:  # else torch says that they differ
             state[prefix + name] = split_like(value, p, name in pairs)
 
 

@@ -19,7 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.shard_block import sharded_modules
-from lightning_shard.processes.torch_private.internals import after_backward, backward_pass
+from lightning_shard.processes.torch_private.internals import (
+    after_backward,
+    backward_pass,
+    groups_of,
+)
 
 _KEY = "_plain_gradients"
 
@@ -92,6 +96,29 @@ def _synchronise(sharded: list[FSDPModule], plain: PlainGradients | None, value:
         module.set_requires_gradient_sync(value, recurse=False)
     if plain is not None:
         plain.enabled = value
+
+
+@contextmanager
+def without_reduction(module: nn.Module) -> Generator[None]:
+    """Inside, a backward pass leaves parameters whole and reduces nothing: `torch.autograd.grad`.
+
+    FSDP2 would take such a pass inside of a step for the step's own, and give the parameters up.
+    """
+    sharded = sharded_modules(module)
+    groups = [group for block in sharded for group in groups_of(block)]
+    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+    before = [{name: getattr(group, name) for name in names} for group in groups]
+    for block in sharded:
+        block.set_is_last_backward(False)
+    for group in groups:
+        vars(group).update(dict.fromkeys(names, False))
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            vars(group).update(values)
+        for block in sharded:
+            block.set_is_last_backward(True)
 
 
 def step_one_by_one_if_mixed(optimizer: Optimizer, *_: Any) -> None:

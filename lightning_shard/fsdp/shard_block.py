@@ -66,6 +66,11 @@ def shard_block(
     return sharded
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name that the user gave the class, before FSDP2 mixed in its own."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """Return the modules under `root`, itself included, whose parameters FSDP2 gathers."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -125,17 +130,15 @@ def _own_pairs(block: nn.Module) -> list[nn.Parameter]:
     return [p for p in held if p is not None]
 
 
-@contextmanager
-def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
-    """The hooks that FSDP2 gives to `block` while this is open see local tensors, in one tuple.
+class LocalTensors:
+    """Shows containers of split tensors to FSDP2's hooks as one tuple of local tensors."""
 
-    They apply autograd functions to a block's inputs and outputs, make records anew, or, in torch
-    2.11, do not look into them. What they see is set up right before them and undone right after:
-    the block and all its other hooks see split tensors.
-    """
-    waiting: list[tuple[Any, list[Any]]] = []
+    def __init__(self) -> None:
+        """Show nothing yet."""
+        self._waiting: list[tuple[Any, list[Any]]] = []
 
-    def strip(value: Any) -> tuple[Any, ...]:
+    def strip(self, value: Any) -> tuple[Any, ...]:
+        """Return the leaves of `value`, split tensors as local ones."""
         shown, layouts = list[Any](), list[Any]()
 
         def show(leaf: Any) -> Any:
@@ -144,11 +147,12 @@ def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
             layouts.append(layout)
             return leaf
 
-        waiting.append((map_leaves(show, value), layouts))
+        self._waiting.append((map_leaves(show, value), layouts))
         return tuple(shown)
 
-    def restore(shown: Any) -> Any:
-        value, layouts = waiting.pop()
+    def restore(self, shown: Any) -> Any:
+        """Return what was stripped last, with the leaves that are given now."""
+        value, layouts = self._waiting.pop()
         parts = zip(shown, layouts, strict=True)
 
         def whole(_: Any) -> Any:
@@ -157,20 +161,31 @@ def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
 
         return map_leaves(whole, value)
 
+
+@contextmanager
+def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
+    """The hooks that FSDP2 gives to `block` while this is open see local tensors, in one tuple.
+
+    They apply autograd functions to a block's inputs and outputs, make records anew, or, in torch
+    2.11, do not look into them. What they see is set up right before them and undone right after:
+    the block and all its other hooks see split tensors.
+    """
+    local = LocalTensors()
+
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():  # tensors that FSDP2 made in it could not be trained
             with torch.inference_mode(False):
                 cast("FSDPModule", block).unshard()
-        return strip((args, kwargs)), {}
+        return local.strip((args, kwargs)), {}
 
     # of hooks before the call FSDP's come first, of those after it last
     block.register_forward_pre_hook(
-        lambda _, args, __: restore(args), prepend=True, with_kwargs=True
+        lambda _, args, __: local.restore(args), prepend=True, with_kwargs=True
     )
-    block.register_forward_hook(lambda _, __, output: strip(no_views(output)))
+    block.register_forward_hook(lambda _, __, output: local.strip(no_views(output)))
     yield
     block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-    block.register_forward_hook(lambda _, __, output: restore(output))
+    block.register_forward_hook(lambda _, __, output: local.restore(output))
 
 
 def no_views(output: Any) -> Any:

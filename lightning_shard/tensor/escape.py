@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.domain.layout import Layout
+from lightning_shard.ops.elementwise.autograd import local_gradients
 from lightning_shard.tensor.autograd_function import gather_functions
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.tensor import DomainTensor
@@ -62,7 +63,8 @@ def local_map(function: Callable[..., Any]) -> Callable[..., Any]:
                 return value
             return DomainTensor(part.like(value, _layout_of(value, part.layout)))
 
-        return wrapped(function(*map(local, args), **{k: local(v) for k, v in kwargs.items()}))
+        with local_gradients():
+            return wrapped(function(*map(local, args), **{k: local(v) for k, v in kwargs.items()}))
 
     return mapped
 

@@ -6,9 +6,21 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 
 _BY_MESSAGE = {
     "got mixed torch.Tensor and DTensor": (
-        "A parameter was used outside of the steps of the LightningModule, where each rank holds a "
-        "shard of it: call the module itself, or read parameters inside "
-        "`with lightning_shard.whole_parameters(module):`."
+        "A parameter, or its gradient, was used where each rank holds a shard of it. Outside of "
+        "the steps call the module itself, or read and write parameters inside "
+        "`with lightning_shard.whole_parameters(module):`. In a step, parameters of blocks are "
+        "whole while the block runs only; with sharding='gradients' they stay whole until "
+        "backward. A gradient of a manual step is whole as p.grad.full_tensor()."
+    ),
+    "does not have a sharding strategy registered": (
+        "torch has no such function for sharded parameters and gradients: call it on whole "
+        "parameters, inside `with lightning_shard.whole_parameters(module):`, and on "
+        "p.full_tensor() or p.grad.full_tensor(), which are whole on every rank."
+    ),
+    "appears to not have been used in the graph": (
+        "If it is a parameter: in a step the parameters of a block are whole while the block runs "
+        "only, and torch.autograd.grad finds no shard; with sharding='gradients' they stay whole "
+        "until backward."
     ),
     "would remove or reshape sharded dimension": (
         "An optimizer or a callback has flattened sharded parameters, as torch.optim.LBFGS and "

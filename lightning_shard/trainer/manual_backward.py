@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.fsdp.keep_step_writes import Gathered
+from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
 from lightning_shard.processes.torch_private.internals import version_of
 
 
@@ -28,7 +28,7 @@ class ManualBackward:
         self.root = root
         self.optimized = {p for o in optimizers for g in o.param_groups for p in g["params"]}
         self.names = {name for name, p in root.named_parameters() if p in self.optimized}
-        self.gathered = Gathered(root)
+        self.gathered: Gathered = root.__dict__[GATHERED]
         self._loss: Tensor | None = None
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
         self._versions: dict[Tensor, int] = {}  # of the shards, when they were gathered
@@ -39,8 +39,8 @@ class ManualBackward:
         register_fsdp_forward_method(root, "return_loss")
 
     def begin_step(self) -> None:
-        """Gather what hooks between two steps have changed in the optimizers' parameters."""
-        if self._are_shards_changed():
+        """Gather what hooks between two steps have changed in the parameters."""
+        if self._versions:  # a first step gathers by itself
             self._gather_again()
 
     def _are_shards_changed(self) -> bool:
@@ -98,8 +98,7 @@ class ManualBackward:
     def _check(self) -> None:
         """Gradients that FSDP2 has not been told of lie with the whole parameters."""
         self._take_what_was_changed()
-        whole = (p for p in self.root.parameters() if p not in self.optimized)  # pyright: ignore[reportAttributeAccessIssue]
-        if any(p.grad is not None for p in whole):
+        if any(whole.grad is not None for whole, _ in self.gathered.pairs()):
             raise RuntimeError(
                 "the optimizer would step without the gradients of loss.backward(); call "
                 "self.manual_backward(loss) instead, which reduces them over all ranks."

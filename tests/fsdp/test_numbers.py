@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import init_mesh, parallelize
-from lightning_shard.fsdp import read_dtensor_numbers as numbers_of_shards
+from lightning_shard.fsdp import meeting
+from tests.trainer.featured import Featured, fit_alone, fit_sharded
 
 
 def layer():
@@ -52,12 +53,48 @@ def test_numbers_of_parameters_and_gradients():
 def test_a_rank_that_reads_alone_ends_with_a_sentence():
     module = layer()
     parallelize(module, init_mesh({"data": -1}, "cpu"))
-    reads = Counter({(0, 1): 10**6})  # so that the ranks agree on the number of the next
+    met = Counter({("number", (0, 1)): 10**6})  # so that the ranks agree on the number of the next
     if dist.get_rank() == 0:
         with (
-            mock.patch.object(numbers_of_shards, "WAIT_S", 0.3),
-            mock.patch.object(numbers_of_shards, "_reads", reads),
+            mock.patch.object(meeting, "WAIT_S", 0.3),
+            mock.patch.object(meeting, "_met", met),
             pytest.raises(RuntimeError, match=r"rank 0 reads .* ranks \[1\] did not within"),
         ):
             float(next(module.parameters()).sum())
     dist.barrier()
+
+
+class Alone(Featured):
+    """Runs its network on rank 0 alone, as a callback that draws pictures does."""
+
+    def on_train_epoch_end(self):
+        if dist.get_rank() == 0:
+            with (
+                mock.patch.object(meeting, "WAIT_S", 0.3),
+                mock.patch.object(meeting, "_met", Counter({("module", (0, 1)): 10**6})),
+                pytest.raises(
+                    RuntimeError,
+                    match=r"rank 0 runs Alone outside .*on_train_epoch_end.*ranks \[1\]",
+                ),
+            ):
+                self(torch.ones(1, 1, 9, 7, dtype=torch.float64))
+        dist.barrier()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("domain", [(1,), (2,)])
+def test_a_rank_that_runs_the_module_alone_ends_with_a_sentence(domain):
+    fit_sharded(Alone(), domain, limit_train_batches=1)
+
+
+class Everywhere(Alone):
+    def on_train_epoch_end(self):
+        self.seen = self(torch.ones(1, 1, 9, 7, dtype=torch.float64)).sum().item()
+
+
+@pytest.mark.spmd(2)
+def test_all_ranks_may_run_the_module_in_a_hook():
+    module, alone = Everywhere(), Everywhere()
+    fit_sharded(module, (2,), limit_train_batches=1)
+    fit_alone(alone, limit_train_batches=1)
+    assert module.seen == pytest.approx(alone.seen, rel=1e-9)

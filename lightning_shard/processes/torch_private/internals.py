@@ -72,8 +72,11 @@ INTERNALS = {
         "the same",
     "torch.Tensor._backward_hooks": "hooks of parameters, which FSDP2 drops, are refused",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
+    "torch.distributed.tensor.DTensor": "`p.data = value` writes into a shard",
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
         "numbers that are read from shards are those of the whole",
+    "torch.autograd._engine_run_backward": "gradients of parameters inside of steps are whole",
+    "torch._foreach_add_": "lists of whole parameters and shards are taken apart",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
     "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
@@ -316,6 +319,44 @@ def read_numbers_of_dtensors(read: Callable[..., Any]) -> None:
     """Let `read(operator, args, kwargs)` give the number of a DTensor of one element."""
     path = "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"
     internal(path)[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def write_data_of_dtensors(write: Callable[[Any, Any], bool]) -> None:
+    """Let `write(tensor, value)` see `tensor.data = value` of a DTensor; it returns True if done.
+
+    torch's own way changes the wrapper, and leaves the local tensor as it is.
+    """
+    plain: Any = Tensor.data  # typed as a value; it is the descriptor
+
+    def change(tensor: Any, value: Any) -> None:
+        if not write(tensor, value):
+            plain.__set__(tensor, value)
+
+    internal("torch.distributed.tensor.DTensor").data = property(plain.__get__, change)
+
+
+def foreach_functions() -> dict[str, Callable[..., Any]]:
+    """Give the functions of torch that take lists of tensors, by name."""
+    assert "torch._foreach_add_" in INTERNALS
+    return {name: value for name, value in vars(torch).items() if name.startswith("_foreach_")}
+
+
+def set_foreach_function(name: str, function: Callable[..., Any]) -> None:
+    """Put `function` in the place of one of `foreach_functions`, for good."""
+    setattr(torch, name, function)
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Give FSDP2's groups of the parameters that it gathers for `module`."""
+    state = internal("torch.distributed.fsdp.FSDPModule._get_fsdp_state")(module)
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
+
+
+def gathered_by(module: Any) -> list[Any]:
+    """Give FSDP2's records of the parameters that it gathers for `module`."""
+    return [record for group in groups_of(module) for record in group.fsdp_params]
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:

@@ -1,0 +1,85 @@
+"""Programs train as in one process, or end in a sentence: the table is in programs.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shard.checkpoint.state import full_module_state
+from tests.reference import computed_once
+from tests.trainer.featured import fit_alone, fit_sharded
+from tests.trainer.programs import PER_REPLICA, PROGRAMS, REFUSED, make, page
+
+MESHES = {"1x2": (2, (2,)), "2x1": (2, (1,)), "2x2": (4, (2,))}
+SHORT: dict[str, Any] = {"limit_train_batches": 3, "limit_val_batches": 0}
+
+
+@computed_once
+def alone(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    module = make(name)
+    fit_alone(module, **SHORT)
+    return dict(module.state_dict()), module.noted
+
+
+def check(name: str, domain: tuple[int, ...]) -> None:
+    """Train it by the strategy, with small blocks of its own."""
+    module = make(name)
+    strategy = {"wrap": ["Block"]}
+    if name in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[name]) as caught:
+            fit_sharded(module, domain, strategy=strategy, **SHORT)
+        notes = " ".join(getattr(caught.value, "__notes__", ()))
+        sentence = f"{caught.value} {notes}"
+        assert notes or ":" in sentence or ";" in sentence, sentence  # with a way out
+        return
+    fit_sharded(module, domain, strategy=strategy, **SHORT)
+    expected, noted = alone(name)
+    found = full_module_state(module)
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            found[key], value, rtol=1e-8, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}"
+        )
+    assert module.noted == pytest.approx(noted, rel=1e-6, abs=1e-10)
+
+
+def cases(mesh: str) -> dict[str, dict[str, Any]]:
+    """The programs that this mesh runs; a replica with its own samples differs from one process."""
+    ranks, domain = MESHES[mesh]
+    names = [n for n in PROGRAMS if n not in PER_REPLICA or ranks == domain[0]]
+    if ranks > domain[0] == 1:  # then nothing is split
+        names = [n for n in names if n not in ONLY_SPLIT]
+    return {n: {"name": n, "domain": domain} for n in names}
+
+
+ONLY_SPLIT = {"FLOPs are counted in the step", "torch.func.grad over parameters"}
+
+
+def in_turn(mesh: str, every: bool) -> dict[str, dict[str, Any]]:
+    """A third of the programs for each mesh, or all of them."""
+    own = cases(mesh)
+    place = list(MESHES).index(mesh)
+    names = list(PROGRAMS)
+    return {n: case for n, case in own.items() if every or names.index(n) % 3 == place}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_programs(mesh: str, run_each: Callable[..., None]) -> None:
+    run_each(MESHES[mesh][0], check, in_turn(mesh, every=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_programs_on_each_mesh(mesh: str, run_each: Callable[..., None]) -> None:
+    run_each(MESHES[mesh][0], check, in_turn(mesh, every=True))
+
+
+def test_there_are_many_programs() -> None:
+    assert len(PROGRAMS) > 150
+    assert dist.is_available()
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert (Path(__file__).parents[2] / "docs/programs.md").read_text() == page()
