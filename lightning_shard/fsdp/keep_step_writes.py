@@ -18,7 +18,9 @@ from lightning_shard.fsdp.shard_block import class_name, sharded_modules
 from lightning_shard.processes.torch_private.internals import (
     gathered_by,
     local_shape_and_offset,
+    module_of,
     own_parameters,
+    shard_memory_of,
     storage_key,
     version_of,
 )
@@ -197,7 +199,7 @@ class Replaced:
                     )
 
     def _take(self, record: Any) -> Any:
-        place = record._module_info
+        place = module_of(record)
         held = own_parameters(place.module).get(place.param_name)
         if not isinstance(held, DTensor):
             raise RuntimeError(
@@ -206,7 +208,7 @@ class Replaced:
                 "into it instead, under torch.no_grad()."
             )
         local = held.to_local()
-        moved = local.numel() and storage_key(local) != storage_key(record._sharded_param_data)
+        moved = local.numel() and storage_key(local) != storage_key(shard_memory_of(record))
         if held is not record.sharded_param or moved:
             record.reset_sharded_param()
             for module, name in zip(place.shared_modules, place.shared_param_names, strict=True):

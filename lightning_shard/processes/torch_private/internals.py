@@ -359,6 +359,16 @@ def gathered_by(module: Any) -> list[Any]:
     return [record for group in groups_of(module) for record in group.fsdp_params]
 
 
+def module_of(record: Any) -> Any:
+    """Give the module and the names under which FSDP2's record of a parameter knows it."""
+    return record._module_info
+
+
+def shard_memory_of(record: Any) -> Tensor:
+    """Give the memory that FSDP2's record of a parameter takes for this rank's shard."""
+    return record._sharded_param_data
+
+
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     """Make the mesh of one axis with the same ranks."""
     return internal("torch.distributed.device_mesh.DeviceMesh._flatten")(mesh, name)
