@@ -76,7 +76,7 @@ def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironm
     """
     if os.environ.get(CHOICE):
         return _of_chosen(found)
-    if type(found) in (MPIEnvironment, LSFEnvironment):
+    if found is not None and type(found) in (MPIEnvironment, LSFEnvironment):
         _compare(found)
     if type(found) not in (LightningEnvironment, SLURMEnvironment):
         return found
