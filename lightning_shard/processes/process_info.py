@@ -247,7 +247,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         needed=("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
         applies=lambda env: "FLUX_TASK_RANK" not in env and not _by_srun(env, "PALS_RANKID"),
         command="mpiexec", address_option="mpiexec --env MASTER_ADDR=<host of rank 0> ...",
-        source="https://pypi.org/project/lightning-sprite/ (0.1.3, measured on Aurora)",
+        source="the package lightning-sprite (0.1.3, measured on Aurora)",
     ),
     Launcher(
         "flux", "flux run", read_partly,
