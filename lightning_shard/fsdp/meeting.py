@@ -22,11 +22,13 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
         advice: The words for what a user can change.
 
     Raises:
-        RuntimeError: Some did not come within `WAIT_S`.
+        RuntimeError: Some did not come within `WAIT_S`, or half of the timeout of the process group.
     """
     if len(ranks) < 2:
         return
     store, rank, number = store_of_attempt(), dist.get_rank(), _met[what, ranks]
+    # sooner than a collective of the others gives up, which would not say what was wrong
+    wait = min(timedelta(seconds=WAIT_S), store.timeout / 2)
     _met[what, ranks] += 1
 
     def place(rank: int, number: int) -> str:
@@ -34,11 +36,11 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
 
     store.set(place(rank, number), "")
     try:
-        store.wait([place(r, number) for r in ranks], timedelta(seconds=WAIT_S))
+        store.wait([place(r, number) for r in ranks], wait)
     except dist.DistStoreError as error:
         missing = [r for r in ranks if not store.check([place(r, number)])]
         raise RuntimeError(
-            f"rank {rank} {does}, and ranks {missing} did not within {WAIT_S:.0f} s: {advice}."
+            f"rank {rank} {does}, and ranks {missing} did not within {wait.total_seconds():.3g} s: {advice}."
         ) from error
     if number:
         store.delete_key(place(rank, number - 1))
