@@ -39,6 +39,7 @@ class Gathered:
             remembered: Places outside of modules that hold parameters of it.
         """
         self.remembered = Remembered() if remembered is None else remembered
+        self._blocks = sharded_modules(root)
         owned = [(m, name, p) for m in root.modules() for name, p in own_parameters(m).items()]
         places = {p: (m, name) for m, name, p in reversed(owned) if isinstance(p, DTensor)}
         self._places: list[tuple[nn.Module, str, Any]] = [
@@ -76,6 +77,13 @@ class Gathered:
         """Keep writes before a state dict is read or loaded, for which FSDP2 shards again."""
         if self._open:
             self.put_back()
+
+    def before_load(self, *_: Any) -> None:
+        """Keep writes, and shard again, so that a state dict that is loaded can be sharded too."""
+        if self._open:
+            self.put_back()
+            for block in self._blocks:
+                block.reshard()
 
     def begin(self) -> None:
         """Note how the parameters are before a step."""

@@ -443,7 +443,7 @@ def _split_what_is_loaded(work: _Work) -> None:
     for module in work.module.modules():
         if any(p is not None for p in own_parameters(module).values()):
             module.register_state_dict_pre_hook(gathered.before_state)
-            module.register_load_state_dict_pre_hook(gathered.before_state)
+            module.register_load_state_dict_pre_hook(gathered.before_load)
             module.register_load_state_dict_pre_hook(_split_loaded)
 
 

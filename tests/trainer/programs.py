@@ -469,6 +469,20 @@ def in_whole(m: Any, *_: Any) -> None:
         m.stem.load_state_dict({k: v * 0.5 for k, v in m.stem.state_dict().items()})
 
 
+def load_in_whole(m: Any, *_: Any) -> None:
+    with torch.no_grad(), whole_parameters(m):
+        m.scale.mul_(0.5)
+        load_part(False, "stem")(m)
+        load_part(False, "blocks.1")(m)
+
+
+program("load_state_dict within whole_parameters", on_train_start=load_in_whole)
+program(
+    "p.set_ of blocks within whole_parameters in a hook",
+    on_train_batch_end=lambda m, *_: within(
+        m, lambda: [ROWS["p.set_"](p) for p in m.blocks.parameters()]
+    ),
+)
 program("writes within whole_parameters", on_train_batch_end=in_whole)
 program(
     "p.data = value within whole_parameters",
