@@ -10,7 +10,9 @@ _BY_MESSAGE = {
         "the steps call the module itself, or read and write parameters inside "
         "`with lightning_shard.whole_parameters(module):`. In a step, parameters of blocks are "
         "whole while the block runs only; with sharding='gradients' they stay whole until "
-        "backward. A gradient of a manual step is whole as p.grad.full_tensor()."
+        "backward. A gradient of a manual step is whole as p.grad.full_tensor(). If an optimizer "
+        "raised this, as the Adafactor of transformers does, it takes no shards: use one of "
+        "torch.optim, such as AdamW or Muon."
     ),
     "does not have a sharding strategy registered": (
         "torch has no such function for sharded parameters and gradients: call it on whole "
@@ -23,9 +25,14 @@ _BY_MESSAGE = {
         "until backward."
     ),
     "would remove or reshape sharded dimension": (
-        "An optimizer or a callback has flattened sharded parameters, as torch.optim.LBFGS and "
-        "ModelPruning do, which torch refuses: take an optimizer that treats parameter by "
-        "parameter, such as Adam, or prune in one process."
+        "Sharded parameters or gradients were flattened, as torch.optim.LBFGS, ModelPruning and "
+        "torch.cat([p.flatten() ...]) do, which torch refuses: take an optimizer that treats "
+        "parameter by parameter, such as Adam, prune in one process, and take norms as "
+        "torch.stack([p.norm() ...]).norm()."
+    ),
+    "Sharding propagation failed for aten.pow_.Scalar": (
+        "torch.optim.Adafactor needs the norms of whole rows, and takes no shards: use another "
+        "optimizer of torch.optim, such as AdamW or Muon."
     ),
     "but its data is not allocated yet": (
         "torch.tensor was given sharded tensors, as grad_norm of lightning.pytorch.utilities does "

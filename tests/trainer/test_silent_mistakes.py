@@ -29,6 +29,7 @@ from tests.trainer.featured import (
     fit_sharded,
     loader,
 )
+from tests.trainer.programs import Program
 
 
 def everywhere(value):
@@ -348,3 +349,91 @@ def test_what_torch_refuses_of_shards_is_explained():
         with pytest.raises(RuntimeError) as caught:
             fit_sharded(make(), (2,))
         assert words in caught.value.__notes__[0]
+
+
+class ReadsBlocks(Program):
+    """Computes with parameters of blocks in the step, after the blocks have run."""
+
+    def step(self, batch, loss):
+        found = torch.autograd.grad(loss, list(self.blocks.parameters()), create_graph=True)
+        return loss + 0.01 * sum(
+            g.square().sum() + p.square().sum()
+            for g, p in zip(found, self.blocks.parameters(), strict=True)
+        )
+
+
+@pytest.mark.spmd(2)
+def test_parameters_of_blocks_in_a_step_with_the_sharding_that_errors_name():
+    alone, module = ReadsBlocks(), ReadsBlocks()
+    fit_alone(alone, limit_train_batches=2)
+    options = {"wrap": ["Block"], "sharding": "gradients"}
+    fit_sharded(module, (2,), strategy=options, limit_train_batches=2)
+    assert_same_state(module, alone)
+    with pytest.raises(RuntimeError) as caught:
+        fit_sharded(ReadsBlocks(), (2,), strategy={"wrap": ["Block"]}, limit_train_batches=1)
+    assert "sharding='gradients'" in caught.value.__notes__[0]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.head = model, nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.model(x))
+
+
+class Shared(Program):
+    """Two siblings of one class hold one module, as a network and its target do."""
+
+    def start(self):
+        shared = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+        self.a, self.b = Wrapper(shared), Wrapper(shared)
+
+    def loss(self, batch):
+        return (self.a(batch["x"]) - self.b(batch["x"])).square().mean()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("wrap", [["Wrapper"], ["Wrapper", "Conv2d"], ["Sequential"]], ids=str)
+def test_one_module_inside_of_two_blocks(wrap):
+    alone, module = Shared(), Shared()
+    fit_alone(alone, limit_train_batches=3)
+    fit_sharded(module, (2,), strategy={"wrap": wrap}, limit_train_batches=3)
+    assert_same_state(module, alone)
+
+
+class Remembers(Program):
+    """Keeps parameters before they have memory, or before they are sharded in other modes."""
+
+    def start(self):
+        object.__setattr__(self, "kept", [self.stem.weight, self.scale])
+
+    def step(self, batch, loss):
+        return loss + 0.1 * sum(p.square().sum() for p in self.kept)
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+        nn.init.zeros_(self.offset)
+        nn.init.zeros_(self.mean)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("mode", ["full", "gradients", "none"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_remembered_parameters_in_every_mode(mode, device):
+    alone = Remembers()
+    with torch.device(device):
+        module = Remembers()
+    if device == "meta":
+        torch.manual_seed(3)
+        module.teacher = None  # a copy of what has no values
+        alone.teacher = None
+        for part in (alone.stem, *(b.f for b in alone.blocks), alone.head):
+            part.reset_parameters()
+    fit_alone(alone, limit_train_batches=2)
+    torch.manual_seed(3)
+    fit_sharded(module, (2,), strategy={"sharding": mode}, limit_train_batches=2)
+    assert_same_state(module, alone)
+    assert module.kept[0] is module.stem.weight
+    assert module.kept[1] is module.scale
