@@ -22,7 +22,7 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
         advice: The words for what a user can change.
 
     Raises:
-        RuntimeError: Some did not come within `WAIT_S`, or half of the timeout of the process group.
+        RuntimeError: Some did not come within `WAIT_S`, or half of the process group's timeout.
     """
     if len(ranks) < 2:
         return
@@ -40,7 +40,8 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
     except dist.DistStoreError as error:
         missing = [r for r in ranks if not store.check([place(r, number)])]
         raise RuntimeError(
-            f"rank {rank} {does}, and ranks {missing} did not within {wait.total_seconds():.3g} s: {advice}."
+            f"rank {rank} {does}, and ranks {missing} did not within {wait.total_seconds():.3g} s: "
+            f"{advice}."
         ) from error
     if number:
         store.delete_key(place(rank, number - 1))
