@@ -13,6 +13,10 @@ torchmetrics and this package ask for the group that they want, and get it.
 torch has no public way to say what the default group is. Two functions of its
 `distributed_c10d` decide it for all collectives, however a module has imported these; they are
 replaced when the first step with a domain runs (seen in torch 2.11 to 2.15).
+
+Another default group for all code that runs in a step was considered, and not taken: `init_mesh`,
+a checkpoint that a step saves, `distribute_tensor` and `new_group` ask for the default group, too,
+and so does the thread that writes while training goes on. Each would mean other ranks, in silence.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What SLURM and Kubernetes set for the scripts in configs/cluster is what a rank reads of itself.
+"""Variables of SLURM, PALS and Kubernetes for the scripts in configs/cluster, as a rank reads them.
 
 Sources: https://slurm.schedmd.com/srun.html, the sections on output environment variables;
 https://www.kubeflow.org/docs/components/trainer/ for PET_*, which torchrun reads.
@@ -72,6 +72,27 @@ def of_torchrun(pod: dict[str, str], command: list[str], local_rank: int) -> dic
     }  # fmt: skip
 
 
+def test_a_rank_under_pals_knows_itself(tmp_path):
+    script = (FOLDER / "aurora.pbs").read_text()
+    nodes = int(re.findall(r"#PBS -l select=(\d+)", script)[0])
+    per_node = int(re.findall(r"PER_NODE=(\d+)", script)[0])
+    file = tmp_path / "nodes"
+    file.write_text("".join(f"x{node}\n" for node in range(nodes)))
+    for node, local_rank in ((0, 0), (0, 11), (1, 2)):
+        rank = str(node * per_node + local_rank)
+        variables = {
+            "PALS_RANKID": rank, "PALS_LOCAL_RANKID": str(local_rank), "PMIX_RANK": rank,
+            "PALS_LOCAL_SIZE": str(per_node), "PALS_NODEID": str(node), "PALS_APID": "5f2",
+            "PBS_NODEFILE": str(file), "PBS_JOBID": "17.aurora",
+        }  # fmt: skip
+        for told in ({}, {"WORLD_SIZE": str(nodes * per_node)}):  # as the script gives it
+            with mock.patch.dict(os.environ, variables | told, clear=True):
+                info = process_info()
+            assert (info.launcher, info.rank, info.local_rank) == ("pals", int(rank), local_rank)
+            assert (info.world_size, info.local_world_size, info.node) == (24, 12, node)
+            assert info.address == "x0"
+
+
 @pytest.mark.parametrize("name", ["slurm", "kubernetes_pytorchjob", "kubernetes_trainjob"])
 def test_a_rank_knows_itself(name):
     for node, local_rank in ((0, 0), (0, 7), (1, 2)):
@@ -99,4 +120,5 @@ def test_the_command_asks_for_what_is_started(path):
     trainer = {}
     for file in files:  # later ones win
         trainer |= yaml.safe_load((FOLDER.parents[1] / file).read_text()).get("trainer", {})
-    assert (trainer["devices"], trainer["num_nodes"]) == (8, 2)
+    assert trainer["devices"] == (12 if path.suffix == ".pbs" else 8)
+    assert trainer["num_nodes"] == 2
