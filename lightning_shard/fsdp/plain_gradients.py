@@ -22,7 +22,7 @@ from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.processes.torch_private.internals import (
     after_backward,
     backward_pass,
-    groups_of,
+    parameter_groups,
 )
 
 _KEY = "_plain_gradients"
@@ -105,7 +105,7 @@ def without_reduction(module: nn.Module) -> Generator[None]:
     FSDP2 would take such a pass inside of a step for the step's own, and give the parameters up.
     """
     sharded = sharded_modules(module)
-    groups = [group for block in sharded for group in groups_of(block)]
+    groups = [group for block in sharded for group in parameter_groups(block)]
     names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
     before = [{name: getattr(group, name) for name in names} for group in groups]
     for block in sharded:

@@ -292,10 +292,9 @@ def after_backward(callback: Callable[[], None]) -> None:
 def parameter_groups(module: Any) -> list[Any]:
     """Return the groups of parameters that FSDP2 gathers and reduces for a sharded module."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
 
 
 def gather_of(group: Any) -> Any:
@@ -346,17 +345,9 @@ def set_foreach_function(name: str, function: Callable[..., Any]) -> None:
     setattr(torch, name, function)
 
 
-def groups_of(module: Any) -> list[Any]:
-    """Give FSDP2's groups of the parameters that it gathers for `module`."""
-    state = internal("torch.distributed.fsdp.FSDPModule._get_fsdp_state")(module)
-    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
-    groups = [state._fsdp_param_group] if groups is None else groups
-    return [group for group in groups if group is not None]
-
-
 def gathered_by(module: Any) -> list[Any]:
     """Give FSDP2's records of the parameters that it gathers for `module`."""
-    return [record for group in groups_of(module) for record in group.fsdp_params]
+    return [record for group in parameter_groups(module) for record in group.fsdp_params]
 
 
 def module_of(record: Any) -> Any:
