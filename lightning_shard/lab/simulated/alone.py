@@ -7,15 +7,11 @@ it gets its own rows where they have the same size, and zeros where they have no
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from lightning_shard.lab.simulated.collectives import put
-from lightning_shard.lab.simulated.group import OpenCollectives, SimulatedGroup
+from lightning_shard.lab.simulated.group import Handle, OpenCollectives, SimulatedGroup
 from lightning_shard.trainer.profile.traffic import sent_bytes
-
-_AnyWork: Any = dist.Work  # torch does not document how to subclass it
 
 
 class Listener(Protocol):
@@ -34,12 +30,12 @@ class Listener(Protocol):
         ...
 
 
-class _Work(_AnyWork):
+class _Work(Handle):
     """A collective that has ended when it begins."""
 
     def __init__(self, result: Any, waits: Callable[[], None]) -> None:
-        super().__init__()
-        self._result, self._waits = result, waits
+        super().__init__(result)
+        self._waits = waits
 
     def wait(self, timeout: Any = None) -> bool:
         self._waits()
@@ -50,18 +46,6 @@ class _Work(_AnyWork):
 
     def is_success(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        self._waits()
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> Any:
-        self._waits()
-        future = Future[Any]()
-        future.set_result(self._result)
-        return future
 
 
 class AloneGroup(SimulatedGroup):

@@ -82,13 +82,36 @@ class OpenCollectives:
         return met
 
 
-class _Work(_AnyWork):
+class Handle(_AnyWork):
+    """A collective that was called, whose results are there once `wait` returns."""
+
+    def __init__(self, result: Any) -> None:
+        """Keep the results, which the collective fills in."""
+        super().__init__()
+        self._result = result
+
+    def synchronize(self) -> None:
+        """Wait for the results."""
+        self.wait()
+
+    def result(self) -> Any:
+        """Return the results."""
+        return self._result
+
+    def get_future(self) -> Any:
+        """Wait for the results, and return a future that has them."""
+        self.wait()
+        future = Future[Any]()
+        future.set_result(self._result)
+        return future
+
+
+class _Work(Handle):
     """A collective that has begun."""
 
     def __init__(self, rank: int, met: _Collective, what: str, turns: Turns, result: Any) -> None:
-        super().__init__()
+        super().__init__(result)
         self._rank, self._met, self._what, self._turns = rank, met, what, turns
-        self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
         self._turns.wait(self._rank, lambda: self._met.done, self._what)
@@ -101,18 +124,6 @@ class _Work(_AnyWork):
 
     def is_success(self) -> bool:
         return self._met.done
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> Any:
-        self.wait()
-        future = Future[Any]()
-        future.set_result(self._result)
-        return future
 
 
 class SimulatedGroup(_AnyGroup):
