@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core import rank_zero
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.cli import config_checks
@@ -114,6 +116,9 @@ def _one_cuda_device(environment):
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.device_count", return_value=1),
+        # a strategy tells them its rank, and tests after this one are of rank 0 again
+        mock.patch.object(rank_zero_only, "rank", 0),
+        mock.patch.object(rank_zero.rank_zero_only, "rank", 0),
     ):
         yield
 
