@@ -23,8 +23,8 @@ class FieldDataset(Dataset[dict[str, Any]]):
 
     Args:
         path: An HDF5 file (.h5, .hdf5) or a Zarr group (.zarr).
-        entries: Keys of a sample, and the array of each: (S, C, *spatial), or (S, H, W) for fields
-            of one channel.
+        entries: Keys of a sample, and the array of each: `(S, C, *spatial)`, or (S, H, W) for
+            fields of one channel.
         trainer: The Trainer that will use the samples, or the domain mesh of a loop of your own;
             None for whole fields.
         samples: The numbers of the samples in the file, by default all.

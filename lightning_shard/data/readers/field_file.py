@@ -24,7 +24,7 @@ EDGE = 8  # nodes that a block has at least
 
 
 class FieldFile:
-    """An HDF5 file (.h5, .hdf5) or a Zarr group (.zarr) of arrays (S, C, *spatial), to read.
+    """An HDF5 file (.h5, .hdf5) or a Zarr group (.zarr) of arrays `(S, C, *spatial)`, to read.
 
     Each process opens it when it reads first, so a `FieldFile` may travel to worker processes.
 
@@ -55,7 +55,7 @@ class FieldFile:
         return self._open()
 
     def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return S and (C, *spatial) of each array; C is 1 for an array (S, H, W) without channels.
+        """Return S and `(C, *spatial)` of each array; C is 1 for an array of (S, H, W).
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -75,7 +75,7 @@ class FieldFile:
         }
 
     def read(self, name: str, sample: int, index: Sequence[slice]) -> np.ndarray:
-        """Read the part at `index` of a sample (C, *spatial) of an array, such as `slab.index`.
+        """Read the part at `index` of a sample `(C, *spatial)` of an array, such as `slab.index`.
 
         Raises:
             ValueError: It is damaged.
@@ -209,7 +209,7 @@ def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.
     Args:
         path: A new HDF5 file or Zarr group.
         count: The number S of all samples.
-        blocks: Some samples at a time: for each array its name and (samples, C, *spatial).
+        blocks: Some samples at a time: for each array its name and `(samples, C, *spatial)`.
 
     Raises:
         OSError: It cannot be written, for example on a full disk.

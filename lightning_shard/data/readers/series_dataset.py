@@ -1,6 +1,6 @@
 """Gives pairs of states and the states that follow, from files of simulations and of weather.
 
-Shapes: B samples, C channels of a state, constant ones included in `x`; *spatial is one to three
+Shapes: B samples, C channels of a state, constant ones included in `x`; `*spatial` is one to three
 dims.
 """
 
@@ -24,9 +24,9 @@ class SeriesDataset(Dataset[dict[str, Any]]):
     """Samples `{"x": states, "y": the states after them}`: of each field this rank's part alone.
 
     Reads HDF5 files of the Well and of PDEBench, NetCDF, and Zarr groups that xarray reads, such as
-    ERA5's. `x` is (inputs * C + constants, *spatial): the channels of the first step, then those of
-    the next, then the variables that do not vary with time. `y` is (outputs * C, *spatial). Steps
-    of one sample lie in one trajectory of one file. Values are those of the file: nothing is
+    ERA5's. `x` is `(inputs * C + constants, *spatial)`: the channels of the first step, then those
+    of the next, then the variables that do not vary with time. `y` is `(outputs * C, *spatial)`.
+    Steps of one sample lie in one trajectory of one file. Values are those of the file: nothing is
     normalized, and NaN (land in a field of the sea) stays NaN.
 
     Args:

@@ -53,7 +53,7 @@ class Variable:
         return [n for dim, n in zip(self.dims, self.shape, strict=True) if dim in dims]
 
     def read(self, array: Any, trajectory: int, step: int, part: Sequence[slice]) -> np.ndarray:
-        """Read (C, *part) of one step of one trajectory.
+        """Read `(C, *part)` of one step of one trajectory.
 
         Args:
             array: The open array.
@@ -109,7 +109,7 @@ class SeriesFile:
     def read(
         self, variable: Variable, trajectory: int, step: int, part: Sequence[slice]
     ) -> np.ndarray:
-        """Read (C, *part) of a variable at one step of one trajectory.
+        """Read `(C, *part)` of a variable at one step of one trajectory.
 
         Raises:
             ValueError: It is damaged, or outside of the file.
