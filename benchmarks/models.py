@@ -7,16 +7,18 @@ within ten times the model's own rounding, which is given beside it: what the pl
 change by when each input changes by one unit in the last place. `refused` gives the operation and
 its reason, `wrong` the worst tensor, `error` any other exception.
 
-Run `python benchmarks/models.py`: half an hour on 2 cores; `--library timm` is one library. It
-prints docs/models.md. `--mesh 2 3 2x2` compares on three meshes: one table of each library, with a
-column for each mesh. On a mesh of several axes a sequence is split by all of them. A library that
-is not installed is named and left out. A model for which some rank waits ten minutes ends the run,
-with the place where each rank is. `--simulated` takes ranks of lightning_shard.simulate, all in one
-process, instead of processes.
+Run `python -m benchmarks.models`: half an hour on 2 cores; `--library timm` is one library. It
+prints a table of each library. `--mesh 2 3 2x2` compares on three meshes, with a column for each.
+On a mesh of several axes a sequence is split by all of them. A library that is not installed is
+named and left out. A model for which some rank waits ten minutes ends the run, with the place where
+each rank is. `--simulated` takes ranks of lightning_shard.simulate, all in one process, instead of
+processes. `--record` writes what was found into benchmarks/models.csv, over older results of the
+same model and mesh. `--page` runs nothing, and writes the lists of docs/models.md from that file.
 """
 
 import argparse
 import contextlib
+import csv
 import faulthandler
 import math
 import re
@@ -25,6 +27,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -53,6 +57,9 @@ PACKAGES = {
 FLOAT32 = 1e-5
 TIMES = 10  # how much further than its own rounding a model may be off
 WAIT_S = 600
+RESULTS = Path(__file__).with_suffix(".csv")
+PAGE = Path(__file__).parents[1] / "docs/models.md"
+MESHES = ("2", "3", "2x2")
 Row = tuple[str, str, str, str]
 
 
@@ -63,7 +70,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=[""], help="parts of names; default: all")
     parser.add_argument("--mesh", nargs="+", default=["2"], help="such as 2 3 2x2")
     parser.add_argument("--simulated", action="store_true", help="the ranks of one process")
+    parser.add_argument("--record", action="store_true", help=f"into {RESULTS.name}")
+    parser.add_argument("--page", action="store_true", help="write docs/models.md, and run nothing")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(with_lists(PAGE.read_text(), recorded()))
+        return
     print("# Models\n")
     describe()
     for library in options.library or LIBRARIES:
@@ -83,6 +95,59 @@ def main() -> None:
             for row in ranks(math.prod(sizes), run, library, options.model, sizes):
                 found.setdefault(row[0], {})[shape] = row
         print_found(found, options.mesh)
+        if options.record:
+            record(library, title.removeprefix(library).strip(), found)
+
+
+def recorded() -> list[dict[str, str]]:
+    """Return the rows of benchmarks/models.csv, one for each model."""
+    with RESULTS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def record(library: str, version: str, found: dict[str, dict[str, Row]]) -> None:
+    """Write the results of a library into benchmarks/models.csv, over those of the same meshes."""
+    rows = {(row["library"], row["model"]): row for row in recorded()}
+    for model, by_mesh in found.items():
+        row = rows.setdefault((library, model), {"library": library, "model": model})
+        row["version"] = version
+        for mesh, (_, dims, *result) in by_mesh.items():
+            row["split dims"] = max(row.get("split dims", ""), dims, key=len)
+            row[mesh] = result[0] + (" " if result[0].startswith("exact") else ": ") + result[1]
+    with RESULTS.open("w", newline="") as file:
+        names = ("library", "version", "model", "split dims", *MESHES)
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[0].lower(), key)))
+
+
+def with_lists(page: str, rows: Sequence[dict[str, str]]) -> str:
+    """Return the page with a list for each library, of these rows, between its two marks."""
+    lines = []
+    for library, of_it in groupby(rows, lambda row: row["library"]):
+        models = list(of_it)
+        version = max(row["version"] for row in models)
+        lines += [f"### {library} {version}".rstrip(), ""]
+        refused = {
+            row["model"]: row[mesh]
+            for row in models
+            for mesh in MESHES
+            if row[mesh] and not row[mesh].startswith("exact")
+        }
+        by_meshes: dict[str, list[str]] = {}
+        for row in models:
+            exact = [mesh for mesh in MESHES if row[mesh].startswith("exact")]
+            star = "*" if any("(float32)" in row[mesh] for mesh in exact) else ""
+            if exact:
+                meshes = " and ".join(filter(None, (", ".join(exact[:-1]), exact[-1])))
+                by_meshes.setdefault(meshes, []).append(row["model"] + star)
+        for meshes, names in by_meshes.items():
+            lines += [f"Exact on {meshes} ranks, {len(names)}: {', '.join(names)}.", ""]
+        for name, reason in refused.items():
+            lines += [f"Not exact: {name}, {reason}.", ""]
+    head, _, rest = page.partition("<!-- lists -->\n")
+    _, end, tail = rest.partition("<!-- end of the lists -->\n")
+    return f"{head}<!-- lists -->\n\n" + "\n".join(lines) + f"\n{end}{tail}"
 
 
 def simulated(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
