@@ -6,6 +6,7 @@ Shapes: N trajectories of T steps in one file, C components of a variable.
 References: the Well's page "Data format"; Takamoto et al., "PDEBench", 2022.
 """
 
+import contextlib
 import functools
 import math
 import warnings
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_shard.data.readers.field_file import HDF5, ZARR, inside, open_hdf5
+from lightning_shard.data.readers.field_file import HDF5, ZARR, inside, no_gaps_read, open_hdf5
 from lightning_shard.data.readers.opened import OpenFile, optional
 
 NETCDF = (".nc", ".nc4", ".netcdf")
@@ -70,7 +71,7 @@ class Variable:
         stored = [i for i, dim in enumerate(self.dims) if dim != "-"]
         values = np.asarray(array[tuple(index.get(i, places.get(self.dims[i])) for i in stored)])
         kept = [i for i, dim in enumerate(self.dims) if dim in "CS-"]
-        values = np.expand_dims(values, [n for n, i in enumerate(kept) if self.dims[i] == "-"])
+        values = np.expand_dims(values, tuple(n for n, i in enumerate(kept) if self.dims[i] == "-"))
         inner = [n for n, i in enumerate(kept) if self.dims[i] == "C"]
         values = np.moveaxis(values, inner, range(len(inner)))
         found = (self.components, *(r.stop - r.start for r in part))
@@ -217,8 +218,10 @@ def _open_xarray(path: Path) -> Any:
             open_hdf5(path).close()  # it refuses arrays outside of the file
             engine = "h5netcdf"
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.ExitStack() as opening:
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated")
+            if engine == "zarr":
+                opening.enter_context(no_gaps_read(optional("zarr", f"the file {path}", "zarr")))
             return xarray.open_dataset(path, engine=engine, cache=False)
     except (ValueError, TypeError) as error:
         raise OSError(error) from error
