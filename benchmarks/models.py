@@ -60,6 +60,7 @@ WAIT_S = 600
 RESULTS = Path(__file__).with_suffix(".csv")
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 MESHES = ("2", "3", "2x2")
+COLUMNS: tuple[str, ...] = ("library", "version", "model", "split dims", *MESHES)
 Row = tuple[str, str, str, str]
 
 
@@ -115,8 +116,7 @@ def record(library: str, version: str, found: dict[str, dict[str, Row]]) -> None
             row["split dims"] = max(row.get("split dims", ""), dims, key=len)
             row[mesh] = result[0] + (" " if result[0].startswith("exact") else ": ") + result[1]
     with RESULTS.open("w", newline="") as file:
-        names = ("library", "version", "model", "split dims", *MESHES)
-        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows[key] for key in sorted(rows, key=lambda key: (key[0].lower(), key)))
 
