@@ -22,8 +22,8 @@ CONFIGS = sorted(FOLDER.glob("*.yaml"))
 OVERLAYS = sorted((FOLDER / "overlays").glob("*.yaml"))
 COMBINATIONS = [  # later files win, mappings are merged
     "tfno_darcy node_of_8 domain_2x2 bf16",
-    "tfno_darcy_tutorial nodes domain_2 zarr bf16",
-    "tfno_darcy_tutorial node_of_8 hybrid_2x2 offline",
+    "tfno_darcy_large nodes domain_2 zarr bf16",
+    "tfno_darcy_large node_of_8 hybrid_2x2 offline",
     "mnist_cnn nodes xpu quick",
     "simple_cnn one_gpu bf16 offline",
 ]
@@ -48,7 +48,7 @@ SMALLER = {
         "model": {"model_name_or_path": T5, "generation": {"max_new_tokens": 4}},
     },
     "tfno_darcy": {"data": DARCY | {"test_resolutions": [64, 32]}, "model": NETWORK},
-    "tfno_darcy_tutorial": {
+    "tfno_darcy_large": {
         "data": DARCY | {"train_resolution": 64, "test_resolutions": [64, 32]},
         "model": NETWORK,
     },
@@ -119,7 +119,7 @@ def test_every_file_is_in_the_docs():
     assert named == {path.stem for path in CONFIGS + OVERLAYS}
 
 
-SLOW = ("segmentation", "tfno_darcy_tutorial")
+SLOW = ("segmentation", "tfno_darcy_large")
 
 
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
