@@ -6,15 +6,22 @@ python -m benchmarks.metrics > docs/metrics.md
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
@@ -36,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "PeakSignalNoiseRatio": {"data_range": 1.0},
     "PeakSignalNoiseRatioWithBlockedEffect": {"data_range": 1.0},
 }  # fmt: skip
+SINGLE = ("HausdorffDistance", "SpatialCorrelationCoefficient")  # they make float32 of float64
 EXACT = "exact"
 
 Made = tuple[tuple[Any, ...], tuple[int, ...]]  # the operands, and the dim that splits each
@@ -53,10 +61,25 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Make numbers in float64 while open, or in float32 for a metric that knows no other."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32 if self.name in SINGLE else torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    @property
+    def key(self) -> str:
+        """A name that no metric of another package has."""
+        return f"{self.package}_{self.name}"
+
     def metric(self, **options: Any) -> Any:
         kind = getattr(importlib.import_module(f"torchmetrics.{self.package}"), self.name)
-        if self.name != "PermutationInvariantTraining":  # it has no such option
-            options["sync_on_compute"] = False  # every rank has the whole answer
+        if self.name == "PermutationInvariantTraining":  # it has no such option
+            options.pop("sync_on_compute", None)
         return kind(**self.options, **options)
 
 
@@ -159,39 +182,102 @@ MAKERS: dict[str, Callable[[], Made]] = {
 }  # fmt: skip
 
 
-def outcome(case: Case, mesh: DeviceMesh) -> str:
-    """`exact`, why it is refused, or what is wrong."""
+class Validation(LightningModule):
+    """Gives each metric maps in two steps on each replica, and computes it as the epoch ends."""
+
+    def __init__(self, cases: Sequence[Case], **options: Any) -> None:
+        """Make the metrics.
+
+        Args:
+            cases: What is measured.
+            options: Further options of the metrics.
+        """
+        super().__init__()
+        self.cases = {case.key: case for case in cases}
+        self.metrics = torch.nn.ModuleDict()
+        for name, case in self.cases.items():
+            with case.precision():
+                self.metrics[name] = case.metric(**options)
+        self.steps: dict[str, dict[int, Any]] = {name: {} for name in self.cases}
+        self.epoch: dict[str, Any] = {}
+        self.refused: dict[str, str] = {}
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Give each metric the maps of this step, and keep what it returns for them."""
+        seed = int(batch[0])
+        for name, case in self.cases.items():
+            with case.precision(), self.noting(name):
+                torch.manual_seed(seed)
+                made, dims = case.make()
+                if isinstance(self.trainer.strategy, lightning_shard.HybridShardStrategy):
+                    mesh = self.trainer.strategy.domain_mesh
+                    made = tuple(_split(x, mesh, dim) for x, dim in zip(made, dims, strict=True))
+                metric: Any = self.metrics[name]
+                self.steps[name][seed] = metric(*made)
+
+    def on_validation_epoch_end(self) -> None:
+        """Compute each metric over all steps of all replicas; a number is logged, too."""
+        metrics: Mapping[str, Any] = dict(self.metrics)
+        for name, metric in metrics.items():
+            if name not in self.refused:
+                with self.cases[name].precision(), self.noting(name):
+                    self.epoch[name] = metric.compute()
+                if isinstance(value := self.epoch.get(name), Tensor) and value.numel() == 1:
+                    self.log(name, metric)
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Keep the reason why a metric cannot be had, and go on with the others."""
+        try:
+            yield
+        except UnsupportedOperationError as error:
+            function = str(error).removeprefix("cannot run ").split(" on a tensor split")[0]
+            self.refused[name] = f"refused: {function}"
+        except Exception as error:
+            first = str(error).splitlines()[0][:100]
+            self.refused[name] = f"FAILS: {type(error).__name__}: {first}"
+
+
+def outcomes(cases: Sequence[Case], domain: int = 2) -> dict[str, str]:
+    """Say of each metric `exact`, why it is refused, or what is wrong; all ranks call it.
+
+    One process sorts stably here: torch promises no order of equal values, and LogAUC needs one.
+    """
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    made, dims = case.make()
-    whole = case.metric()
-    whole.update(*made)
-    expected = whole.compute()
-    found = _of_split(case, made, dims, expected, mesh)
-    if found != EXACT and case.package == "classification":
-        unchecked = _of_split(case, made, dims, expected, mesh, validate_args=False)
-        if unchecked == EXACT:
-            return f"exact with `validate_args=False`; {found} otherwise"
-    return found
+    world = dist.get_world_size()
+    replicas = world // domain
+    quiet: dict[str, Any] = {
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "accelerator": "cpu",
+    }  # fmt: skip
+
+    def validated(trainer: Trainer, **options: Any) -> tuple[Validation, Mapping[str, Any]]:
+        module = Validation(cases, **options)
+        trainer.validate(
+            module, DataLoader(TensorDataset(torch.arange(2 * replicas))), verbose=False
+        )
+        return module, trainer.callback_metrics
+
+    one = Trainer(devices=1, plugins=[LightningEnvironment()], **quiet)
+    with mock.patch("torch.argsort", partial(torch.argsort, stable=True)):
+        alone, _ = validated(one, sync_on_compute=False)
+    strategy = lightning_shard.HybridShardStrategy(domain_parallel_size=domain)
+    split = Trainer(devices=world, strategy=strategy, plugins=[TorchElasticEnvironment()], **quiet)
+    found, logged = validated(split)
+    return {name: _compared(name, alone, found, logged) for name in found.cases}
 
 
-def _of_split(
-    case: Case,
-    made: tuple[Any, ...],
-    dims: tuple[int, ...],
-    expected: Any,
-    mesh: DeviceMesh,
-    **options: Any,
-) -> str:
-    metric = case.metric(**options)
-    try:
-        metric.update(*(_split(x, mesh, dim) for x, dim in zip(made, dims, strict=True)))
-        found = metric.compute()
-    except UnsupportedOperationError as error:
-        return f"refused: {str(error).removeprefix('cannot run ').split(' on a tensor split')[0]}"
-    except Exception as error:
-        return f"FAILS: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
-    return EXACT if _alike(found, expected) else f"WRONG: {found}, expected {expected}"[:200]
+def _compared(name: str, alone: Validation, found: Validation, logged: Mapping[str, Any]) -> str:
+    if reason := alone.refused.get(name, found.refused.get(name)):
+        return reason
+    for step, value in found.steps[name].items():
+        if not _alike(value, alone.steps[name][step]):
+            return f"WRONG in a step: {value}, expected {alone.steps[name][step]}"[:200]
+    expected = alone.epoch[name]
+    for value in (found.epoch[name], logged.get(name, expected)):
+        if not _alike(value, expected):
+            return f"WRONG: {value}, expected {expected}"[:200]
+    return EXACT
 
 
 def _split(x: Any, mesh: DeviceMesh, dim: int) -> Any:
@@ -207,41 +293,36 @@ def _alike(found: Any, expected: Any) -> bool:
         return all(_alike(f, e) for f, e in zip(found, expected, strict=True))
     if not isinstance(expected, Tensor):
         return found == expected
-    found = lightning_shard.gather(found)
+    found, single = lightning_shard.gather(found), expected.dtype == torch.float32
+    rtol, atol = (1e-5, 1e-6) if single else (1e-12, 1e-13)
     return found.shape == expected.shape and torch.allclose(
-        found.double(), expected.double(), rtol=1e-5, atol=1e-6, equal_nan=True
+        found.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True
     )
-
-
-def outcomes() -> dict[str, dict[str, str]]:
-    """By package and metric; runs on all ranks."""
-    import torch.distributed as dist
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("domain",))
-    found: dict[str, dict[str, str]] = {package: {} for package in PACKAGES}
-    for case in cases():
-        found[case.package][case.name] = outcome(case, mesh)
-    return found
 
 
 HEAD = """# Metrics of torchmetrics on split maps
 
-Made by `python -m benchmarks.metrics`: each metric is given maps that are split over two ranks, and
-compared with the same metric in one process (float32, 1e-5). *refused* names the function that has
-no rule: give such a metric `lightning_shard.gather(map)`. Metrics that need a trained network (FID,
-LPIPS and their like) are not in the table.
+Made by `python -m benchmarks.metrics`: in a validation of the Trainer each metric is given maps
+that are split over two ranks. What it returns in each step, what it computes over the epoch and
+what `self.log` makes of it are compared with one process (float64, 1e-12). A metric over several
+data replicas, one that is copied, pickled or kept in hyper-parameters, and one in a
+MetricCollection count alike. *refused* names the function that has no rule: give such a metric
+`lightning_shard.gather(map)`. Metrics that need a trained network (FID, LPIPS and their like) are
+not in the table.
 """
 
 
 def main() -> None:
-    found = lightning_shard.launch(outcomes, processes=2)
+    rows = [*cases()]
+    found = lightning_shard.launch(outcomes, rows, processes=2)
     found = found[0] if isinstance(found, list) else found
     print(f"{HEAD}\ntorchmetrics {version('torchmetrics')}, torch {torch.__version__}.")
-    for package, rows in found.items():
-        exact = sum(value == EXACT for value in rows.values())
-        print(f"\n## {package}: {exact} of {len(rows)} exact\n")
+    for package in PACKAGES:
+        of_package = {c.name: found[c.key] for c in rows if c.package == package}
+        exact = sum(value == EXACT for value in of_package.values())
+        print(f"\n## {package}: {exact} of {len(of_package)} exact\n")
         print("| metric | on split maps |\n| --- | --- |")
-        for name, value in rows.items():
+        for name, value in of_package.items():
             print(f"| {name} | {value} |")
 
 

@@ -122,9 +122,9 @@ def full(value: Any, keep: bool = True) -> Any:
     """Replace every sharded or split tensor in `value` by the whole one on the CPU.
 
     Args:
-        value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
-            are gathered one after the other, and no more than one of them exists whole at a time on
-            ranks that do not keep them.
+        value: Nested dicts, lists, tuples, and metrics in them. All ranks must pass the same
+            structure: the tensors are gathered one after the other, and no more than one of them
+            exists whole at a time on ranks that do not keep them.
         keep: False on a rank that needs no result; tensors in it are then None.
     """
     if isinstance(value, DTensor):
@@ -141,7 +141,22 @@ def full(value: Any, keep: bool = True) -> Any:
         return _mapped(value, keep)
     if type(value) in (list, tuple):
         return type(value)(full(v, keep) for v in value)
+    if isinstance(value, nn.Module) and _holds_split(value):  # a metric among hyper-parameters
+        result = copy.copy(value)
+        held = vars(value).items()
+        vars(result).update({name: full(v, keep) for name, v in held if _holds_split(v)})
+        return result
     return value
+
+
+def _holds_split(value: Any) -> bool:
+    """Return True if a split tensor is somewhere in nested modules, dicts, lists and tuples."""
+    if isinstance(value, nn.Module) or is_dict(value):
+        inside = value.values() if is_dict(value) else vars(value).values()
+        return any(map(_holds_split, inside))
+    return isinstance(value, DomainTensor) or (
+        isinstance(value, list | tuple) and any(map(_holds_split, value))
+    )
 
 
 def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:

@@ -1,26 +1,140 @@
-"""Makes metrics and rates count each sample once, though all ranks of a domain see it."""
+"""Makes metrics and rates count each sample once, though all ranks of a domain see it.
+
+A metric of torchmetrics adds up over the processes in `Metric.sync`. While a run lasts, that means
+the data replicas: of each domain the rank at the same place. The metric itself is not changed, so
+whatever copies, pickles or makes one while the run lasts gets one that counts alike. States that
+are split over a domain stay split: only the rows of the other replicas travel.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.subdomain import Subdomain, domain_of
+from lightning_shard.domain.uneven import gathered_objects
+from lightning_shard.domain.wire import all_to_all, packed
+from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.host import callbacks_of, throughputs
 
 
+class _Counted(NamedTuple):
+    """The data replicas that metrics count, in a run of these processes, as long as it lasts."""
+
+    group: dist.ProcessGroup
+    domain_mesh: DeviceMesh
+    world: dist.ProcessGroup | None
+    lasts: Callable[[], bool]
+
+
+_counted: _Counted | None = None
+PROCESS_STATE = {"_counted": _counted}
+
+
 def count_domains_once(
-    trainer: Trainer, module: LightningModule, data_group: dist.ProcessGroup | None, replicas: int
+    trainer: Trainer,
+    module: LightningModule,
+    data_group: dist.ProcessGroup | None,
+    domain_mesh: DeviceMesh,
+    replicas: int,
 ) -> None:
     """Let metrics and throughput monitors add up over data replicas, not over all ranks.
 
-    A torchmetrics metric that was given a process group keeps it.
+    It holds until another Trainer takes the module. A metric that was given a process group keeps
+    it.
     """
-    callbacks = callbacks_of(trainer)
-    kept = (value for callback in callbacks for value in vars(callback).values())
-    for metric in (*module.modules(), *kept):
-        if isinstance(metric, Metric) and metric.process_group is None:
-            metric.process_group = data_group
-    for callback in callbacks:
+    model, runner = weakref.ref(module), weakref.ref(trainer)
+
+    def lasts() -> bool:
+        return getattr(model(), "_trainer", None) is runner() is not None
+
+    count_metrics_over(data_group, domain_mesh, lasts)
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
             for throughput in throughputs(callback):
                 throughput.world_size = replicas
+
+
+def count_metrics_over(
+    data_group: dist.ProcessGroup | None, domain_mesh: DeviceMesh, lasts: Callable[[], bool]
+) -> None:
+    """Let metrics of torchmetrics add up over data replicas while `lasts` returns True."""
+    global _counted
+    _count_replicas()
+    _counted = None
+    if data_group is not None and domain_mesh.size() > 1:
+        _counted = _Counted(data_group, domain_mesh, dist.group.WORLD, lasts)
+
+
+@functools.lru_cache(maxsize=1)
+def _count_replicas() -> None:
+    """Replace the method with which all metrics ask other processes, for good."""
+    plain = Metric.sync
+
+    @functools.wraps(plain)
+    def sync(
+        self: Metric,
+        dist_sync_fn: Callable[..., Any] | None = None,
+        process_group: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        counted = _counted
+        if counted is not None and counted.world is dist.group.WORLD and counted.lasts():
+            process_group = process_group or self.process_group or counted.group
+            dist_sync_fn = dist_sync_fn or _states_of_replicas
+        plain(self, dist_sync_fn, process_group, *args, **kwargs)
+
+    Metric.sync = sync
+
+
+def _states_of_replicas(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the state of each replica that has one, split as it is there.
+
+    The splits travel between the replicas, then of split states the rows of this rank.
+
+    Raises:
+        UnsupportedOperationError: The state is split, and asked for over other ranks than the
+            replicas; or it is split on some of the replicas only.
+    """
+    if _counted is None or group is not _counted.group:
+        if isinstance(state, DomainTensor):
+            raise UnsupportedOperationError(
+                "a metric whose state is split over a domain was given a process_group of its own; "
+                "leave process_group out, then it counts each data replica once."
+            )
+        return gather_all_tensors(state, group)
+    if dist.get_world_size(group) == 1:
+        return [state]
+    part = state.subdomain if isinstance(state, DomainTensor) else None
+    unsplit = None if state.numel() else ()  # of a replica that has seen nothing yet
+    kinds = gathered_objects((part.layout, part.dtype) if part else unsplit, group)
+    if not any(kinds):
+        return gather_all_tensors(state, group)
+    if None in kinds:
+        raise UnsupportedOperationError(
+            "a metric's state is split over a domain on some data replicas and whole on others; "
+            "update the metric with the same kind of tensors on all ranks."
+        )
+    layouts = [each[0] if each else None for each in kinds]
+    dtype = next(each[1] for each in kinds if each)
+    sizes = [math.prod(layout.local_shape) if layout else 0 for layout in layouts]
+    mine = state.new_empty(0, dtype=dtype) if part is None else packed([part.local.detach()], state)
+    ranks = len(kinds)
+    rows = all_to_all(mine.repeat(ranks), sizes, [mine.numel()] * ranks, group).split(sizes)
+    domain = domain_of(_counted.domain_mesh)
+    return [
+        DomainTensor(Subdomain(local.view(layout.local_shape), layout, domain))
+        for local, layout in zip(rows, layouts, strict=True)
+        if layout
+    ]

@@ -390,7 +390,7 @@ class HybridShardStrategy(NotCompiled):
 
     def _share_among_ranks(self, trainer: Trainer) -> None:
         replicas = self.distributed_sampler_kwargs["num_replicas"]
-        count_domains_once(trainer, self._module, self.data_group, replicas)
+        count_domains_once(trainer, self._module, self.data_group, self.domain_mesh, replicas)
         share_random_state(self.domain_mesh, self.root_device)
         self._while_set_up.close()
         if self.exact_random is not None:

@@ -1,6 +1,9 @@
 """Sums, metrics and rates count a sample once, on however many ranks it lies."""
 
+import copy
 import csv
+import pickle
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +15,17 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torchmetrics import MeanMetric, MeanSquaredError, SumMetric
+from torchmetrics import (
+    CatMetric,
+    MeanMetric,
+    MeanSquaredError,
+    Metric,
+    MetricCollection,
+    MetricTracker,
+    SpearmanCorrCoef,
+    SumMetric,
+)
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 from torchmetrics.image import StructuralSimilarityIndexMeasure
 
 import lightning_shard
@@ -20,7 +33,15 @@ from lightning_shard import SamplesPerSecond, UnsupportedOperationError
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
 from tests.parity import mesh_of
-from tests.trainer.featured import BATCH, SAMPLES, Featured, loader, sample
+from tests.trainer.featured import (
+    BATCH,
+    SAMPLES,
+    Featured,
+    fit_alone,
+    fit_sharded,
+    loader,
+    sample,
+)
 
 MESHES = pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=["4x1", "2x2", "1x(2x2)"])
 
@@ -67,6 +88,159 @@ def test_metrics(domain):
         "samples": SAMPLES, "worst": errors.max(), "average": errors.mean(),
     }  # fmt: skip
     assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-6)
+
+
+@contextmanager
+def double():
+    """Let metrics, which make numbers of the default dtype, make float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Listed(Featured):
+    """Metrics that keep all they have seen, in every way in which programs hold metrics."""
+
+    def __init__(self, metric):
+        super().__init__()
+        self.save_hyperparameters(ignore=["norm"])
+        self.metric = metric  # a hyper-parameter, too
+        self.auroc = BinaryAUROC()
+        self.spearman = SpearmanCorrCoef()
+        self.kept = CatMetric()
+        self.several = MetricCollection([BinaryAveragePrecision(), MeanSquaredError()])
+        self.tracker = MetricTracker(BinaryAUROC())
+        self.on_step = SpearmanCorrCoef(dist_sync_on_step=True)
+        self.steps = []
+
+    def validation_step(self, batch, batch_idx):
+        p, y = self(batch["x"]).sigmoid().flatten(), batch["y"].flatten()
+        self.steps.append(self.on_step(p, y))
+        t = (y > 0).long()
+        self.auroc(p, t)
+        self.log("auroc", self.auroc)
+        self.spearman.update(p, y)
+        self.metric.update(p, t)
+        self.kept.update(p)
+        self.several.update(p, t)
+        self.tracker.update(p, t)
+
+    def on_train_epoch_start(self):
+        self.clone = pickle.loads(pickle.dumps(copy.deepcopy(self.several.clone())))
+
+    def on_validation_epoch_start(self):
+        self.tracker.increment()
+
+    def on_validation_epoch_end(self):
+        kept, several = self.kept.compute(), self.several.compute()
+        self.found = torch.stack([
+            self.spearman.compute(), self.metric.compute(), kept.square().mean(),
+            *several.values(), self.tracker.compute(), torch.tensor(self.tracker.best_metric()),
+        ])  # fmt: skip
+        self.spearman.reset()
+        self.kept.reset()
+        self.several.reset()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        p, t = self(batch["x"]).sigmoid().flatten(), (batch["y"].flatten() > 0).long()
+        self.clone.update(p, t)
+
+    def on_train_epoch_end(self):
+        self.copied = torch.stack([*self.clone.compute().values()])
+
+
+@pytest.mark.spmd(4)
+@MESHES
+def test_metrics_that_keep_what_they_have_seen(domain):
+    """Copied, pickled, tracked and saved; each is as on one process."""
+    with double():
+        alone, split = (Listed(BinaryAveragePrecision()) for _ in range(2))
+        for metric in alone.modules():
+            if isinstance(metric, Metric):  # each rank is a run of its own here
+                metric.sync_on_compute = metric._to_sync = metric.dist_sync_on_step = False
+        expected = fit_alone(alone)
+        runner = fit_sharded(split, domain)
+        auroc = (
+            runner.callback_metrics["auroc"].double(),
+            expected.callback_metrics["auroc"].double(),
+        )
+        for found, right in ((split.found, alone.found), (split.copied, alone.copied), auroc):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
+        path = shared_path("listed.ckpt")
+        runner.save_checkpoint(path)
+        saved = torch.load(path, weights_only=False)["hyper_parameters"]["metric"]
+        torch.testing.assert_close(saved.compute(), alone.metric.compute(), rtol=1e-12, atol=0)
+        assert not any(isinstance(part, dist.ProcessGroup) for part in vars(split.metric).values())
+
+
+@pytest.mark.spmd(4)
+@MESHES
+def test_the_value_of_a_step_is_of_all_replicas_if_it_is_asked_for(domain):
+    with double():
+        module = Listed(BinaryAveragePrecision())
+        runner = training.trainer(domain)
+        runner.validate(module, loader(1, 4), verbose=False)
+        replicas = dist.get_world_size() // runner.strategy.domain_size
+        for step, found in enumerate(module.steps):
+            batch = torch.utils.data.default_collate(
+                [sample(step * replicas + i) for i in range(replicas)]
+            )
+            with torch.no_grad():
+                p = module(batch["x"]).sigmoid().flatten()
+            alone = SpearmanCorrCoef(sync_on_compute=False)(p, batch["y"].flatten())
+            torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
+
+
+class Partly(Featured):
+    """The second of two replicas sees another kind of tensor, or none."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.metric, self.other = CatMetric(), other
+
+    def validation_step(self, batch, batch_idx):
+        replica = self.trainer.strategy.distributed_sampler_kwargs["rank"]
+        if replica == 0 or self.other == "world":
+            self.metric.update(self(batch["x"]))
+        elif self.other == "whole":
+            self.metric.update(torch.ones(3, dtype=torch.float64))
+
+    def on_validation_epoch_end(self):
+        if self.other == "world":
+            self.metric.process_group = dist.group.WORLD
+        self.total = self.metric.compute().sum()
+
+
+@pytest.mark.spmd(4)
+def test_replicas_that_have_seen_other_tensors():
+    module = Partly("nothing")
+    training.trainer((2,)).validate(module, loader(1, 4), verbose=False)
+    with torch.no_grad():
+        expected = sum(module(sample(i)["x"][None]).sum() for i in (0, 2))
+    torch.testing.assert_close(module.total, expected.float())  # CatMetric makes float32
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize(
+    ("other", "sentence"), [("whole", "whole on others"), ("world", "leave process_group out")]
+)
+def test_states_that_cannot_be_counted_are_refused(other, sentence):
+    with pytest.raises(UnsupportedOperationError, match=sentence):
+        training.trainer((2,)).validate(Partly(other), loader(1, 4), verbose=False)
+
+
+@pytest.mark.spmd(4)
+def test_a_run_counts_until_another_trainer_takes_the_module():
+    module = Measured()
+    training.trainer((2,)).validate(module, loader(2), verbose=False)
+    module.total.update(torch.tensor(1.0))
+    assert module.total.compute() == 2  # replicas
+    fit_alone(module, limit_train_batches=1, limit_val_batches=0)
+    total = SumMetric()
+    total.update(torch.tensor(1.0))
+    assert total.compute() == 4  # processes
 
 
 @pytest.mark.spmd(2)
