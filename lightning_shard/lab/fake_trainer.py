@@ -167,6 +167,7 @@ class _Body:
             stack.enter_context(self.mode)
             with fake_copies(self.mode) if self._is_fake else ExitStack():
                 module, data = copy.deepcopy((given.module, given.data))
+            self._ledger.leave_out([*given.module.parameters(), *given.module.buffers()])
             if data is not None:  # it was set up for its batch, and could read files here
                 for hook in ("prepare_data", "setup"):
                     setattr(data, hook, _nothing)

@@ -114,6 +114,11 @@ class Ledger:
             memory = self._see(x)
             memory.cause = memory.cause or cause
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count the memory of tensors no more, since a real run would not hold them."""
+        for x in tensors:
+            self._resize(self._see(x), 0, self.operations)
+
     def to_host(self, x: Tensor) -> None:
         """Move the memory of a tensor to the host, after the operations so far."""
         memory = self._see(x)
