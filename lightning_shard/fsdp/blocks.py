@@ -5,9 +5,14 @@ sequences or as attributes (T5Block, spectral convolutions, residual blocks). Wh
 nested and the inner ones hold nearly all parameters, the inner ones are taken, since a smaller
 block needs less memory. Parts with few parameters are gathered with what encloses them, since a
 collective costs as much as sending some ten thousand numbers.
+
+A large layer that stands alone, such as the first of a perceptron on a flattened field, is a block,
+too, if it is called by itself: in a Sequential, or where no class of the network reads its weight.
 """
 
 import difflib
+import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,6 +24,8 @@ Wrap = Sequence[str] | Callable[[nn.Module], bool]
 
 MIN_BLOCK_NUMEL = 100_000
 COVERED = 0.9  # of the parameters of a block, by inner blocks that take its place
+LARGE_NUMEL = 4_000_000  # of a layer that is a block wherever it stands
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _IN_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -51,7 +58,7 @@ def _wanted(root: nn.Module, wrap: Wrap | None, min_num_params: int | None) -> l
         found: list[nn.Module] = []
         _by_size(root, min_num_params, found)
         return [module for module in found if module is not root]
-    return list(dict.fromkeys(_repeated(root, _shared_parameters(root), enclosed=False)))
+    return list(dict.fromkeys(_Search(root).blocks_in(root, enclosed=False)))
 
 
 def named(root: nn.Module, names: Sequence[str], option: str) -> set[nn.Module]:
@@ -105,21 +112,59 @@ def _by_size(module: nn.Module, least: int, found: list[nn.Module]) -> int:
     return 0
 
 
-def _repeated(
-    module: nn.Module, shared: set[nn.Parameter], *, enclosed: bool
-) -> Iterator[nn.Module]:
-    """The blocks under `module`; `enclosed`: it is part of a repeated module."""
-    children = [c for c in module.children() if next(c.parameters(), None) is not None]
-    kinds = Counter(type(child) for child in children)
-    listed = isinstance(module, _IN_LISTS) and len(module) > 1
-    for child in children:
-        composite = any(True for _ in child.children()) or not _is_of_torch(child)
-        alike = kinds[type(child)] > 1 and composite
-        inner = list(_repeated(child, shared, enclosed=enclosed or alike))
-        size = _numel(child, shared)
-        covered = sum(_numel(part, shared) for part in inner) >= COVERED * size
-        block = (alike or (listed and not enclosed)) and size >= MIN_BLOCK_NUMEL
-        yield from [child] if block and not covered and can_be_gathered(child) else inner
+class _Search:
+    """Finds the blocks of a network by itself."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._shared = _shared_parameters(root)
+
+    def blocks_in(self, module: nn.Module, *, enclosed: bool) -> Iterator[nn.Module]:
+        """The blocks under `module`; `enclosed`: it is part of a repeated module."""
+        children = {
+            n: c for n, c in module.named_children() if next(c.parameters(), None) is not None
+        }
+        kinds = Counter(type(child) for child in children.values())
+        listed = isinstance(module, _IN_LISTS) and len(module) > 1
+        for name, child in children.items():
+            composite = any(True for _ in child.children()) or not _is_of_torch(child)
+            alike = kinds[type(child)] > 1 and composite
+            inner = list(self.blocks_in(child, enclosed=enclosed or alike))
+            size = _numel(child, self._shared)
+            covered = sum(_numel(part, self._shared) for part in inner) >= COVERED * size
+            block = (alike or (listed and not enclosed)) and size >= MIN_BLOCK_NUMEL
+            if type(child) in _LAYERS and size >= LARGE_NUMEL:
+                alone = not enclosed and not _is_read(name, self._root)
+                block = block or isinstance(module, nn.Sequential) or alone
+            yield from [child] if block and not covered and can_be_gathered(child) else inner
+
+
+def _is_read(layer: str, root: nn.Module) -> bool:
+    """Return True if a class of the network reads the parameters of a layer, as its source says."""
+    ways = re.compile(
+        rf"\b{layer}\.(weight|bias|\w*parameters|state_dict)|self\.(named_)?parameters\("
+    )
+    kinds = {kind for m in root.modules() for kind in type(m).__mro__ if not _is_known(kind)}
+    return any(map(ways.search, map(_steps_of, kinds)))
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in (
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "builtins",
+    )
+
+
+def _steps_of(kind: type) -> str:
+    """Return the source of a class, but for where it makes parameters and optimizers."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # made in a shell, so nobody knows
+        return "self.parameters()"
+    made = r"\n( +)def (?:__init__|configure_optimizers)\b.*?(?=\n\1[^\s)]|\Z)"
+    return re.sub(made, "", source, flags=re.DOTALL)
 
 
 def _is_of_torch(module: nn.Module) -> bool:
