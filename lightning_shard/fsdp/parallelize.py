@@ -125,7 +125,7 @@ def parallelize(
         return moved
     for step in _SHARD:
         step(work)
-    return work.moved()
+    return work.finished()
 
 
 class _Work:
@@ -166,6 +166,16 @@ class _Work:
         """Return the present parameter for each that the user made."""
         after = dict(self.module.named_parameters(remove_duplicate=False))
         return {p: after[name] for name, p in self.before.items()}
+
+    def finished(self) -> Moved:
+        """Return what `moved` does, and keep no parameter that is now sharded.
+
+        Hooks hold this object as long as the module lives, so they would hold all of the whole
+        parameters, too.
+        """
+        moved = self.moved()
+        self.before.clear()
+        return moved
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:

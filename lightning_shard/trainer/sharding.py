@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.weights import load_weights
+from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.parallelize import Moved, parallelize
@@ -77,6 +79,8 @@ def shard_with_copies(
     loaded = ("",) if files is None else tuple(files)
     how: Any = {"dims": dims, "options": options}
     moved = parallelize(module, mesh, **how, methods=STEPS, loaded=loaded)
+    if moved and options.mode in ("full", "hybrid") and (sentence := advice(module)):
+        rank_zero_info(sentence)
     if files is not None:
         load_first_weights(module, files)
     for copy in copied:
@@ -107,7 +111,11 @@ def copy_shards(source: nn.Module, target: nn.Module) -> None:
         to.copy_(value)
 
 
-def mend_optimizers(optimizers: Sequence[Optimizer], module: nn.Module, moved: Moved) -> None:
+def mend_optimizers(
+    optimizers: Sequence[Optimizer],
+    module: nn.Module,
+    moved: Mapping[nn.Parameter, nn.Parameter],
+) -> None:
     """Let optimizers that were made before the module was sharded train its new parameters.
 
     Raises:

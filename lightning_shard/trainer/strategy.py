@@ -4,7 +4,7 @@ Every method that Lightning calls is on this page. The work is done by five part
 nothing of each other: `ProcessMesh`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,12 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_shard.data.same_batch import check_same_batch
@@ -160,7 +161,8 @@ class HybridShardStrategy(NotCompiled):
         self.num_nodes = 1
         self.config: Mapping[str, str] = {}  # of a command line, which ranks have alike
         self._while_set_up = ExitStack()
-        self._moved: parameters.Moved = {}  # new parameters by old ones
+        # new parameters by old ones, whose memory belongs to those who still hold them
+        self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
         self._announced = Announcements()
@@ -378,14 +380,16 @@ class HybridShardStrategy(NotCompiled):
         assert self.device_mesh is not None
         described = parameters.described(self._module)
         self.processes.compare("module", described, check=self.peers.check)
-        self._moved |= parameters.shard_with_copies(
-            self._module,
-            parameters.copies(trainer, self._module),
-            self.device_mesh,
-            dims=split_dims(self.shard_dims),
-            options=self.sharding_options,
-            files=self.first_weights if trainer.ckpt_path is None else None,
-            device=self.root_device,
+        self._moved.update(
+            parameters.shard_with_copies(
+                self._module,
+                parameters.copies(trainer, self._module),
+                self.device_mesh,
+                dims=split_dims(self.shard_dims),
+                options=self.sharding_options,
+                files=self.first_weights if trainer.ckpt_path is None else None,
+                device=self.root_device,
+            )
         )
 
     def _share_among_ranks(self, trainer: Trainer) -> None:
