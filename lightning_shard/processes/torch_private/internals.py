@@ -6,6 +6,7 @@ this module raises one ImportError that lists all of them.
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,13 @@ INTERNALS = {
     "torch.nn.Module._apply": "a module moves to its device, but for what is on the meta device",
     "torch.Tensor._base": "a view of a parameter is told from other tensors",
     "torch.amp.grad_scaler.GradScaler._unscale_grads_": "ranks skip a step of float16 together",
+    # tensors that are away from the device (fsdp/paging)
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack":
+        "a pager is told which memory FSDP2 frees itself",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage": "the same",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.free_storage": "the same",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.alloc_storage": "the same",
+    "torch._C.DisableTorchFunction": "a pager looks at tensors without being called for it",
     # containers of tensors: batches, and what modules and steps return
     "torch.utils._pytree.keystr": "a tensor of a batch is called by its place",
     "torch.utils._pytree.tree_flatten": "blocks take and return split tensors in containers",
@@ -184,6 +192,11 @@ default_store: Callable[[], Any] = internal("torch.distributed.distributed_c10d.
 FakeTensor: Any = internal("torch._subclasses.fake_tensor.FakeTensor")
 FakeTensorMode: Any = internal("torch._subclasses.fake_tensor.FakeTensorMode")
 fake_copies: Any = internal("torch._subclasses.fake_tensor.FakeCopyMode")
+without_modes: Callable[[], Any] = internal("torch.utils._python_dispatch._disable_current_modes")
+open_modes: Callable[[], list[Any]] = internal(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+)
+without_functions: Callable[[], Any] = internal("torch._C.DisableTorchFunction")
 DispatchMode: Any = internal("torch.utils._python_dispatch.TorchDispatchMode")
 BackwardNode: Any = internal("torch.autograd.function.BackwardCFunction")
 Operator: Any = internal("torch._ops.OpOverload")
@@ -270,6 +283,13 @@ def storage_key(x: Tensor) -> int:
     """Give a number of the memory of `x`, which no other memory has while it is there."""
     assert "torch.UntypedStorage._cdata" in INTERNALS
     return x.untyped_storage()._cdata
+
+
+# the same of a storage
+key_of_storage: Callable[[Any], int] = operator.attrgetter("_cdata")
+
+# what an operator is given and gives, and which of it shares memory
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 
 def version_of(x: Tensor) -> int:

@@ -1,0 +1,335 @@
+"""Keeps what a device holds within a budget: storages that are not needed now lie elsewhere.
+
+A `Pager` knows each storage that an operator makes while one of its modes is open, brings those
+that an operator reads, and makes room before an operator allocates. Virtual ranks in turns tell it
+when one hands over to another: with no budget all that is near then leaves.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.fsdp.paging.fsdp_storages import leave_to_fsdp
+from lightning_shard.fsdp.paging.memory import Memory
+from lightning_shard.fsdp.paging.mode import Exits, Paging
+from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
+from lightning_shard.processes.torch_private.internals import (
+    key_of_storage,
+    tree_map_only,
+    version_of,
+    without_modes,
+)
+
+SMALL_BYTES = 2**14  # a smaller storage stays: it costs more to move than to keep
+
+
+class Pager:
+    """The storages of one device that virtual ranks, or one program, make.
+
+    Args:
+        device: Where they are made; "cpu" is one, too, if `memory` lies in files.
+        budget: Bytes that they may have on the device, beside what was there before. None: what is
+            near leaves whenever a rank hands over.
+        memory: Where those lie that are away; the host's memory by default.
+        ahead: Bytes that may be on their way to the host while the next rank computes.
+        small: Bytes below which a storage is never moved.
+        driver: The streams and memory of the device.
+
+    Attributes:
+        rank: The virtual rank that runs.
+        ranks: The number of virtual ranks.
+        counts: Operators and hand-overs that were seen.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int | None = None,
+        memory: Memory | None = None,
+        *,
+        ahead: int = 0,
+        small: int = SMALL_BYTES,
+        driver: Driver | None = None,
+    ) -> None:
+        """Know no storage yet."""
+        leave_to_fsdp()
+        self.device, self.budget, self.small = _with_index(device), budget, small
+        memory = memory or Memory(pinned=self.device.type != "cpu")
+        self.pages = Pages(self.device, memory, driver or Driver())
+        self.rank, self.ranks = 0, 1
+        self.counts = {"operators": 0, "hand_overs": 0}
+        self._ahead = ahead
+        self._clock = self._open = 0
+        self._turns: dict[int, int] = {}
+        self._leaving: deque[Page] = deque()
+        self._order: list[Page] = []  # who leaves next, the last one first
+        self._made: dict[Any, int] = {}  # bytes that an operator made when it ran last
+        self._lock = threading.RLock()
+
+    # ---- what callers do
+
+    @contextmanager
+    def paging(self) -> Generator[None]:
+        """See the operators of this thread while this is open.
+
+        As the last thread closes it, what still lives comes back to the device, where anybody may
+        read it.
+        """
+        self._open += 1
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(Exits(self))
+                stack.enter_context(Paging(self))
+                yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._bring_all()
+
+    def hand_over(self, rank: int, following: int) -> None:
+        """Let another virtual rank run: what is near leaves, or may leave sooner.
+
+        Args:
+            rank: The rank whose turn ends.
+            following: The rank whose turn begins.
+        """
+        with self._lock, without_modes():
+            self.counts["hand_overs"] += 1
+            self._clock += 1
+            self._turns[rank] = self._turns.get(rank, 0) + 1
+            self.rank = following
+            self._order.clear()
+            if self.budget is None:
+                for page in [*self.pages.known.values()]:
+                    if not (page.is_away or page.is_leaving):
+                        self._send(page)
+                self._free_leaving(self._ahead)
+
+    def bring(self, *tensors: Tensor) -> None:
+        """Bring tensors for code that runs no operators of torch; they may leave afterwards."""
+        with self._lock, without_modes():
+            for tensor in tensors:
+                page = self._page(tensor)
+                if page is not None:
+                    self._use(page)
+
+    def stay(self, *tensors: Tensor) -> None:
+        """Bring tensors, and never send them away again: others keep their addresses."""
+        with self._lock, without_modes():
+            for tensor in tensors:
+                page = self._page(tensor)
+                if page is None and tensor.device == self.device and tensor.numel():
+                    page = self.pages.note(tensor.untyped_storage())
+                if page is not None and not page.stays:
+                    self._use(page)
+                    page.stays = True
+                    self.pages.near -= page.count  # it counts as what was there before
+                    page.count = 0
+
+    @contextmanager
+    def on_host(self, values: Any) -> Generator[Any]:
+        """Give tensors of the device as tensors of the host, to be read and written there.
+
+        What is known leaves the device, and its tensor on the host is its memory from then on.
+        Others are copied, and copied back if they were written.
+
+        Args:
+            values: Tensors in lists, tuples and dicts.
+        """
+        copies: list[tuple[Tensor, Tensor]] = []
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.device != self.device:
+                return tensor
+            page = self._page(tensor)
+            if page is not None and not page.stays and page.count:
+                return self._hosted(page, tensor)
+            if self.device.type == "cpu":
+                return tensor
+            copies.append((tensor, tensor.cpu()))
+            return copies[-1][1]
+
+        with self._lock, without_modes():
+            moved = tree_map_only(Tensor, move, values)
+            versions = [version_of(copy) for _, copy in copies]
+            yield moved
+            for (tensor, copy), version in zip(copies, versions, strict=True):
+                if version_of(copy) != version:
+                    tensor.copy_(copy)
+
+    # ---- what the modes tell
+
+    def begin(self, given: list[Page], written: list[Page], key: Any) -> None:
+        """Bring what an operator reads, pin it, and make room for what it makes."""
+        with self._lock:
+            self.counts["operators"] += 1
+            self._clock += 1
+            for page in given:
+                page.pins += 1
+            expected = 0
+            if key is not None:
+                guess = self._made.get(key)
+                expected = max((p.count for p in given), default=0) if guess is None else guess
+                expected += sum(page.count for page in {*given} if page.is_away)
+                self._make_room(expected)
+            for page in given:
+                self._use(page)
+            for page in written:
+                self.pages.forget_copy(page)
+
+    def end(self, made: list[Page], key: Any, given: list[Page]) -> None:
+        """Know what an operator has made; make room where it was more than expected."""
+        with self._lock:
+            turn = self._turns.get(self.rank, 0)
+            for page in made:
+                page.rank, page.used, page.turn = self.rank, self._clock, turn
+            if key is not None:
+                self._made[key] = sum(page.count for page in made)
+                for page in (both := [*given, *made]):
+                    page.pins += 1
+                self._make_room(0)
+                for page in both:
+                    page.pins -= 1
+
+    def send_all(self) -> bool:
+        """Free all that no operator runs with; return False if there was nothing."""
+        with self._lock:
+            before = self.pages.near
+            self._free_leaving(0)
+            for page in [*self.pages.known.values()]:
+                if self._may_leave(page):
+                    self._send(page)
+            self._free_leaving(0)
+            return self.pages.near < before
+
+    def page_of(self, tensor: Tensor) -> Page | None:
+        """Return what is known of a tensor's storage."""
+        return self._page(tensor)
+
+    # ---- how it is done
+
+    def _bring_all(self) -> None:
+        with self._lock, without_modes():
+            self._leaving.clear()
+            self._order.clear()
+            for page in [*self.pages.known.values()]:
+                self._use(page)
+
+    def _page(self, tensor: Tensor) -> Page | None:
+        try:
+            return self.pages.known.get(key_of_storage(tensor.untyped_storage()))
+        except NotImplementedError:  # a sparse one has no storage
+            return None
+
+    def _use(self, page: Page) -> None:
+        page.used, page.turn = self._clock, self._turns.get(page.rank, 0)
+        if page.is_away:
+            storage = page.storage()
+            assert storage is not None
+            if storage.nbytes():  # its owner has given it bytes
+                page.is_away, page.host, page.count = False, None, storage.nbytes()
+                self.pages.near += page.count
+            elif page.host is not None:
+                self.pages.fetch(page)
+        page.is_leaving = False
+        if page.waits:
+            self.pages.take(page)
+
+    def _send(self, page: Page) -> None:
+        """Start to leave, in the order of `_leaving`."""
+        storage = page.storage()
+        if storage is None or page.stays:
+            return
+        if storage.nbytes() != page.count:  # its owner has freed it, or resized it
+            self.pages.near += storage.nbytes() - page.count
+            page.host, page.count = None, storage.nbytes()
+        if page.count:
+            self.pages.send(page)
+            page.is_leaving = True
+            self._leaving.append(page)
+
+    def _free_leaving(self, left: int) -> None:
+        """Free what is leaving, the first one first, until no more than this is on its way."""
+        on_way = sum(p.count for p in self._leaving if p.is_leaving) if left else 0
+        while self._leaving:
+            page = self._leaving[0]
+            if left and on_way <= left:
+                return
+            self._leaving.popleft()
+            if page.is_leaving and page.storage() is not None and not page.pins:
+                on_way -= page.count
+                self.pages.free(page)
+
+    def _may_leave(self, page: Page) -> bool:
+        return not (page.is_away or page.is_leaving or page.pins or page.stays)
+
+    def _make_room(self, count: int) -> None:
+        """Let leave what is needed last, until so many bytes fit."""
+        assert self.budget is not None
+        pages = self.pages
+        if pages.near + count <= self.budget:
+            return
+        self._free_leaving(0)
+        is_new = False
+        while pages.near + count > self.budget:
+            if not self._order:
+                if is_new:
+                    return
+                self._order, is_new = self._last_needed_last(), True
+                if not self._order:
+                    return
+            page = self._order.pop()
+            # what was used since it was put in order has its place in the next one
+            if self._may_leave(page) and page.storage() is not None and (
+                is_new or page.used == page.place
+            ):  # fmt: skip
+                self._send(page)
+                self._free_leaving(0)
+
+    def _last_needed_last(self) -> list[Page]:
+        """Order what is near by its next use, the soonest first.
+
+        First of all leaves what no rank has used in its last turn: backward needs the oldest last.
+        Then leaves what waiting ranks hold, first of the rank that has its turn last. At the end
+        leaves what this rank holds.
+        """
+
+        def key(page: Page) -> tuple[bool, bool, int, int]:
+            is_recent = page.turn >= self._turns.get(page.rank, 0) - 1
+            turns = (page.rank - self.rank) % self.ranks
+            if is_recent and self.ranks > 1:
+                return True, turns == 0, -turns, page.used
+            return False, False, 0, page.used
+
+        near = [page for page in self.pages.known.values() if self._may_leave(page) and page.count]
+        for page in near:
+            page.place = page.used
+        return sorted(near, key=key, reverse=True)
+
+    def _hosted(self, page: Page, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host on the page's own memory there."""
+        if not page.is_away:
+            self._send(page)
+            if page.is_leaving:
+                self._leaving.remove(page)
+                self.pages.free(page)
+        assert page.host is not None
+        if page.copied is not None:
+            page.copied.synchronize()
+        held = page.host.bytes
+        start = held.storage_offset() // tensor.element_size()
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            held.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device as tensors name it, with its number."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())

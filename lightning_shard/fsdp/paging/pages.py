@@ -1,0 +1,213 @@
+"""Moves storages of a device to other memory and back; their tensors stay where they are.
+
+A storage that is away has no bytes (`resize_(0)`): frames of Python, views and autograd's graph
+keep their tensors, which must not be read before it is back. One that was not written since its
+copy is freed without another one.
+
+Copies run on two streams beside the computation, one to the host and one back. One rule orders all
+memory. A storage is in memory of the stream that computes; a copy waits for that stream before it
+touches the storage, and that stream waits for the copy before it reads the storage or frees it.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lightning_shard.fsdp.paging.memory import Memory, Room
+from lightning_shard.processes.torch_private.internals import key_of_storage
+
+
+class Driver:
+    """The streams and memory of a device; a test puts a simulated one in its place."""
+
+    def current(self, device: torch.device) -> Any:
+        """Return the stream that computes now."""
+        return _INLINE if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    def beside(self, device: torch.device, way: str) -> Any:
+        """Return the stream of all copies from a device to the host ("out"), or of those "back"."""
+        return _INLINE if device.type == "cpu" else _stream(device, way)
+
+    def flat(self, storage: UntypedStorage) -> Tensor:
+        """Return all bytes of a storage, (n,) in uint8."""
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def room(self, memory: Memory, count: int) -> Room:
+        """Return room for so many bytes outside of the device."""
+        return memory.take(count)
+
+    def free(self, storage: UntypedStorage) -> None:
+        """Leave the storage without bytes."""
+        storage.resize_(0)
+
+    def allocate(self, storage: UntypedStorage, count: int) -> None:
+        """Give a storage bytes again, in memory of the current stream."""
+        storage.resize_(count)
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """Let nobody have the tensor's memory before the stream has done what it does by then."""
+        tensor.record_stream(stream)
+
+
+class _Inline:
+    """The stream of a CPU: what is asked of it is done at once."""
+
+    def __enter__(self) -> "_Inline":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> "_Inline":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+_INLINE = _Inline()
+
+
+@functools.cache
+def _stream(device: torch.device, way: str) -> torch.Stream:
+    return torch.Stream(device)
+
+
+class Page:
+    """A storage of the device, which may be away.
+
+    Attributes:
+        count: Its bytes.
+        host: Where its copy lies, if that holds the same numbers.
+        is_away: True while it has no bytes on the device.
+        is_leaving: True from the start of a copy to the host until it is freed.
+        stays: True for one that is never sent away.
+        pins: The number of operators that run with it.
+        used: When it was used last, on the pager's clock.
+        place: When it was used last before it was put in order of leaving.
+        rank: The virtual rank that made it.
+        turn: The number of turns that this rank had finished when it was used last.
+    """
+
+    __slots__ = (
+        "__weakref__", "copied", "count", "held", "host", "is_away", "is_leaving", "key", "pins",
+        "place", "rank", "stays", "storage", "stream", "turn", "used", "waits",
+    )  # fmt: skip
+
+    def __init__(self, key: int, count: int) -> None:
+        """Begin on the device, without a copy."""
+        self.key, self.count = key, count
+        self.storage: weakref.ref[UntypedStorage]
+        self.host: Room | None = None
+        self.copied: Any = None  # the event of the last copy
+        self.waits = False  # whether the stream that computes has still to wait for it
+        self.is_away = self.is_leaving = self.stays = False
+        self.stream: Any = None  # of whose memory it is
+        self.pins = self.used = self.rank = self.turn = self.held = self.place = 0
+
+
+class Pages:
+    """Table of the storages of a device that are known, by their addresses.
+
+    Args:
+        device: Where they are.
+        memory: Where those lie that are away.
+        driver: Streams and memory of the device.
+
+    Attributes:
+        near: Bytes of known storages on the device.
+        out: Bytes that were copied to the host.
+        back: Bytes that were copied back.
+    """
+
+    def __init__(self, device: torch.device, memory: Memory, driver: Driver) -> None:
+        """Know no storage."""
+        self.device, self.memory, self.driver = device, memory, driver
+        self.near = self.out = self.back = 0
+        self.known: dict[int, Page] = {}
+
+    def note(self, storage: UntypedStorage) -> Page:
+        """Know a storage from now on, until it dies."""
+        key = key_of_storage(storage)
+        page = self.known[key] = Page(key, storage.nbytes())
+        page.storage = weakref.ref(storage, functools.partial(self._ended, page))
+        page.stream = self.driver.current(self.device)
+        self.near += page.count
+        return page
+
+    def send(self, page: Page) -> None:
+        """Start the copy to the host, unless the host has the same numbers."""
+        storage = page.storage()
+        assert storage is not None
+        if page.host is None:
+            page.host = self.driver.room(self.memory, page.count)
+            self._copy(page, page.host.bytes, self.driver.flat(storage), "out")
+            self.out += page.count
+
+    def free(self, page: Page) -> None:
+        """Leave it to the host; the stream that computes waits until the copy is done."""
+        storage = page.storage()
+        assert storage is not None
+        self._wait(page)
+        self.driver.free(storage)
+        page.is_away, page.is_leaving = True, False
+        self.near -= page.count
+
+    def fetch(self, page: Page) -> None:
+        """Start the copy to the device."""
+        storage = page.storage()
+        assert storage is not None
+        assert page.host is not None
+        page.stream = self.driver.current(self.device)
+        self.driver.allocate(storage, page.count)
+        page.is_away = False
+        self.near += page.count
+        self._copy(page, self.driver.flat(storage), page.host.bytes, "back")
+        self.back += page.count
+
+    def take(self, page: Page) -> None:
+        """Let the current stream read it: it waits for a copy that is on its way."""
+        current = self.driver.current(self.device)
+        if page.waits:
+            self._wait(page)
+        if current != page.stream:
+            if page.copied is not None:
+                current.wait_event(page.copied)
+            storage = page.storage()
+            assert storage is not None
+            self.driver.record_stream(self.driver.flat(storage), current)
+
+    def forget_copy(self, page: Page) -> None:
+        """Note that the storage was written, so that the host's numbers are old."""
+        if page.waits:
+            self._wait(page)
+        page.host, page.is_leaving = None, False
+
+    def _copy(self, page: Page, to: Tensor, source: Tensor, way: str) -> None:
+        if self.memory.waits:  # a file is mapped, and not pinned
+            with page.stream:
+                to.copy_(source)
+            return
+        beside = self.driver.beside(self.device, way)
+        beside.wait_stream(page.stream)
+        with beside:
+            to.copy_(source, non_blocking=True)
+        page.copied, page.waits = beside.record_event(), True
+
+    def _wait(self, page: Page) -> None:
+        if page.waits:
+            page.stream.wait_event(page.copied)
+            page.waits = False
+
+    def _ended(self, page: Page, _: Any) -> None:
+        """Forget a storage whose last tensor has gone; its memory is the next one's."""
+        self._wait(page)
+        if not page.is_away:
+            self.near -= page.count
+        page.host = None
+        self.known.pop(page.key, None)
