@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.callbacks.predictions import (
         predictions_in_order as predictions_in_order,
     )
+    from lightning_shard.trainer.callbacks.repeat_samples import RepeatSamples as RepeatSamples
     from lightning_shard.trainer.callbacks.run_report import RunReport as RunReport
     from lightning_shard.trainer.callbacks.samples_per_second import (
         SamplesPerSecond as SamplesPerSecond,
@@ -110,6 +111,7 @@ __all__ = [
     "PredictionWriter",
     "ProcessInfo",
     "Ranking",
+    "RepeatSamples",
     "RunReport",
     "SamplesPerSecond",
     "SeriesDataset",
@@ -177,6 +179,7 @@ _MODULES = {
     "PredictionWriter": "trainer.callbacks.predictions",
     "predictions_in_order": "trainer.callbacks.predictions",
     "EpochReport": "trainer.callbacks.epoch_report",
+    "RepeatSamples": "trainer.callbacks.repeat_samples",
     "RunReport": "trainer.callbacks.run_report",
     "StopOnNonFinite": "trainer.callbacks.stop_on_nonfinite",
     "SamplesPerSecond": "trainer.callbacks.samples_per_second",

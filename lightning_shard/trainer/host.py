@@ -8,6 +8,9 @@ is read on this page. `tests/trainer/test_host.py` lists the names that a releas
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import fields
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,8 +54,17 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
+# Without these a rank that has no samples of an evaluation has no metrics of it.
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultMetric,
+    _Sync,
+)
+
 # Without it a loader cannot be given the samples of one replica.
 from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
@@ -70,13 +82,19 @@ __all__ = [
     "chosen_devices",
     "destroy_process_group",
     "follow_candidates",
+    "follow_evaluation",
     "follow_reductions",
     "follow_stopping",
     "inject_samplers",
+    "loaders_of",
+    "log_nothing",
+    "logged_by",
     "meet_at",
     "not_reduced",
     "optimizers_to_device",
+    "pass_over",
     "plain_optimizer",
+    "reads_in_turn",
     "register_ddp_comm_hook",
     "take_sigterm",
     "tell_device",
@@ -182,9 +200,11 @@ def throughputs(monitor: ThroughputMonitor) -> list[Any]:
 
 
 def follow_reductions(
-    trainer: Trainer, reducing: Callable[[str, bool], AbstractContextManager[None]]
+    trainer: Trainer, reducing: Callable[[str, int | None], AbstractContextManager[None]]
 ) -> None:
-    """Let Lightning reduce each logged value within `reducing(name, on_step)`, once for a Trainer.
+    """Let Lightning reduce each logged value within `reducing(name, samples)`, once for a Trainer.
+
+    The samples are those of a value of one step; None for a value of an epoch.
 
     Without it a value is reduced without its name, and ranks that log others get their mean.
     """
@@ -202,7 +222,7 @@ def _named(plain: Callable[..., Any], reducing: Callable[..., Any], results: Any
 
     def call(metric: Any, *args: Any) -> Any:
         meta = (metric if results is None else results[metric]).meta
-        with reducing(meta.name, results is not None):
+        with reducing(meta.name, None if results is None else args[-1]):
             return plain(metric, *args)
 
     return call
@@ -218,6 +238,102 @@ def not_reduced(trainer: Trainer) -> list[str]:
         if metric.meta.on_epoch and metric._computed is None
         if not metric.is_tensor or (metric.meta.sync.should and not metric.meta.sync.rank_zero_only)
     ]
+
+
+def follow_evaluation(
+    trainer: Trainer, prepared: Callable[[Any], None], step: Callable[..., None]
+) -> None:
+    """Let `step(loop, plain, batch, ...)` run each step of an evaluation, once for a Trainer.
+
+    Without it replicas must have the same number of batches, so that some samples count twice.
+
+    Args:
+        trainer: The Trainer.
+        prepared: Called with a loop once it has its loaders.
+        step: Called in place of a loop's step, with the loop and that step before its arguments.
+    """
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        if "_evaluation_step" not in vars(loop):
+            loop._evaluation_step = partial(step, loop, loop._evaluation_step)
+            loop.setup_data = _then(loop.setup_data, partial(prepared, loop))
+
+
+def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def loaders_of(loop: Any) -> list[Any]:
+    """Return the loaders of an evaluation; none before they were asked for."""
+    return [] if loop._combined_loader is None else loop._combined_loader.flattened
+
+
+def reads_in_turn(loop: Any) -> bool:
+    """Return True if each step of an evaluation reads one batch, of one loader after the other."""
+    name = "test_step" if loop.trainer.testing else "validation_step"
+    step = getattr(loop.trainer.lightning_module, name)
+    takes_iterator = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    return loop._is_sequential and not takes_iterator
+
+
+def pass_over(loop: Any, loader: int) -> None:
+    """Count a step of an evaluation that this rank does not run, as if it had run it.
+
+    Args:
+        loop: The loop of the evaluation.
+        loader: The number of the loader.
+    """
+    several = loop._is_sequential and loop.num_dataloaders > 1
+    connector = loop.trainer._logger_connector
+    loop.batch_progress.increment_ready()
+    connector.on_batch_start(None, loader if several else None)
+    loop.batch_progress.increment_started()
+    loop.batch_progress.increment_processed()
+    connector.on_batch_end()
+    loop.batch_progress.increment_completed()
+    if not loop.trainer.sanity_checking:
+        loop._has_run = True
+        loop._seen_batches_per_dataloader[loader] += 1
+    if not loop.batch_progress.is_last_batch and loop.trainer.received_sigterm:
+        raise SIGTERMException
+
+
+def logged_by(loop: Any) -> list[tuple[Any, ...]]:
+    """Describe what a loop has logged, for a rank that has logged nothing, which takes it over."""
+    return [
+        (
+            key,
+            {f.name: getattr(m.meta, f.name) for f in fields(m.meta) if f.name != "_sync"},
+            (m.meta.sync.should, m.meta.sync.rank_zero_only),
+            m.value.dtype if m.is_tensor else None,
+        )
+        for key, m in loop._results.items()
+    ]
+
+
+def log_nothing(loop: Any, described: list[tuple[Any, ...]]) -> None:
+    """Let a loop have logged the same names as another rank, with no samples."""
+    results, trainer = loop._results, loop.trainer
+    for key, meta_fields, (should, rank_zero_only), dtype in described:
+        if key in results:
+            continue
+        meta = _Metadata(**meta_fields)
+        reduce = trainer.strategy.reduce
+        meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
+        metric: Any = _ResultMetric(meta, dtype is not None)
+        results[key] = metric
+        if dtype is not None:
+            metric.value = metric.value.to(dtype)
+            metric.to(trainer.strategy.root_device)
+        else:
+            metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
+            for (
+                each
+            ) in metric.value.modules():  # torchmetrics: not computed since others updated it
+                vars(each)["_computed"] = None
 
 
 def follow_candidates(callback: ModelCheckpoint, agreed: Callable[[Any], Any]) -> None:

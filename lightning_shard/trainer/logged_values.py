@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,20 @@ from lightning_shard.trainer.host import (
 from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.reduce import divide
 
+if TYPE_CHECKING:
+    from lightning_shard.fsdp.joined_step import JoinedStep
+
 _SAME = 1e-6  # relative; a smaller difference is that of sums in another order
 _END = "the end of the epoch"
-_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
-    "mean": lambda values: divide(values.sum(0), len(values)),
-    "sum": lambda values: values.sum(0),
-    "max": lambda values: values.amax(0),
-    "min": lambda values: values.amin(0),
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "mean": lambda values, weights: (
+        divide(values.sum(0), len(values))
+        if weights is None
+        else (values * weights).sum(0) / weights.sum()
+    ),
+    "sum": lambda values, _: values.sum(0),
+    "max": lambda values, _: values.amax(0),
+    "min": lambda values, _: values.amin(0),
 }
 
 
@@ -54,7 +61,8 @@ class LoggedValues:
         """
         self._peers = peers
         self._name: str | None = None  # of the value that Lightning reduces now
-        self._on_step = False
+        self._samples: int | None = None  # of this value, which is one of a step
+        self.joined: JoinedStep | None = None  # a step for which some ranks have no batch
         self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends
 
     def follow(self, trainer: Trainer, module: LightningModule, device: torch.device) -> None:
@@ -65,7 +73,7 @@ class LoggedValues:
             module: The module, whose schedulers are followed until `forget` is called.
             device: The device of this process.
         """
-        self._device, self._module = device, module
+        self._device, self._module, self._trainer = device, module, trainer
         self._world = dist.group.WORLD  # within a step the default group may be another one
         follow_reductions(trainer, self._reducing)
         add_once(trainer, _EndsOfEpochs(self._compare_end), first=True)
@@ -95,13 +103,13 @@ class LoggedValues:
     # Names.
 
     @contextmanager
-    def _reducing(self, name: str, on_step: bool) -> Generator[None]:
-        before = self._name, self._on_step
-        self._name, self._on_step = name, on_step
+    def _reducing(self, name: str, samples: int | None) -> Generator[None]:
+        before = self._name, self._samples
+        self._name, self._samples = name, samples
         try:
             yield
         finally:
-            self._name, self._on_step = before
+            self._name, self._samples = before
 
     def reduces(self, tensor: Any, reduce_op: Any) -> bool:
         """Return True if `tensor` is a number that Lightning reduces for `self.log`."""
@@ -116,7 +124,8 @@ class LoggedValues:
     def reduce(self, tensor: Tensor, group: Any, reduce_op: str, copies: int) -> Tensor:
         """Reduce a number over ranks that all log it under the same name.
 
-        A number and the checksum of its name travel from each rank to all.
+        A number and the checksum of its name travel from each rank to all, and with a number of
+        an evaluation step that of its samples, by which a mean weighs it.
 
         Args:
             tensor: The number; it is equal on the ranks that share samples.
@@ -130,29 +139,48 @@ class LoggedValues:
         assert self._name is not None
         if self._peers.is_disconnected():
             return tensor
+        if reduce_op == "mean" and self._samples is None:
+            reduce_op = "sum"  # Lightning divides two of them; a mean of counts is no integer
         over_all = group is None
         group = self._world if over_all else group
-        values, tags = self._exchange(tensor, self._name, group)
-        if self._on_step and tags.device.type != "cpu":  # reading would wait for the device
+        values, tags, samples = self._exchange_among_present(tensor, group, over_all)
+        if self._samples is not None and tags.device.type != "cpu":  # reading would wait
             self._unread.append((self._name, tags, group))
         else:
             self._refuse_other_names(self._name, tags, group)
-        reduced = _REDUCTIONS[reduce_op](values)
+        evaluates = self._samples is not None and not self._trainer.training
+        reduced = _REDUCTIONS[reduce_op](values, samples if evaluates else None)
         if reduce_op == "sum" and over_all:
             reduced = divide(reduced, copies)
         return reduced.reshape(tensor.shape).to(tensor.device)
 
-    def _exchange(self, number: Tensor, name: str, group: Any) -> tuple[Tensor, Tensor]:
-        """Return the number of each rank of `group`, and the checksum of its name there."""
+    def _exchange_among_present(
+        self, number: Tensor, group: Any, over_all: bool
+    ) -> tuple[Tensor, ...]:
+        """Exchange the number of the ranks that run this step, together with those that do not."""
+        assert self._name is not None
+        if self.joined is None or not over_all:
+            return self._exchange(number, self._name, group)
+        with self.joined.logs_number():
+            found = self._exchange(number, self._name, group)
+        return tuple(each[self.joined.present] for each in found)
+
+    def exchange_nothing(self) -> None:
+        """Take part in the exchange of a number of a step that this rank does not run."""
+        self._exchange(torch.zeros(()), "", self._world)
+
+    def _exchange(self, number: Tensor, name: str, group: Any) -> tuple[Tensor, ...]:
+        """Return for each rank of `group` its number, the checksum of its name, and its samples."""
         bits = number.detach().to(self._device).reshape(1).view(torch.int32)
         tag = zlib.crc32(name.encode()) - 2**31
-        mine = torch.zeros(1, 3, dtype=torch.int32, device=self._device)
+        mine = torch.zeros(1, 4, dtype=torch.int32, device=self._device)
         mine[0, : bits.numel()] = bits
         mine[0, 2] = tag
-        all_of_them = mine.new_empty(dist.get_world_size(group), 3)
+        mine[0, 3] = self._samples or 0
+        all_of_them = mine.new_empty(dist.get_world_size(group), 4)
         dist.all_gather_into_tensor(all_of_them, mine, group)
         values = all_of_them[:, : bits.numel()].contiguous().view(number.dtype).reshape(-1)
-        return values, all_of_them[:, 2]
+        return values, all_of_them[:, 2], all_of_them[:, 3]
 
     def _refuse_other_names(self, name: str, tags: Tensor, group: Any) -> None:
         if len(set(tags.tolist())) > 1:
@@ -164,7 +192,7 @@ class LoggedValues:
         """Compare the values that are still to be reduced, and that no rank reduces more."""
         if self._is_possible():
             names = "\n".join([_END, *not_reduced(trainer)])
-            _, tags = self._exchange(torch.zeros(()), names, self._world)
+            _, tags, _ = self._exchange(torch.zeros(()), names, self._world)
             self._refuse_other_names(names, tags, self._world)
             for name, unread, group in self._unread:
                 self._refuse_other_names(name, unread, group)

@@ -133,6 +133,13 @@ class ProcessMesh:
             return rank // self.domain_size
         return sub_mesh(self.mesh, ("data",)).get_local_rank()
 
+    def replicas(self) -> list[int]:
+        """Return the data replica of each process, by global rank."""
+        assert self.mesh is not None
+        rows = self.mesh.mesh.reshape(-1, self.domain_size).tolist()  # data axes come first
+        places = {rank: replica for replica, row in enumerate(rows) for rank in row}
+        return [places[rank] for rank in sorted(places)]
+
     def domain_rank(self, rank: int) -> int:
         """The place of this process, whose global rank is `rank`, among those of its samples."""
         if self.mesh is None:

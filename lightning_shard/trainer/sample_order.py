@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,10 +20,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 from typing_extensions import override
 
 from lightning_shard.processes.torch_private.internals import tree_leaves
+from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.host import add_once, inject_samplers, with_sampler
 from lightning_shard.trainer.ordered_batches import (
     Numbers,
@@ -63,7 +71,7 @@ class SampleOrder:
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
-        self._loaders = 0
+        self._loaders, self._repeat = 0, repeats_samples(trainer)
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
         inject_samplers(trainer, self._asked and trainer.state.fn == TrainerFn.PREDICTING)
@@ -86,8 +94,11 @@ class SampleOrder:
             late: True if the stage begins with a checkpoint.
         """
         generator = generator_of(loader)
-        if self._replicas > 1 and self._asked and self._trainer.state.fn != TrainerFn.PREDICTING:
-            loader = self._of_replica(loader)
+        if self._replicas > 1:
+            if self._asked and self._trainer.state.fn != TrainerFn.PREDICTING:
+                loader = self._of_replica(loader)
+            if not self._trainer.training and not self._repeat:
+                self._read_each_once(loader)
         self._seed_workers(loader)
         plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
         if self._trainer.training and plain:
@@ -115,16 +126,25 @@ class SampleOrder:
         if isinstance(sampler, DistributedSampler) or isinstance(data, IterableDataset):
             return loader
         evaluates = self._trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING)
-        if evaluates and len(sampler) % self._replicas:
+        if self._repeat and evaluates and len(sampler) % self._replicas:
             rank_zero_warn(
                 f"{len(sampler)} samples are evaluated on {self._replicas} data replicas, so some "
-                "are counted twice; with data_parallel_size=1 each is counted once."
+                "are counted twice; without the callback RepeatSamples each is counted once."
             )
         place = (self._replicas, self._replica)
         if isinstance(sampler, RandomSampler) and not self._trainer.training:
             seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning: no one agrees
             return with_sampler(loader, DistributedSampler(data, *place, seed=seed))
         return with_sampler(loader, _Stride(sampler, *place))
+
+    def _read_each_once(self, loader: DataLoader[Any]) -> None:
+        """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
+        batches: Any = loader.batch_sampler
+        batches = getattr(batches, "_batch_sampler", batches)  # Lightning numbers predictions
+        sampler: Any = getattr(batches, "sampler", None)
+        if type(sampler) in (DistributedSampler, _Stride) and type(batches) is BatchSampler:
+            batches.sampler = EachOnce(sampler, whole_batches=batches.drop_last)
+            self._until_end.callback(setattr, batches, "sampler", sampler)
 
     def _seed_workers(self, loader: DataLoader[Any]) -> None:
         """Seed workers by the replica, so that the ranks of a domain augment alike."""
@@ -158,6 +178,41 @@ class _Stride(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._whole, "set_epoch"):
             self._whole.set_epoch(epoch)
+
+
+class EachOnce(DistributedSampler[Any]):
+    """Yields the samples of one replica without those that fill it up to as many as others have.
+
+    Attributes:
+        repeats: True if it yields those, too.
+    """
+
+    def __init__(self, filled: DistributedSampler[Any], *, whole_batches: bool) -> None:
+        """Leave out what `filled` repeats.
+
+        Args:
+            filled: Yields every n-th sample; in the order of all, those that it repeats are last.
+            whole_batches: True if samples that fill no batch are dropped, as `drop_last=True` of a
+                loader: then replicas have the same number of samples.
+        """
+        vars(self).update(vars(filled))
+        samples = len(filled.dataset)  # pyright: ignore[reportArgumentType]
+        mine = len(range(filled.rank, samples, filled.num_replicas))
+        number = samples // filled.num_replicas if whole_batches else mine
+        self._filled, self._number = filled, min(number, len(filled))
+        self.repeats = False
+
+    @override
+    def __len__(self) -> int:
+        return len(self._filled) if self.repeats else self._number
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._filled, len(self))
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        self._filled.set_epoch(epoch)
 
 
 class _EpochsBeginAlike(Callback):

@@ -1,7 +1,7 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`.
 
-Every method that Lightning calls is on this page. The work is done by five parts, which know
-nothing of each other: `ProcessMesh`, `Peers`, `SampleOrder`, `Saver` and `Steps`.
+Every method that Lightning calls is on this page. The work is done by parts: `ProcessMesh`,
+`Peers`, `LoggedValues`, `SampleOrder`, `UnevenEvaluation`, `Saver` and `Steps`.
 """
 
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
@@ -35,6 +35,7 @@ from lightning_shard.processes.mesh import Sharding, share_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
+from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
@@ -63,7 +64,8 @@ from lightning_shard.trainer.saving import Saver
 from lightning_shard.trainer.sigterm import leave_together_on_sigterm
 from lightning_shard.trainer.split_summary import Announcements, split_summary
 from lightning_shard.trainer.steps import Steps, use_no_grad
-from lightning_shard.trainer.streams import end_alone, end_together
+from lightning_shard.trainer.streams import count_as_the_longest, end_together
+from lightning_shard.trainer.uneven_evaluation import UnevenEvaluation
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
 
 
@@ -145,6 +147,7 @@ class HybridShardStrategy(NotCompiled):
         self.logged = LoggedValues(self.peers)
         self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
+        self.evaluation = UnevenEvaluation(self.logged)
         self.steps = Steps(whole_until_backward=options.mode == "gradients")
         super().__init__(
             accelerator=accelerator,
@@ -307,6 +310,9 @@ class HybridShardStrategy(NotCompiled):
         )
         if self.world_size > 1:
             self.logged.follow(self._module.trainer, self._module, self.root_device)
+            self.evaluation.follow(
+                self._module.trainer, self._module, self.root_device, self.processes.replicas()
+            )
             say_what_was_not_saved(
                 self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )
@@ -322,6 +328,7 @@ class HybridShardStrategy(NotCompiled):
             "precision": type(self.precision_plugin).__name__,
             "shard_dims": self.shard_dims,
             "exact_random": self.exact_random,
+            "RepeatSamples": repeats_samples(self._module.trainer),
         }
         return {
             **self.config,
@@ -419,10 +426,14 @@ class HybridShardStrategy(NotCompiled):
             return dataloader
         late = self._module.trainer.ckpt_path is not None or self.restore_checkpoint_after_setup
         dataloader = self.samples.prepare(dataloader, self.saver.order, late=late)
+        if self.world_size == 1:
+            return dataloader
         if self._module.trainer.state.fn == TrainerFn.PREDICTING:
-            end_alone(dataloader)
-        else:
+            count_as_the_longest(dataloader)
+        elif self._module.trainer.training:
             end_together(dataloader, self.root_device)
+        else:
+            self.evaluation.prepare(dataloader)
         return dataloader
 
     @override

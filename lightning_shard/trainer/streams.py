@@ -1,11 +1,15 @@
-"""Ends an epoch on all ranks with the batch that the shortest stream had last.
+"""Ends an epoch on all ranks at once, though their streams of batches have other lengths.
 
 Each training and evaluation step is a collective operation, so a rank whose stream has ended while
-others go on would leave them waiting. Before each batch the ranks agree that all have one. A loader
-whose length is known is compared once, before it is read.
+others go on would leave them waiting. Training ends with the batch that the shortest stream had
+last. Evaluation goes on to the longest: a rank without a batch takes part in the collectives only
+(uneven_evaluation.py). Before each batch the ranks agree who has one; a loader whose length is
+known is compared once, before it is read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,25 +18,29 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 
+@dataclass(frozen=True)
+class UnevenBatch:
+    """A batch of a step for which some ranks have none.
+
+    Attributes:
+        batch: The batch of this rank; None where it has none.
+        present: True for a rank that has a batch, by rank.
+    """
+
+    batch: Any
+    present: tuple[bool, ...]
+
+
 def end_together(loader: DataLoader[Any], device: torch.device) -> None:
-    """Let `loader` end on all ranks at once, in place.
+    """Let `loader` end on all ranks at once, in place, with the shortest.
 
     Raises:
         ValueError: Its length is known, and differs between ranks.
     """
     end_alone(loader)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    lengths: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(lengths, _length(loader))
+    lengths = _lengths(loader)
     if None in lengths:
-        cls = type(loader)
-
-        def agreeing(self: DataLoader[Any]) -> Iterator[Any]:
-            return _agreed(cls.__iter__(self), device)
-
-        together = {"__iter__": agreeing, "alone": cls}
-        loader.__class__ = type(cls.__name__, (cls,), together)
+        _replace(loader, lambda batches: _to_the_shortest(batches, device))
     elif len(set(lengths)) > 1:
         raise ValueError(
             f"the ranks' dataloaders have different numbers of batches, {lengths}, but every step "
@@ -40,31 +48,119 @@ def end_together(loader: DataLoader[Any], device: torch.device) -> None:
         )
 
 
+def end_with_the_longest(
+    loader: DataLoader[Any], device: torch.device, replicas: Sequence[int]
+) -> None:
+    """Let `loader` yield as many batches on all ranks as on any, in place.
+
+    Where some ranks have a batch and others have none, each yields an `UnevenBatch`.
+
+    Args:
+        loader: A loader of this rank's samples.
+        device: The device of this rank's collectives.
+        replicas: The data replica of each rank. Ranks of one replica read the same samples.
+
+    Raises:
+        ValueError: Its length is known, and differs between ranks that share samples.
+    """
+    end_alone(loader)
+    known = _lengths(loader)
+    if None in known:
+        _replace(loader, lambda batches: _to_the_longest(batches, device, replicas))
+    elif len(set(known)) > 1:
+        lengths = [int(n or 0) for n in known]
+        if len(set(zip(replicas, lengths, strict=True))) > len(set(replicas)):
+            raise ValueError(
+                f"the ranks' dataloaders have different numbers of batches, {lengths}, but ranks "
+                "of one domain read the same samples; trainer.distributed_sampler_kwargs says "
+                "which replica reads what."
+            )
+        _replace(loader, lambda batches: _filled(batches, lengths), length=max(lengths))
+
+
+def count_as_the_longest(loader: DataLoader[Any]) -> None:
+    """Let `len(loader)` be the largest of all ranks, of which limits of batches take a fraction."""
+    end_alone(loader)
+    lengths = _lengths(loader)
+    if None not in lengths and len(set(lengths)) > 1:
+        _replace(loader, iter, length=max(int(n or 0) for n in lengths))
+
+
 def end_alone(loader: DataLoader[Any]) -> None:
-    """Take back `end_together`: predictions are made for all that a rank reads."""
+    """Take back what this module has done to a loader."""
     loader.__class__ = getattr(loader, "alone", type(loader))
 
 
-def _length(loader: DataLoader[Any]) -> int | None:
+def _replace(
+    loader: DataLoader[Any],
+    change: Callable[[Iterator[Any]], Iterator[Any]],
+    *,
+    length: int | None = None,
+) -> None:
+    cls = type(loader)
+
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        return change(cls.__iter__(self))
+
+    methods: dict[str, Any] = {"__iter__": iterate, "alone": cls}
+    if length is not None:
+        methods["__len__"] = lambda self: length
+    loader.__class__ = type(cls.__name__, (cls,), methods)
+
+
+def _lengths(loader: DataLoader[Any]) -> list[int | None]:
+    """Return the number of batches on each rank; None where it is not known."""
     try:
-        return len(loader)
+        length = len(loader)
     except (TypeError, NotImplementedError):
-        return None
+        length = None
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [0]
+    lengths: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(lengths, length)
+    return lengths
 
 
-def _agreed(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """`batches` as long as no rank's have ended."""
-    count = 0
-    while True:
+def _to_the_shortest(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Yield batches as long as no rank's have ended."""
+    for number in count():
         batch = next(batches, None)
-        here = torch.tensor([batch is not None, batch is None], device=device).int()
-        dist.all_reduce(here)
-        if here[1]:
-            if here[0]:
+        have = _who_has(batch, device)
+        if not all(have):
+            if any(have):
                 rank_zero_info(
-                    f"The streams of {int(here[1])} ranks end after {count} batches; what the "
-                    "others have left is not in this epoch."
+                    f"The streams of {have.count(False)} ranks end after {number} batches; what "
+                    "the others have left is not in this epoch."
                 )
             return
-        count += 1
         yield batch
+
+
+def _to_the_longest(
+    batches: Iterator[Any], device: torch.device, replicas: Sequence[int]
+) -> Iterator[Any]:
+    """Yield batches until those of all replicas have ended."""
+    while True:
+        batch = next(batches, None)
+        have = _who_has(batch, device)
+        ended = {replica for replica, has in zip(replicas, have, strict=True) if not has}
+        present = tuple(replica not in ended for replica in replicas)
+        if not any(present):
+            return
+        mine = batch if present[dist.get_rank()] else None
+        yield mine if all(present) else UnevenBatch(mine, present)
+
+
+def _who_has(batch: Any, device: torch.device) -> list[bool]:
+    here = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+    here[dist.get_rank()] = batch is not None
+    dist.all_reduce(here)
+    return [bool(x) for x in here.tolist()]
+
+
+def _filled(batches: Iterator[Any], lengths: Sequence[int]) -> Iterator[Any]:
+    """Yield as many batches as the longest of all ranks has."""
+    for number in range(max(lengths)):
+        present = tuple(number < length for length in lengths)
+        batch = next(batches) if present[dist.get_rank()] else None
+        yield batch if all(present) else UnevenBatch(batch, present)

@@ -10,16 +10,17 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_shard import RepeatSamples
 from lightning_shard.trainer.sample_order import SampleOrder
 
 
-def given(loader, *, replicas, replica, stage=TrainerFn.VALIDATING):
+def given(loader, *, replicas, replica, stage=TrainerFn.VALIDATING, repeat=False):
     """What the ranks of a replica read, where no process group is needed."""
     order, asked = SampleOrder(), SimpleNamespace(use_distributed_sampler=True)
     trainer = SimpleNamespace(
         state=SimpleNamespace(fn=stage),
         training=False,
-        callbacks=[],
+        callbacks=[RepeatSamples()] if repeat else [],
         _accelerator_connector=asked,
     )
     place = {"replicas": replicas, "replica": replica, "device": torch.device("cpu")}
@@ -56,8 +57,17 @@ def test_a_users_seeding_of_workers_stays():
 
 def test_evaluation_says_what_is_counted_twice():
     with pytest.warns(UserWarning, match="5 samples are evaluated on 2 data replicas, so some"):
-        found, _, _ = given(DataLoader([1, 2, 3, 4, 5]), replicas=2, replica=1)
+        found, _, _ = given(DataLoader([1, 2, 3, 4, 5]), replicas=2, replica=1, repeat=True)
     assert [int(x) for x in found] == [2, 4, 1]
+
+
+@pytest.mark.parametrize(("whole", "read"), [(False, [[1, 4], [2], [3]]), (True, [[1], [2], [3]])])
+def test_evaluation_reads_each_sample_once(whole, read):
+    loader = DataLoader([1, 2, 3, 4], drop_last=whole)
+    for replica, expected in enumerate(read):
+        found, order, _ = given(loader, replicas=3, replica=replica)
+        assert [int(x) for x in found] == expected
+        order.end_stage()
 
 
 @pytest.mark.parametrize("stage", [TrainerFn.FITTING, TrainerFn.PREDICTING])

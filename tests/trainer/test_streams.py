@@ -36,8 +36,11 @@ def test_streams_end_together(stage, lengths):
     setattr(module, step, lambda batch, index: (steps.append(index), run(batch, index))[1])
     runner = training.trainer((1,), max_epochs=2)
     getattr(runner, stage)(module, DataLoader(Stream(lengths), 2))
-    batches = min(-(-n // 2) for n in lengths)
-    assert steps == list(range(batches)) * (2 if stage == "fit" else 1)
+    batches = [-(-n // 2) for n in lengths]
+    if stage == "fit":  # with the shortest
+        assert steps == list(range(min(batches))) * 2
+    else:  # each rank runs the steps that it has batches for
+        assert steps == list(range(batches[dist.get_rank()]))
 
 
 @pytest.mark.spmd(2)
@@ -61,6 +64,12 @@ def test_known_lengths_that_differ_are_refused():
     runner = training.trainer((1,), use_distributed_sampler=False)
     with pytest.raises(ValueError, match=r"different numbers of batches, \[2, 4\]"):
         runner.fit(Featured(), DataLoader(Uneven(), 2))
+
+
+@pytest.mark.spmd(2)
+def test_known_lengths_that_differ_in_a_domain_are_refused():
+    with pytest.raises(ValueError, match=r"\[2, 4\], but ranks of one domain read the same"):
+        training.trainer((2,)).validate(Featured(), DataLoader(Uneven(), 2))
 
 
 class OtherSamples(Dataset):

@@ -7,7 +7,7 @@ this module raises one ImportError that lists all of them.
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,7 @@ INTERNALS = {
     "torch.distributed.distributed_c10d._rank_not_in_group": "modules' collectives count replicas",
     "torch.distributed.distributed_c10d._world.pg_group_ranks":
         "modules' collectives number replicas from 0",
+    "torch.ScriptObject._type": "collectives of a step that some ranks do not run are refused",
     "torch.distributed._functional_collectives._resolve_group|_resolve_group_name":
         "modules' functional collectives count replicas",
     # ranks that are threads (lab/simulated)
@@ -420,6 +421,21 @@ def keep_in_order(operator: Any) -> None:
 def group_named(name: str) -> dist.ProcessGroup:
     """Find the process group of that `group_name`."""
     return internal("torch.distributed.distributed_c10d._resolve_process_group")(name)
+
+
+def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Find the process group among the arguments with which torch dispatches a collective."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            if internal("torch.ScriptObject._type")(arg).qualified_name().endswith("ProcessGroup"):
+                return dist.ProcessGroup.unbox(arg)
+        elif isinstance(arg, str) and arg in _names_of_groups():
+            return group_named(arg)
+    return None
+
+
+def _names_of_groups() -> list[str]:
+    return list(internal("torch.distributed.distributed_c10d._world").pg_names.values())
 
 
 def splits(group: dist.ProcessGroup, device: torch.device) -> bool:

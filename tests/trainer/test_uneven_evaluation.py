@@ -1,0 +1,323 @@
+"""Evaluation counts each sample once: metrics of one process, however many replicas there are."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torchmetrics import Metric
+from torchmetrics.regression import MeanSquaredError
+from torchmetrics.utilities import dim_zero_cat
+
+from lightning_shard import RepeatSamples
+from lightning_shard.fsdp.joined_step import AbsentRanksError
+from lightning_shard.trainer.callbacks.predictions import predictions_in_order
+from tests import training
+from tests.trainer.featured import QUIET
+from tests.training import generator
+
+SAMPLES = 13
+
+
+def sample(index):
+    x = torch.randn(1, 6, 5, generator=generator(index), dtype=torch.float64)
+    return {"x": x, "index": torch.tensor(index)}
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return sample(index)
+
+
+class Median(Metric):
+    """A metric with a list for a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.values.append(values)
+
+    def compute(self):
+        return dim_zero_cat(self.values).median()
+
+
+class Evaluated(LightningModule):
+    """Logs a mean, a sum, an extreme and metrics, and remembers the samples that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 3, padding=1)]
+        self.network = nn.Sequential(*layers).double()
+        self.bias = nn.Parameter(torch.full((3,), 0.1, dtype=torch.float64))
+        self.squares = MeanSquaredError().set_dtype(torch.float64)
+        self.median = Median()
+        self.seen = []
+
+    def training_step(self, batch, index):
+        return self.network(batch["x"]).square().mean()
+
+    def evaluate(self, batch, loader):
+        output = self.network(batch["x"]) + self.bias.sum()
+        errors = output.square().mean((1, 2, 3))
+        self.seen += [(loader, int(i)) for i in batch["index"]]
+        options = {"sync_dist": True, "batch_size": len(errors)}
+        self.log("mean", errors.mean(), **options)
+        self.log("sum", errors.sum(), reduce_fx="sum", **options)
+        self.log("max", errors.max(), reduce_fx="max", **options)
+        self.log("each", errors.mean(), on_step=True, **options)
+        self.squares(errors, batch["index"].double())
+        self.log("squares", self.squares, metric_attribute="squares")
+        self.median.update(errors)
+        self.log("median", self.median, metric_attribute="median")
+
+    def validation_step(self, batch, index, dataloader_idx=0):
+        self.evaluate(batch, dataloader_idx)
+
+    def test_step(self, batch, index, dataloader_idx=0):
+        self.evaluate(batch, dataloader_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def alone(stage, loaders, **options):
+    """Metrics of Lightning in one process."""
+    runner = Trainer(devices=1, plugins=LightningEnvironment(), **(QUIET | options))
+    return getattr(runner, stage)(Evaluated(), loaders, verbose=False)
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-12), name
+
+
+def seen_by_all(module, runner):
+    """What the replicas have read, once for each domain."""
+    everywhere = [None] * dist.get_world_size()
+    mine = module.seen if runner.strategy.domain_rank == 0 else []
+    dist.all_gather_object(everywhere, mine)
+    return sorted(x for each in everywhere for x in each)
+
+
+def compare(
+    *, batch_size, stage="test", samples=(SAMPLES,), domain=(1,), strategy=None, make=None, **limits
+):
+    """Compare with one process that reads as many samples in a step as all replicas together."""
+
+    def loaders(size):
+        found = [(make or DataLoader)(Numbered(n), size) for n in samples]
+        return found if len(found) > 1 else found[0]
+
+    module = Evaluated()
+    runner = training.trainer(domain, strategy=strategy, **limits)
+    found = getattr(runner, stage)(module, loaders(batch_size), verbose=False)
+    replicas = dist.get_world_size() // runner.strategy.domain_size
+    make = None if make in (shuffled, distributed) else make
+    assert_equal(found, alone(stage, loaders(batch_size * replicas), **limits))
+    if not limits and make is None:
+        expected = [(loader, i) for loader, n in enumerate(samples) for i in range(n)]
+        assert seen_by_all(module, runner) == expected
+
+
+def shuffled(data, size):
+    return DataLoader(data, size, shuffle=True)
+
+
+def distributed(data, size):
+    return DataLoader(data, size, sampler=DistributedSampler(data, shuffle=True))
+
+
+def whole_batches(data, size):
+    return DataLoader(data, size, drop_last=True)
+
+
+SIZES = {f"batches of {n}": {"batch_size": n} for n in range(1, 6)}
+
+
+def test_two_replicas(run_each):
+    some = [SIZES[name] for name in ("batches of 1", "batches of 4")]
+    validated = {f"{each}, validate": each | {"stage": "validate"} for each in some}
+    others = {
+        "limit of 2": {"batch_size": 3, "limit_test_batches": 2},
+        "limit of a half": {"batch_size": 2, "limit_test_batches": 0.5},
+        "limit of validation": {"batch_size": 1, "stage": "validate", "limit_val_batches": 7},
+        "shuffled": {"batch_size": 3, "make": shuffled},
+        "a sampler of the user's": {"batch_size": 2, "make": distributed},
+        "whole batches": {"batch_size": 3, "make": whole_batches},
+        "whole batches of some": {"batch_size": 1, "make": whole_batches},
+        "several loaders": {"batch_size": 2, "samples": (5, 1, 13)},
+        "gradients": {"batch_size": 3, "strategy": {"sharding": "gradients"}},
+        "none": {"batch_size": 3, "strategy": {"sharding": "none"}},
+    }
+    run_each(2, compare, SIZES | validated | others)
+
+
+def test_three_replicas(run_each):
+    run_each(3, compare, SIZES | {"fewer samples": {"batch_size": 1, "samples": (2,)}})
+
+
+def test_four_replicas(run_each):
+    split = {f"{k}, 2x2": v | {"domain": (2,)} for k, v in SIZES.items()}
+    others = {
+        "several loaders": {"batch_size": 1, "samples": (2, 13, 1)},
+        "several loaders, 2x2": {"batch_size": 1, "samples": (1, 13), "domain": (2,)},
+        "limits": {"batch_size": 1, "samples": (13, 6), "limit_test_batches": 3},
+        "hybrid": {"batch_size": 3, "strategy": {"sharding": "hybrid"}},
+    }
+    run_each(4, compare, SIZES | split | others)
+
+
+class Stream(IterableDataset):
+    """Sample i for replica i modulo their number; a rank does not know how many others have."""
+
+    def __init__(self, samples, replica, replicas):
+        self.indices = range(replica, samples, replicas)
+
+    def __iter__(self):
+        return map(sample, self.indices)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("samples", [1, 6, 13])
+def test_streams(samples):
+    module, runner = Evaluated(), training.trainer((1,))
+    loader = DataLoader(Stream(samples, dist.get_rank(), 2), 2)
+    found = runner.test(module, [loader, DataLoader(Numbered(3), 1)], verbose=False)
+    whole = [DataLoader(Stream(samples, 0, 1), 2), DataLoader(Numbered(3), 2)]
+    # the numbers of a step are those of other samples
+    assert_equal(found, alone("test", whole))
+
+
+@pytest.mark.spmd(2)
+def test_validation_within_fit():
+    module = Evaluated()
+    runner = training.trainer((1,), max_epochs=2)
+    runner.fit(module, DataLoader(Numbered(4), 2), DataLoader(Numbered(5), 2))
+    assert seen_by_all(module, runner) == [(0, i) for i in range(5) for _ in range(3)]
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("limit", [1.0, 0.5])
+@pytest.mark.parametrize("given", [DataLoader, distributed])
+def test_predictions(given, limit):
+    class Predicts(Evaluated):
+        def predict_step(self, batch, index):
+            return batch["index"]
+
+    runner = training.trainer((1,), limit_predict_batches=limit)
+    found = runner.predict(Predicts(), given(Numbered(SAMPLES), 2))
+    ordered = [int(x) for x in predictions_in_order(runner, found)]
+    if given is DataLoader or limit == 1.0:
+        assert ordered == list(range(SAMPLES if limit == 1.0 else 8))
+    else:
+        assert len(set(ordered)) == len(ordered) == 8
+
+
+class Communicates(Evaluated):
+    def test_step(self, batch, index):
+        super().test_step(batch, index)
+        self.all_gather(batch["index"].sum())
+
+
+class SyncsEachStep(Evaluated):
+    def __init__(self):
+        super().__init__()
+        self.squares = MeanSquaredError(dist_sync_on_step=True).set_dtype(torch.float64)
+
+
+class CallsTorch(Evaluated):
+    def test_step(self, batch, index):
+        super().test_step(batch, index)
+        dist.all_reduce(torch.ones(()))
+
+
+@pytest.mark.parametrize("module", [Communicates, SyncsEachStep, CallsTorch])
+@pytest.mark.spmd(2)
+def test_a_step_that_communicates_is_refused(module):
+    with pytest.raises(AbsentRanksError, match=r"ranks \[1\], which have no samples left"):
+        training.trainer((1,)).test(module(), DataLoader(Numbered(3), 1), verbose=False)
+
+
+class CommunicatesAtTheEnd(Evaluated):
+    def on_test_epoch_end(self):
+        self.total = self.all_gather(torch.tensor(len(self.seen))).sum()
+
+
+@pytest.mark.spmd(2)
+def test_communication_after_the_steps():
+    """The other way out that the error names."""
+    module = CommunicatesAtTheEnd()
+    training.trainer((1,)).test(module, DataLoader(Numbered(3), 1), verbose=False)
+    assert module.total == 3
+
+
+@pytest.mark.parametrize("module", [Communicates, SyncsEachStep, CallsTorch])
+@pytest.mark.spmd(2)
+def test_samples_can_be_repeated(module):
+    """The way out that the error names."""
+    model, runner = module(), training.trainer((1,), callbacks=[RepeatSamples()])
+    runner.test(model, DataLoader(Numbered(3), 1), verbose=False)
+    assert seen_by_all(model, runner) == [(0, 0), (0, 0), (0, 1), (0, 2)]
+
+
+class TakesIterator(Evaluated):
+    def test_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        super().test_step(batch, 0)
+
+
+class TakesSeveral(Evaluated):
+    def test_step(self, batch, index):
+        for each in batch:
+            super().test_step(each, index)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("module", [TakesIterator, TakesSeveral])
+def test_steps_of_several_batches_repeat_samples(module):
+    loader = DataLoader(Numbered(3), 1)
+    if module is TakesSeveral:
+        loader = CombinedLoader([loader], "max_size")
+    model, runner = module(), training.trainer((1,))
+    runner.test(model, loader, verbose=False)
+    assert seen_by_all(model, runner) == [(0, 0), (0, 0), (0, 1), (0, 2)]
+
+
+class KeepsMaps(LightningModule):
+    """A metric that keeps fields."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.median = Median()
+
+    def test_step(self, batch, index):
+        self.median.update(batch["x"] * self.weight.sum())
+        self.log("median", self.median, metric_attribute="median")
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_replica_without_samples_of_a_metric_that_keeps_fields(repeat):
+    runner = training.trainer((2,), callbacks=[RepeatSamples()] if repeat else [])
+    loader = DataLoader(Numbered(1), 1)
+    if repeat:
+        assert runner.test(KeepsMaps(), loader, verbose=False)
+    else:
+        with pytest.raises(NotImplementedError, match=r"'median' keeps split tensors in 'values'"):
+            runner.test(KeepsMaps(), loader, verbose=False)
