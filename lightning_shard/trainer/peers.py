@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.failures.failure import Failure
@@ -17,7 +16,7 @@ from lightning_shard.processes.failures.failure_watch import (
     watch_ranks,
 )
 from lightning_shard.tensor.tensor import DomainTensor
-from lightning_shard.trainer.reduce import divide, reduce
+from lightning_shard.trainer.reduce import divide, gather_each, reduce
 
 
 class Peers:
@@ -143,4 +142,4 @@ class Peers:
         if not dist.is_initialized():
             return tensor
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            return torch.stack(all_gather(tensor, group))
+            return gather_each(tensor, group)

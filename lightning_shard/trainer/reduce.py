@@ -5,6 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
+
+from lightning_shard.domain.comm import all_reduce
 
 
 def reduce(
@@ -25,6 +28,27 @@ def reduce(
     )
     reduced = reduced.to(tensor.device)
     return divide(reduced, dist.get_world_size(group)) if mean else reduced
+
+
+def gather_each(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Gather the tensors of all ranks of `group`, alike in shape: (ranks, *shape).
+
+    Each rank gets the sum of the gradients that the ranks have of its tensor.
+    """
+    return _GatherEach.apply(tensor, dist.group.WORLD if group is None else group)
+
+
+class _GatherEach(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+        dist.all_gather(list(whole), tensor, group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_reduce(grads[0], ctx.group)[dist.get_rank(ctx.group)], None
 
 
 def divide(tensor: Tensor, number: int) -> Tensor:

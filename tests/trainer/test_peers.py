@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_shard import UnsupportedOperationError, shard
 from lightning_shard.trainer.peers import Peers
 from tests.parity import mesh_of
+from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
 
 CPU = torch.device("cpu")
 
@@ -106,3 +107,22 @@ def test_ranks_that_all_fail_may_still_talk():
         assert not peers.is_disconnected()
     assert peers.broadcast(dist.get_rank()) == 0
     peers.close()
+
+
+class Contrasts(Featured):
+    """A loss of all samples of a step, wherever they are."""
+
+    def training_step(self, batch, batch_idx):
+        errors = (self(batch["x"]) - batch["y"]).square().mean((1, 2, 3))
+        if self.trainer.world_size > 1:
+            errors = self.all_gather(errors, sync_grads=True)
+        return errors.std()
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=["4x1", "2x2", "1x(2x2)"])
+def test_gradients_through_all_gather(domain):
+    expected, found = Contrasts(), Contrasts()
+    fit_alone(expected, limit_val_batches=0)
+    fit_sharded(found, domain, limit_val_batches=0)
+    assert_same_state(found, expected)
