@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_shard.cli.bad_versions import warnings_of_versions
 from lightning_shard.cli.usage import ENV_PREFIX, labelled
 from lightning_shard.processes.device import accelerators, available_backends
 from lightning_shard.processes.launch import launch
@@ -28,7 +29,7 @@ ALWAYS_SHOWN = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 def doctor(_: argparse.Namespace) -> None:
     """Print the report, and exit with 1 if two processes cannot form a group."""
-    for lines in (_versions(), _devices(), _surroundings(), _folders()):
+    for lines in (_versions(), _bad_versions(), _devices(), _surroundings(), _folders()):
         print("\n".join(lines))
     works, sentence = try_two_processes()
     print(labelled("two processes", sentence))
@@ -62,6 +63,10 @@ def _versions() -> Iterator[str]:
             yield labelled(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield labelled(name, "not installed")
+
+
+def _bad_versions() -> Iterator[str]:
+    yield from (labelled("WARNING", sentence) for sentence in warnings_of_versions())
 
 
 def _devices() -> Iterator[str]:
