@@ -11,6 +11,7 @@ tensor is copied beside its place in the same memory, and counted there.
 import argparse
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from lightning_shard import ShardingOptions
 from lightning_shard.fsdp import offload
 from lightning_shard.processes.mesh import make_mesh
 
+_copies: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the storage that was copied
 _hosted: set[int] = set()  # storages that stand for the host's memory
 
 
@@ -72,15 +74,21 @@ def ways(block: str, keeps: list[str]) -> dict[str, dict[str, Any]]:
 
 
 class _Beside(saved_tensors_hooks):
-    """In the place of `offload.OnHost`: copies what it would move."""
+    """In the place of `offload.OnHost`: copies what it would move, each storage once."""
 
-    def __init__(self) -> None:
-        def pack(tensor: Tensor) -> Tensor:
+    def __init__(self, budget: int | None = None) -> None:
+        def pack(tensor: Tensor) -> Any:
             if not offload.is_moved(tensor):
                 return tensor
-            copy = tensor.clone()
-            _hosted.add(copy.untyped_storage()._cdata)
-            return copy
+            storage = tensor.untyped_storage()
+            copied = _copies.get(storage._cdata)
+            if copied is None or (copy := copied()) is None:
+                copy = storage.clone()
+                _hosted.add(copy._cdata)
+                _copies[storage._cdata] = weakref.ref(copy)
+                weakref.finalize(storage, _copies.pop, storage._cdata, None).atexit = False
+            like = torch.empty(0, dtype=tensor.dtype)
+            return like.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
         super().__init__(pack, lambda tensor: tensor)
 

@@ -224,7 +224,7 @@ def compiled(resolution: int) -> Rows:
 class _CopiedInLine(saved_tensors_hooks):
     """In the place of `offload.OnHost`: torch's copies, on the stream that computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int | None = None) -> None:
         kind = device().type
         copies: Any = save_on_cpu(pin_memory=kind != "cpu", device_type=kind)
 

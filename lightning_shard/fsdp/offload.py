@@ -1,18 +1,18 @@
 """Moves what blocks keep for backward to the memory of the host, and fetches it ahead of backward.
 
-Copies run on two streams beside the computation, one to the host and one back, so the process
-never waits for them. One rule orders all memory. A tensor on the device is in memory of the stream
-that computes; a copy waits for that stream before it touches the tensor, and that stream waits for
-the copy before the tensor is let go. A tensor is fetched, and its memory on the host is another's,
-only after it was let go.
+Autograd saves aliases of tensors. A storage that nobody else holds any more may leave the device,
+the one first that backward needs last, each one once however many operators keep it. What a frame
+of Python or FSDP2 holds never leaves, so no code ever meets a tensor without memory.
+`paging/pages.py` has the rule that orders the copies.
 
 Parameters stay, since FSDP2 frees and gathers them itself. What lies on the CPU stays, too.
 """
 
 import functools
 import threading
-import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.processes.torch_private.internals import base_of, version_of
+from lightning_shard.fsdp.paging.memory import Memory
+from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
+from lightning_shard.processes.torch_private.internals import (
+    base_of,
+    key_of_storage,
+    users_of_storage,
+    version_of,
+)
 
 # At 25 GB/s a smaller tensor travels in 3 us, less than it takes to queue its copy and the waits.
 SMALL_BYTES = 2**16
@@ -37,190 +44,178 @@ def is_moved(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
-        and tensor.nbytes >= SMALL_BYTES
+        and tensor.untyped_storage().nbytes() >= SMALL_BYTES
         and not is_leaf
         and not isinstance(source, nn.Parameter)  # a frozen one, which FSDP2 frees, too
-        and not _is_expanded(tensor)  # a copy would be larger than its memory
     )
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-class Driver:
-    """The streams and memory of a device; a test puts a simulated one in its place."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return True for a tensor in memory of a device that is not the host's."""
-        return tensor.device.type not in ("cpu", "meta")
-
-    def current(self, device: torch.device) -> torch.Stream:
-        """The stream that computes now."""
-        return torch.accelerator.current_stream(device)
-
-    def beside(self, device: torch.device, way: str) -> torch.Stream:
-        """The stream of all copies from a device to the host ("out"), or of those "back"."""
-        return _stream(device, way)
-
-    def on_host(self, tensor: Tensor) -> Tensor:
-        """Memory like a tensor's, which copies to and from the device do not wait for."""
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
-
-    def on_device(self, host: Tensor, device: torch.device) -> Tensor:
-        """Memory of the current stream."""
-        return torch.empty_like(host, device=device)
-
-    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Let nobody have the tensor's memory before the stream has done what it does by then."""
-        tensor.record_stream(stream)
-
-
-@functools.cache
-def _stream(device: torch.device, way: str) -> torch.Stream:
-    return torch.Stream(device)
-
-
 class _Saved:
-    """A saved tensor: on the host, and on the device, too, while it is near."""
+    """A saved tensor, whose storage may be away."""
 
-    __slots__ = (
-        "__weakref__", "copied", "device", "driver", "host", "near", "overwritten", "place",
-        "stream", "version",
-    )  # fmt: skip
+    __slots__ = ("alias", "mover", "page", "place", "version")
 
-    def __init__(self, tensor: Tensor, place: int, driver: Driver) -> None:
-        """Start the copy to the host."""
-        self.near, self.overwritten, self.place, self.driver = None, False, place, driver
-        self.device, self.stream = tensor.device, driver.current(tensor.device)
-        near = tensor.detach().resolve_conj().resolve_neg()  # it has no node, which would hold us
-        self.host = driver.on_host(near)
-        if self.host.stride() != near.stride():
-            near = near.clone()  # here: the stream of the copies would copy into memory of its own
-        self._copy(self.host, near, "out")
+    def __init__(self, mover: "Mover", tensor: Tensor, page: Page, place: int) -> None:
+        """Hold the tensor without its node of the graph, which would hold us."""
+        self.alias, self.mover, self.page, self.place = tensor.detach(), mover, page, place
+        self.version = version_of(self.alias)
+        page.held += 1
 
-    def fetch(self) -> None:
-        """Start the copy to the device, if it is not near."""
-        if self.near is None:
-            with self.stream:
-                near = self.driver.on_device(self.host, self.device)
-            self._copy(near, self.host, "back")
+    def __del__(self) -> None:
+        """Leave the storage to those who still hold it."""
+        self.mover.release(self.page)
 
-    def _copy(self, to: Tensor, source: Tensor, way: str) -> None:
-        beside = self.driver.beside(self.device, way)
-        beside.wait_stream(self.stream)
-        with beside:
-            to.copy_(source, non_blocking=True)
-        self.copied = beside.record_event()
-        self.near = source if way == "out" else to
-        self.version = version_of(self.near)
-
-    def take(self) -> Tensor:
-        """The tensor for the current stream; it was fetched."""
-        near, current = self.near, self.driver.current(self.device)
-        self.let_go()
-        assert near is not None
-        if self.overwritten:
+    def check(self) -> None:
+        """Raise where the tensor no longer has the numbers that were saved."""
+        freed = not self.page.is_away and not self.alias.untyped_storage().nbytes()
+        if freed or version_of(self.alias) != self.version:
             raise RuntimeError(
-                f"a tensor {tuple(near.shape)} that backward needs was written in place, or its "
-                "memory was freed, after an offloaded block had saved it; leave it as it is until "
-                "backward, or take the block out of activation_offload."
+                f"a tensor {tuple(self.alias.shape)} that backward needs was written in place, or "
+                "its memory was freed, after an offloaded block had saved it; leave it as it is "
+                "until backward, or take the block out of activation_offload."
             )
-        if current != self.stream:
-            current.wait_event(self.copied)
-            self.driver.record_stream(near, current)
-        return near
-
-    def let_go(self) -> None:
-        """Leave it to the host; the memory on the device goes back once the copy is done."""
-        if self.near is not None:
-            self.stream.wait_event(self.copied)
-            is_there = self.near.untyped_storage().nbytes() > 0
-            self.overwritten |= version_of(self.near) != self.version or not is_there
-            self.near = None
-
-    __del__ = let_go  # a graph that is dropped, where a copy may be on its way
 
 
 class Mover:
-    """Moves tensors as autograd saves them, and back in the reverse order."""
+    """Moves storages that autograd alone holds, and brings them back in the reverse order."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, memory: Memory | None = None) -> None:
         """Nothing is moved yet."""
         self.driver = driver
-        self._order: list[weakref.ref[_Saved]] = []  # of saving; autograd's graph holds them
+        self._memory = memory or Memory(pinned=torch.accelerator.is_available())
+        self._pages: dict[torch.device, Pages] = {}
+        self._near = OrderedDict[Page, None]()  # what backward needs last comes first
+        self._away = OrderedDict[Page, None]()
+        self._places = 0  # saved tensors so far
         self._last = 0  # the place that backward asked for last
-        self._passed = 0  # backward has left the places above
-        self._lock = threading.Lock()  # backward may run in threads of its own
+        self._lock = threading.RLock()  # backward may run in threads of its own
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Hook of autograd: what it keeps in the place of a tensor."""
+    def pack(self, budget: int | None, tensor: Tensor) -> Any:
+        """Hook of autograd: what it keeps in the place of a tensor.
+
+        Args:
+            budget: Bytes of activations that may be on the device. None: all are copied to the
+                host at once, and leave as soon as that is done.
+            tensor: The tensor that an operator saves.
+        """
         if not (self.driver.holds(tensor) and is_moved(tensor)):
             return tensor
         with self._lock:
-            self._forget()
-            saved = _Saved(tensor, len(self._order), self.driver)
-            self._order.append(weakref.ref(saved))
-            self._last = self._passed = len(self._order)
-            room = AHEAD_BYTES
-            for older in self._held(range(saved.place, -1, -1)):
-                if older.near is None:
-                    break
-                if room <= 0:
-                    older.let_go()
-                room -= older.host.nbytes
+            pages = self._pages_on(tensor.device)
+            page = pages.known.get(key_of_storage(tensor.untyped_storage()))
+            if page is None:
+                page = pages.note(tensor.untyped_storage())
+            self._places += 1
+            self._last = page.place = self._places
+            self._near[page] = None
+            self._near.move_to_end(page)
+            saved = _Saved(self, tensor, page, self._places)
+            self._make_room(pages, budget, 0)
         return saved
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, budget: int | None, packed: Any) -> Tensor:
         """Hook of autograd: the tensor, for the current stream."""
         if not isinstance(packed, _Saved):
             return packed
         with self._lock:
-            self._forget()
+            packed.check()
+            page, pages = packed.page, self._pages_on(packed.alias.device)
             is_next = packed.place < self._last  # node of the graph; those of one node come upwards
+            self._last = packed.place
+            # nobody frees what the result holds, too
+            tensor = packed.alias.detach()
+            if page.is_away:
+                self._make_room(pages, budget, page.count)
+                self._fetch(pages, page)
+            pages.take(page)
             if is_next:
-                self._leave()
-            self._last, self._passed = packed.place, max(self._passed, packed.place)
-            packed.fetch()
-            tensor = packed.take()
-            room = AHEAD_BYTES if is_next else 0
-            for older in self._held(range(packed.place - 1, -1, -1)):
-                if room <= 0:
-                    break
-                older.fetch()
-                room -= older.host.nbytes
+                self._fetch_ahead(pages, budget)
         return tensor
 
-    def _leave(self) -> None:
-        """Let go what was fetched and not asked for, as of an output that the loss leaves out."""
-        for newer in self._held(range(self._last + 1, self._passed + 1)):
-            newer.let_go()
-        self._passed = self._last
+    def release(self, page: Page) -> None:
+        """Forget a storage once no graph needs it."""
+        with self._lock:
+            page.held -= 1
+            if not page.held:
+                self._near.pop(page, None)
+                self._away.pop(page, None)
+                for pages in self._pages.values():
+                    if pages.known.get(page.key) is page:
+                        pages.forget(page)
 
-    def _forget(self) -> None:
-        while self._order and self._order[-1]() is None:
-            self._order.pop()
+    def _pages_on(self, device: torch.device) -> Pages:
+        if device not in self._pages:
+            self._pages[device] = Pages(device, self._memory, self.driver)
+        return self._pages[device]
 
-    def _held(self, places: range) -> Iterator[_Saved]:
-        """Give the saved tensors that a graph still holds."""
-        for place in places:
-            if place < len(self._order) and (saved := self._order[place]()) is not None:
-                yield saved
+    def _make_room(self, pages: Pages, budget: int | None, wanted: int) -> None:
+        """Start copies of what is above the budget, and free as much as must be free now."""
+        limit = AHEAD_BYTES if budget is None else budget
+        start = 0 if budget is None else budget - min(AHEAD_BYTES, budget // 16)
+        above, freed = pages.near + wanted - start, list[Page]()
+        for page in self._needed_last_first() if above > 0 else ():
+            if above <= 0:
+                break
+            if self._is_only_ours(page):
+                above -= page.count
+                pages.send(page)
+                # without a budget what is newest stays, however large it is
+                newer = pages.near + wanted - (page.count if budget is None else 1)
+                if newer >= limit:
+                    pages.free(page)
+                    freed.append(page)
+        for page in freed:
+            del self._near[page]
+            self._away[page] = None
+
+    def _needed_last_first(self) -> Iterator[Page]:
+        """Give what is near: first what backward has passed, then what it needs last."""
+        yield from takewhile(lambda page: page.place > self._last, reversed(self._near))
+        yield from takewhile(lambda page: page.place <= self._last, self._near)
+
+    def _is_only_ours(self, page: Page) -> bool:
+        storage = page.storage()
+        return (
+            storage is not None and users_of_storage(storage) == page.held + 1
+        )  # and this variable
+
+    def _fetch(self, pages: Pages, page: Page) -> None:
+        pages.fetch(page)
+        del self._away[page]
+        is_first = not self._near or page.place < next(iter(self._near)).place
+        self._near[page] = None
+        self._near.move_to_end(page, last=not is_first)
+
+    def _fetch_ahead(self, pages: Pages, budget: int | None) -> None:
+        """Fetch what backward needs next, as much as there is room for."""
+        for page in [*reversed(self._away)]:
+            room = (AHEAD_BYTES if budget is None else budget) - pages.near
+            if room <= 0 or (budget is not None and room < page.count):
+                return
+            if page.place < self._last:
+                self._fetch(pages, page)
+
+
+class OnHost(saved_tensors_hooks):
+    """While open, what autograd saves may lie in the host's memory until backward needs it."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        """Store with the `Mover` of this process.
+
+        Args:
+            budget: Bytes of activations that stay on the device; none by default.
+        """
+        pack, unpack = (functools.partial(f, budget) for f in (MOVER.pack, MOVER.unpack))
+        super().__init__(pack, unpack)
 
 
 MOVER = Mover(Driver())  # of this process
 
 
-class OnHost(saved_tensors_hooks):
-    """While open, what autograd saves lies in the host's memory until backward needs it."""
-
-    def __init__(self) -> None:
-        """Store with the `Mover` of this process."""
-        super().__init__(MOVER.pack, MOVER.unpack)
-
-
 class _Offloaded:
     """Mixin of a module whose activations lie on the host from forward to backward."""
+
+    activation_budget: int | None
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Nothing to register: the class stands for its base."""
@@ -230,11 +225,17 @@ class _Offloaded:
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        with OnHost():
+        with OnHost(self.activation_budget):
             return run(*args, **kwargs)
 
 
-def offload(modules: Iterable[nn.Module]) -> None:
-    """Keep the activations of these modules on the host."""
+def offload(modules: Iterable[nn.Module], budget: int | None = None) -> None:
+    """Keep the activations of these modules on the host.
+
+    Args:
+        modules: Blocks of a network.
+        budget: Bytes of activations that stay on the device; none by default.
+    """
     for module in modules:
         mix_in(module, _Offloaded)
+        module.activation_budget = budget  # pyright: ignore[reportArgumentType]

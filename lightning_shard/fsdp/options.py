@@ -1,5 +1,6 @@
 """Lists what can be chosen about parameters: how they are sharded, gathered, cast and made."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -43,7 +44,8 @@ class ShardingOptions:
         checkpoint_keeps: Operators of torch.ops.aten, such as `["convolution", "mm", "addmm"]`,
             whose results activation_checkpointing keeps; what lies between them is computed again.
         activation_offload: Classes whose activations lie in the host's memory until backward; True:
-            those of the blocks.
+            those of the blocks; a size such as "8GB": as much of the blocks' activations stays on
+            the device, and only what is above it travels, each tensor's memory once.
         compile_blocks: True lets torch.compile compile each block, as one graph with its
             collectives. What does not compile runs as it is, after a warning.
 
@@ -62,7 +64,7 @@ class ShardingOptions:
     prefetch: int = 1
     activation_checkpointing: bool | Sequence[str] = False
     checkpoint_keeps: Sequence[str] = ()
-    activation_offload: bool | Sequence[str] = False
+    activation_offload: bool | str | Sequence[str] = False
     compile_blocks: bool = False
 
     def __post_init__(self) -> None:
@@ -102,16 +104,28 @@ class ShardingOptions:
                     f"checkpoint_keeps: torch.ops.aten has no operator {name!r}; a profile shows "
                     "the names of a network's operators, such as aten::addmm."
                 )
+        if isinstance(self.activation_offload, str):
+            bytes_of(self.activation_offload, "activation_offload")
         if self.activation_offload and self.compile_blocks:
             raise ValueError(
                 "activation_offload cannot move what compile_blocks keeps inside of a graph; give "
                 "one of them."
             )
-        if self.activation_offload and self.activation_offload == self.activation_checkpointing:
+        is_alike = self.activation_offload == self.activation_checkpointing
+        if self.activation_checkpointing is True and isinstance(self.activation_offload, str):
+            is_alike = True  # a budget is of the blocks, too
+        if self.activation_offload and is_alike:
             raise ValueError(
                 "activation_checkpointing leaves activation_offload nothing to move in the same "
                 "blocks; give one of them, or each its own classes."
             )
+
+    @property
+    def activation_budget(self) -> int | None:
+        """Bytes of activations that stay on the device with activation_offload; None: no size."""
+        if isinstance(self.activation_offload, str):
+            return bytes_of(self.activation_offload, "activation_offload")
+        return None
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -137,6 +151,22 @@ class ShardingOptions:
         del values["mp_policy"]
         values["sharding"] = values.pop("mode")
         return {name: getattr(v, "__qualname__", str(v)) for name, v in values.items()}
+
+
+def bytes_of(size: str, name: str) -> int:
+    """Return the bytes of a size such as "8GB", "1.5 GiB" or "0".
+
+    Raises:
+        ValueError: It is no size; the message calls it by `name`.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
+    if found is None:
+        raise ValueError(
+            f'{name} must be a size such as "8GB" or "500MiB"; got {size!r}. Names of classes come '
+            "in a list."
+        )
+    number, unit, is_binary = found.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
 
 
 def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy:

@@ -230,17 +230,21 @@ def _change_forward(work: _Work) -> None:
             f"activation_offload has nothing to move in {type(next(iter(lost))).__name__}, which "
             "activation_checkpointing computes again; give each its own classes."
         )
-    offload(moved)
+    offload(moved, options.activation_budget)
     recompute(again, options.checkpoint_keeps)
     if options.activation_checkpointing:
         keep_no_cache(module)
 
 
 def _fitting(work: _Work, option: str) -> set[nn.Module]:
-    """Return the modules that an option names: classes, or True for the blocks."""
+    """Return the modules that an option names: classes, or True or a size for the blocks."""
     names = getattr(work.options, option)
     return (
-        {*work.chosen} if names is True else named(work.module, names, option) if names else set()
+        {*work.chosen}
+        if names is True or isinstance(names, str)
+        else named(work.module, names, option)
+        if names
+        else set()
     )
 
 

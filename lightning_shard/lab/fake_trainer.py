@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ class _Body:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # about addresses of tensors without memory
-            stack.enter_context(replaced(offload, "OnHost", lambda: _OnHost(self._ledger)))
+            stack.enter_context(replaced(offload, "OnHost", partial(_OnHost, self._ledger)))
             batch = given.batches[0]
             if self._is_fake:
                 stack.enter_context(replaced(nn.Module, "_apply", _apply))
@@ -240,14 +241,14 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
 class _OnHost(saved_tensors_hooks):
     """Counts what `OnHost` would move to a host whose memory is not the device's."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, budget: int | None = None) -> None:
         def is_moved(x: Tensor) -> bool:
             is_wrapper = isinstance(x, DTensor | DomainTensor)
             return not is_wrapper and not isinstance(base_of(x), nn.Parameter)
 
         def pack(x: Tensor) -> Tensor:
             if is_moved(x):
-                ledger.to_host(x)
+                ledger.to_host_above(budget or 0, x)
             return x
 
         def unpack(x: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ class Ledger:
         self._device = device
         self._live: dict[int, _Memory] = {}
         self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
+        self._near: dict[int, weakref.ref[Tensor]] = {}  # activations that a budget keeps
         self._all: list[_Memory] = []  # of this step
         self._held = self.operations = self._peak_at = self._most = 0
         self._peak_place = ""
@@ -125,11 +126,26 @@ class Ledger:
         self.seconds += memory.sizes[-1][1] / HOST_RATE
         self._resize(memory, 0, self.operations)
 
+    def to_host_above(self, budget: int, x: Tensor) -> None:
+        """Keep a tensor near, and move what has been near for longest, down to the budget."""
+        self._near.pop(storage_key(x), None)
+        self._near[storage_key(x)] = weakref.ref(x)
+        held = {key: kept for key, ref in self._near.items() if (kept := ref()) is not None}
+        above = sum(kept.untyped_storage().nbytes() for kept in held.values()) - budget
+        self._near = {key: self._near[key] for key in held}
+        for key, kept in held.items():
+            if above <= 0:
+                break
+            above -= kept.untyped_storage().nbytes()
+            self.to_host(kept)
+            del self._near[key]
+
     def from_host(self, x: Tensor) -> None:
-        """Move the memory of a tensor back from the host."""
+        """Move the memory of a tensor back from the host, if it is there."""
         memory, size = self._see(x), x.untyped_storage().nbytes()
-        self.seconds += size / HOST_RATE
-        self._resize(memory, size, self.operations)
+        if not memory.sizes[-1][1]:
+            self.seconds += size / HOST_RATE
+            self._resize(memory, size, self.operations)
 
     def note(self, operator: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
         """Count one operation.

@@ -1,6 +1,6 @@
 """What offloaded blocks ask of a device, asked of a simulated one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_shard.fsdp import offload
+from lightning_shard.fsdp.paging.memory import Memory, Room
+from lightning_shard.fsdp.paging.pages import Driver
+from lightning_shard.processes.torch_private.internals import without_modes
 from tests.fsdp.streams import Machine
 
 
-class SimulatedDriver(offload.Driver):
+class SimulatedDriver(Driver):
     """Every tensor is on the device, but for those that it made on the host."""
 
     def __init__(self, machine: Machine) -> None:
@@ -26,19 +29,30 @@ class SimulatedDriver(offload.Driver):
     def beside(self, device: torch.device, way: str) -> Any:
         return self.machine.beside[way]
 
-    def on_host(self, tensor: Tensor) -> Tensor:
-        with self.machine.host():
-            return torch.empty_like(tensor)
+    def flat(self, storage: torch.UntypedStorage) -> Tensor:
+        with without_modes():  # it is no kernel
+            return super().flat(storage)
 
-    def on_device(self, host: Tensor, device: torch.device) -> Tensor:
-        return torch.empty_like(host)
+    def room(self, memory: Memory, count: int) -> Room:
+        with self.machine.host():
+            return Room(memory, torch.empty(count, dtype=torch.uint8))
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        self.machine.free(storage)
+        with without_modes():
+            storage.resize_(0)
+
+    def allocate(self, storage: torch.UntypedStorage, count: int) -> None:
+        with without_modes():
+            storage.resize_(count)
+            self.machine.allocate(super().flat(storage))
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         self.machine.record_stream(tensor, stream)
 
 
 def on_machine(
-    program: Callable[[], Any], ahead: int, small: int = 0, drop: int | None = None
+    program: Callable[[], Any], ahead: int, small: int = 0, drop: Collection[int] = ()
 ) -> tuple[Machine, Any]:
     """The machine, and what a program returns on it.
 
@@ -46,11 +60,11 @@ def on_machine(
         program: Forwards and backwards.
         ahead: Bytes that may be near.
         small: Bytes below which tensors stay.
-        drop: The call that is left out, see `Machine`.
+        drop: The calls that are left out, see `Machine`.
     """
     with (
         Machine(drop) as machine,
-        mock.patch.object(offload, "MOVER", offload.Mover(SimulatedDriver(machine))),
+        mock.patch.object(offload, "MOVER", offload.Mover(SimulatedDriver(machine), Memory())),
         mock.patch.multiple(offload, AHEAD_BYTES=ahead, SMALL_BYTES=small),
     ):
         found = program()

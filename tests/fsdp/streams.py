@@ -15,7 +15,7 @@ too early meets its successor. Two ways then tell whether streams wait as they m
 import itertools
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,8 +91,8 @@ class Machine(TorchDispatchMode):
     """While open, a device of several streams on which every kernel runs.
 
     Args:
-        drop: The number of a call that orders streams or memory, in order of calling. It is left
-            out, as if the program had forgotten it.
+        drop: The numbers of calls that order streams or memory, in order of calling. They are left
+            out, as if the program had forgotten them.
 
     Attributes:
         compute, beside: Streams: of computation, and of copies "out" and "back".
@@ -100,18 +100,20 @@ class Machine(TorchDispatchMode):
         races: What is not ordered, in words.
         calls: For each call that orders streams or memory its kind, and whether it says anything
             that was not so before.
+        waits: The stream that is to wait, by the number of the call.
         steps: What the streams were asked.
         held: Places that tensors have now, on the device and on the HOST.
         peak: Places of the device that tensors had at most.
         places: All memory there is.
     """
 
-    def __init__(self, drop: int | None = None) -> None:
+    def __init__(self, drop: Collection[int] = ()) -> None:
         super().__init__()
         self.compute = self.current = Stream(self, "compute")
         self.beside = {way: Stream(self, way) for way in ("out", "back")}
         self.races: list[str] = []
         self.calls: list[tuple[str, bool]] = []
+        self.waits: dict[int, Stream] = {}
         self.steps: list[Step] = []
         self.held, self.peak = Counter[str](), 0
         self._drop = drop
@@ -119,6 +121,7 @@ class Machine(TorchDispatchMode):
         self.places: list[Place] = []
         self._free: dict[Any, list[Place]] = defaultdict(list)
         self._of: dict[int, Place] = {}  # by the address of the storage of a living tensor
+        self._ends: dict[int, weakref.finalize[..., Any]] = {}
         self._given: list[tuple[Part, Tensor]] = []  # what was there before the program
         self._events = itertools.count()
         self._recorded: dict[int | None, int] = {}  # the call that recorded an event
@@ -139,6 +142,7 @@ class Machine(TorchDispatchMode):
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream go on after an event."""
+        self.waits[len(self.calls)] = stream
         if self._leaves_out("wait"):
             return
         news = {s: t for s, t in event.clock.items() if t > stream.clock[s]}
@@ -157,7 +161,7 @@ class Machine(TorchDispatchMode):
 
     def _leaves_out(self, kind: str) -> bool:
         self.calls.append((kind, False))
-        return len(self.calls) - 1 == self._drop
+        return len(self.calls) - 1 in self._drop
 
     @contextmanager
     def host(self) -> Generator[None]:
@@ -197,7 +201,7 @@ class Machine(TorchDispatchMode):
         self.places.append(Place(len(self.places), pool))
         self._free[pool].append(self.places[-1])
 
-    def _allocate(self, tensor: Tensor) -> None:
+    def allocate(self, tensor: Tensor) -> None:
         """Memory of the current stream; another may have it after what this one did until now."""
         place = self._hand_out(tensor, HOST if self._on_host else self.current)
         self._spoil(place, "the beginning of a tensor")
@@ -216,12 +220,18 @@ class Machine(TorchDispatchMode):
         place = self._of[address] = self._free[pool].pop()
         self.held[_kind(place)] += 1
         self.peak = max(self.peak, self.held["device"])
-        weakref.finalize(storage, self._end, address, place).atexit = False
+        self._ends[address] = weakref.finalize(storage, self._end, address, place)
+        self._ends[address].atexit = False
         return place
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """End the memory of a storage that lives on without any."""
+        if (end := self._ends.get(storage.data_ptr())) is not None:
+            end()
 
     def _end(self, address: int, place: Place) -> None:
         """As the caching allocator: the next allocation on the same stream gets it."""
-        del self._of[address]
+        del self._of[address], self._ends[address]
         self.held[_kind(place)] -= 1
         if place.recorded:  # handed out when they are done, which may be never in this program
             return
@@ -239,7 +249,7 @@ class Machine(TorchDispatchMode):
         made, outs = tensors(result), []
         for number, t in enumerate(made):
             if _address(t) not in self._of:
-                self._allocate(t)
+                self.allocate(t)
                 outs.append((number, self._part(t)))
         written = {self.places[part.place] for _, part in outs}
         written |= {self._place(t) for t in _changed(func, args, kwargs)}

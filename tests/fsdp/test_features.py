@@ -166,6 +166,13 @@ def total_over_ranks(number: int) -> int:
         ),
         ({"activation_offload": True, "compile_blocks": True}, "cannot move what compile_blocks"),
         ({"activation_offload": True, "activation_checkpointing": True}, "nothing to move"),
+        ({"activation_offload": "8GB", "activation_checkpointing": True}, "nothing to move"),
+        ({"activation_offload": "1 GiB", "compile_blocks": True}, "cannot move what compile_bl"),
+        (
+            {"activation_offload": "T5Block"},
+            "must be a size such as \"8GB\" .* got 'T5Block'. Name",
+        ),
+        ({"activation_offload": "-1GB"}, "must be a size"),
     ],
     ids=str,
 )

@@ -17,14 +17,14 @@ def test_what_is_moved():
     frozen = nn.Parameter(torch.randn(128, 128), requires_grad=False)
     assert offload.is_moved(large)
     assert offload.is_moved(large.t()[:, ::1])
+    assert offload.is_moved(large[:1].expand(128, 128))  # its memory, once
     assert offload.is_moved(weight * 2)
     for stays in (
-        large[:64, :127],  # less than 64 KiB
+        torch.randn(64, 255),  # less than 64 KiB
         weight,
         weight.t(),
         frozen,
         frozen.t(),  # FSDP2 frees it after the block
-        large[:1].expand(128, 128),
         large.to_sparse(),
     ):
         assert not offload.is_moved(stays), stays.shape
@@ -33,7 +33,7 @@ def test_what_is_moved():
 def test_nothing_moves_on_the_cpu():
     mover = offload.Mover(offload.Driver())
     x = torch.randn(128, 128)
-    assert mover.unpack(mover.pack(x)) is x
+    assert mover.unpack(None, mover.pack(None, x)) is x
 
 
 def machine_of(program):
@@ -43,7 +43,7 @@ def machine_of(program):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_saved_tensor_that_is_written(late):
-    """As without blocks it is refused, if the copy may be on its way; else the copy counts."""
+    """As without blocks it is refused, whether or not it has left by then."""
     x = torch.rand(32, 32, requires_grad=True)
 
     def program():
@@ -54,16 +54,8 @@ def test_a_saved_tensor_that_is_written(late):
             y.zero_()
         z.sum().backward()
 
-    if late:
-        assert machine_of(program).races == []
-        wanted, y = 1.0, x.detach()
-        for _ in range(4):
-            y = y.exp()
-            wanted = wanted * y
-        torch.testing.assert_close(x.grad, wanted)
-    else:
-        with pytest.raises(RuntimeError, match=r"a tensor \(32, 32\) that backward needs was writ"):
-            machine_of(program)
+    with pytest.raises(RuntimeError, match=r"a tensor \(32, 32\) that backward needs was writ"):
+        machine_of(program)
 
 
 def test_a_saved_tensor_whose_memory_is_freed():
@@ -73,10 +65,10 @@ def test_a_saved_tensor_whose_memory_is_freed():
 
     def program():
         mover = offload.MOVER
-        saved.append(mover.pack(tensor))
+        saved.append(mover.pack(None, tensor))
         tensor.untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match="its memory was freed"):
-            mover.unpack(saved[0])
+            mover.unpack(None, saved[0])
 
     machine_of(program)
     assert not torch.is_tensor(saved[0])
@@ -84,27 +76,41 @@ def test_a_saved_tensor_whose_memory_is_freed():
 
 def test_small_tensors_stay():
     def program():
-        with offload.OnHost():
-            y = torch.rand(15, 16, requires_grad=True).exp()
-            z = torch.rand(16, 16, requires_grad=True).exp()
+        with offload.OnHost(0):
+            y = torch.rand(15, 16, requires_grad=True).exp().exp().exp()
+            z = torch.rand(16, 16, requires_grad=True).exp().exp().exp()
         (y.sum() + z.sum()).backward()
 
-    machine = machine_of(program)
-    copies = [step for step in machine.steps if step.stream is machine.beside["out"] and step.run]
-    assert len(copies) == 1
+    assert len(copies_out(machine_of(program))) == 1
 
 
 def test_layouts_come_back():
-    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
-    wide = torch.randn(32, 48)
+    def makers():
+        torch.manual_seed(0)
+        wide = torch.randn(32, 48)
+        yield torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+        yield wide.t()
+        yield wide[:, 16:32].t()
+        yield wide[:1].expand(32, 48)
+        yield wide.to(torch.int64)
+        yield torch.view_as_complex(torch.randn(32, 16, 2)).conj()
 
     def program():
-        for tensor in (x, wide.t(), wide[:, 16:32], wide[:, 16:32].t(), wide.to(torch.int64)):
-            back = offload.MOVER.unpack(offload.MOVER.pack(tensor))
+        packed = [offload.MOVER.pack(0, tensor) for tensor in makers()]
+        offload.MOVER.pack(0, torch.randn(32, 32))
+        for saved, tensor in zip(packed, makers(), strict=True):
+            back = offload.MOVER.unpack(0, saved)
             assert torch.equal(back, tensor)
-            assert back.stride() == torch.empty_like(tensor).stride()
+            assert back.stride() == tensor.stride()
+            assert back.is_conj() == tensor.is_conj()
 
-    assert machine_of(program).races == []
+    machine = machine_of(program)
+    assert machine.races == []
+    assert len(copies_out(machine)) == 4  # three views share one memory
+
+
+def copies_out(machine):
+    return [step for step in machine.steps if step.stream is machine.beside["out"] and step.run]
 
 
 @pytest.mark.gpu

@@ -237,7 +237,7 @@ class Pager:
             elif page.host is not None:
                 self.pages.fetch(page)
         page.is_leaving = False
-        if page.waits:
+        if page.waits or self.device.type != "cpu":
             self.pages.take(page)
 
     def _send(self, page: Page) -> None:

@@ -23,6 +23,10 @@ from lightning_shard.processes.torch_private.internals import key_of_storage
 class Driver:
     """The streams and memory of a device; a test puts a simulated one in its place."""
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True for a tensor in memory of a device that is not the host's."""
+        return tensor.device.type not in ("cpu", "meta")
+
     def current(self, device: torch.device) -> Any:
         """Return the stream that computes now."""
         return _INLINE if device.type == "cpu" else torch.accelerator.current_stream(device)
@@ -90,13 +94,14 @@ class Page:
         pins: The number of operators that run with it.
         used: When it was used last, on the pager's clock.
         place: When it was used last before it was put in order of leaving.
+        held: The number of saved tensors that have it.
         rank: The virtual rank that made it.
         turn: The number of turns that this rank had finished when it was used last.
     """
 
     __slots__ = (
         "__weakref__", "copied", "count", "held", "host", "is_away", "is_leaving", "key", "pins",
-        "place", "rank", "stays", "storage", "stream", "turn", "used", "waits",
+        "place", "rank", "stays", "storage", "stream", "turn", "used", "waits", "way",
     )  # fmt: skip
 
     def __init__(self, key: int, count: int) -> None:
@@ -105,6 +110,7 @@ class Page:
         self.storage: weakref.ref[UntypedStorage]
         self.host: Room | None = None
         self.copied: Any = None  # the event of the last copy
+        self.way = ""  # of that copy: "out" or "back"
         self.waits = False  # whether the stream that computes has still to wait for it
         self.is_away = self.is_leaving = self.stays = False
         self.stream: Any = None  # of whose memory it is
@@ -173,14 +179,14 @@ class Pages:
     def take(self, page: Page) -> None:
         """Let the current stream read it: it waits for a copy that is on its way."""
         current = self.driver.current(self.device)
-        if page.waits:
-            self._wait(page)
         if current != page.stream:
-            if page.copied is not None:
+            if page.way == "back":
                 current.wait_event(page.copied)
             storage = page.storage()
             assert storage is not None
             self.driver.record_stream(self.driver.flat(storage), current)
+        elif page.way == "back":
+            self._wait(page)
 
     def forget_copy(self, page: Page) -> None:
         """Note that the storage was written, so that the host's numbers are old."""
@@ -197,17 +203,23 @@ class Pages:
         beside.wait_stream(page.stream)
         with beside:
             to.copy_(source, non_blocking=True)
-        page.copied, page.waits = beside.record_event(), True
+        page.copied, page.way, page.waits = beside.record_event(), way, True
 
     def _wait(self, page: Page) -> None:
         if page.waits:
             page.stream.wait_event(page.copied)
             page.waits = False
 
-    def _ended(self, page: Page, _: Any) -> None:
+    def forget(self, page: Page) -> None:
+        """Know the storage no more; its owner has it as it is."""
+        self._ended(page)
+
+    def _ended(self, page: Page, _: Any = None) -> None:
         """Forget a storage whose last tensor has gone; its memory is the next one's."""
+        if self.known.get(page.key) is not page:
+            return
         self._wait(page)
         if not page.is_away:
             self.near -= page.count
         page.host = None
-        self.known.pop(page.key, None)
+        del self.known[page.key]

@@ -280,6 +280,11 @@ def storage_users(x: Tensor) -> int:
     return internal("torch._C._storage_Use_Count")(x.untyped_storage()._cdata)
 
 
+def users_of_storage(storage: torch.UntypedStorage) -> int:
+    """Count the objects that hold a storage, among them this object of Python."""
+    return internal("torch._C._storage_Use_Count")(storage._cdata)
+
+
 def storage_key(x: Tensor) -> int:
     """Give a number of the memory of `x`, which no other memory has while it is there."""
     assert "torch.UntypedStorage._cdata" in INTERNALS
