@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_shard.lab.search import best as best
     from lightning_shard.lab.simulate import simulate as simulate
     from lightning_shard.lab.simulated.turns import StuckError as StuckError
+    from lightning_shard.lab.tiles import in_tiles as in_tiles
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -142,6 +143,7 @@ __all__ = [
     "from_local",
     "functional",
     "gather",
+    "in_tiles",
     "init_mesh",
     "knn",
     "launch",
@@ -239,6 +241,8 @@ _MODULES = {
     "ProcessInfo": "processes.variables",
     "DisagreementError": "processes.agreement",
     "LightningShardError": "processes.errors",
+    # one device, a field many times its memory
+    "in_tiles": "lab.tiles",
     # a step, rehearsed on this machine
     "check": "lab.compare",
     "certify": "lab.compare",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_shard.lab.simulated.alone import AloneGroup, Listener
 from lightning_shard.lab.simulated.group import OpenCollectives, SimulatedGroup
+from lightning_shard.lab.simulated.one_device import OneDevice
 from lightning_shard.lab.simulated.state import State
 from lightning_shard.lab.simulated.store import LoneStore, SimulatedStore
 from lightning_shard.lab.simulated.turns import Turns
@@ -21,6 +22,13 @@ from lightning_shard.processes.torch_private.internals import backend_plugins, g
 
 _BACKEND = "threaded"  # the name by which torch tells apart meshes of ranks that are threads
 _running = False
+
+MakeTurns = Callable[[Sequence[Callable[[], Any]]], tuple[Turns, OpenCollectives]]
+
+
+def _on_cpu(bodies: Sequence[Callable[[], Any]]) -> tuple[Turns, OpenCollectives]:
+    turns = Turns([*bodies])
+    return turns, OpenCollectives(turns)
 
 
 def simulate(
@@ -114,6 +122,8 @@ def _run(
     args: tuple[Any, ...],
     group: Callable[..., SimulatedGroup],
     make_store: type[SimulatedStore],
+    make_turns: MakeTurns = _on_cpu,
+    devices: Sequence[str] = ("cpu",),
 ) -> list[Any]:
     if _running:
         raise RuntimeError("a simulation is running in this process; call the function itself.")
@@ -124,15 +134,34 @@ def _run(
         dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=processes)
         return function(*copy.deepcopy(args))
 
-    turns = Turns([partial(body, rank) for rank in ranks])
+    turns, open_ones = make_turns([partial(body, rank) for rank in ranks])
     _begin_autograd()
     with _as_it_was():
         become_rank(0, processes, port=1)  # where nobody listens: the group is there already
-        with _backend(partial(group, open_ones=OpenCollectives(turns))):
+        with _backend(partial(group, open_ones=open_ones), devices):
             turns.run([
                 State().as_rank({"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in ranks
             ])  # fmt: skip
     return turns.values
+
+
+def in_turns(function: Callable[[], Any], processes: int, shared: OneDevice) -> list[Any]:
+    """Run ranks as `simulate` does, on a device that they share.
+
+    Args:
+        function: The function that each rank runs.
+        processes: Number of ranks.
+        shared: The device.
+
+    Returns:
+        What each rank returned, in the order of the ranks.
+    """
+    kinds = list(dict.fromkeys(("cpu", shared.device.type)))
+    ranks = range(processes)
+    with shared.shared():
+        return _run(
+            ranks, processes, function, (), SimulatedGroup, SimulatedStore, shared.turns, kinds
+        )
 
 
 def _begin_autograd() -> None:
@@ -141,11 +170,12 @@ def _begin_autograd() -> None:
     DTensor computes on fake tensors, for which torch makes eight devices of CUDA where there are
     none. Autograd would start a thread for each of them, and refuse to run in forks.
     """
-    torch.ones((), requires_grad=True).clone().backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True).clone().backward()
 
 
 @contextmanager
-def _backend(group: Callable[..., SimulatedGroup]) -> Generator[None]:
+def _backend(group: Callable[..., SimulatedGroup], devices: Sequence[str]) -> Generator[None]:
     """Let torch make the groups of simulated ranks, also where gloo is asked for by name."""
 
     def make(options: Any, _: Any) -> SimulatedGroup:
@@ -155,7 +185,7 @@ def _backend(group: Callable[..., SimulatedGroup]) -> Generator[None]:
     plugins = backend_plugins()
     before = dict(plugins)
     for name in (_BACKEND, "gloo"):
-        dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(name, make, extended_api=True, devices=[*devices])
     try:
         with groups_of_threads():
             yield

@@ -6,6 +6,7 @@ collective returned, so that a rank may begin several before it waits for one.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from lightning_shard.lab.simulated.turns import Turns
 # torch documents how to subclass neither; its signatures have changed between releases
 _AnyWork: Any = dist.Work
 _AnyGroup: Any = dist.ProcessGroup
+
+OnHost = Callable[[Any], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -39,8 +42,14 @@ class OpenCollectives:
         turns: The ranks.
     """
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, turns: Turns, on_host: OnHost = nullcontext) -> None:
+        """Begin without any.
+
+        Args:
+            turns: The ranks.
+            on_host: Gives what the ranks bring as tensors in which a collective is computed.
+        """
+        self.turns, self._on_host = turns, on_host
         self._open: dict[Any, _Collective] = {}
         self._sent = defaultdict[Any, list[tuple[_Collective, list[Tensor]]]](list)
         self._wanted = defaultdict[Any, list[tuple[_Collective, list[Tensor]]]](list)
@@ -61,7 +70,8 @@ class OpenCollectives:
             del self._open[key]
             with torch.no_grad():
                 try:
-                    compute([met.brought[other] for other in range(len(group))])
+                    with self._on_host([met.brought[other] for other in range(len(group))]) as all_:
+                        compute(all_)
                 except RuntimeError as error:
                     error.add_note(f"This is {name} of ranks {', '.join(map(str, group))}.")
                     raise
@@ -75,8 +85,8 @@ class OpenCollectives:
         (self._sent if sends else self._wanted)[key].append((met, tensors))
         while self._sent[key] and self._wanted[key]:
             (given, parts), (taken, places) = self._sent[key].pop(0), self._wanted[key].pop(0)
-            with torch.no_grad():
-                for part, place in zip(parts, places, strict=True):
+            with torch.no_grad(), self._on_host(list(zip(parts, places, strict=True))) as pairs:
+                for part, place in pairs:
                     collectives.put(part, place)
             given.done = taken.done = True
         return met

@@ -11,6 +11,7 @@ from lightning_shard.lab.simulated.state import State
 from lightning_shard.processes.errors import LightningShardError
 
 Ready = Callable[[], bool]
+HandOver = Callable[[int, int], None]
 
 
 class StuckError(LightningShardError, RuntimeError):
@@ -19,6 +20,10 @@ class StuckError(LightningShardError, RuntimeError):
 
 class _OthersFailedError(BaseException):
     """Ends a rank after another one has failed; no code is meant to catch it."""
+
+
+def _nothing(rank: int, following: int) -> None:
+    """Let a rank hand over to another one without more."""
 
 
 class Turns:
@@ -32,7 +37,17 @@ class Turns:
         values: The values that the ranks returned.
     """
 
-    def __init__(self, bodies: list[Callable[[], Any]]) -> None:
+    def __init__(
+        self, bodies: list[Callable[[], Any]], hand_over: HandOver = _nothing, *, cores: int = 1
+    ) -> None:
+        """Begin without a rank that runs.
+
+        Args:
+            bodies: The functions that the ranks run.
+            hand_over: Is told the rank whose turn ends, and the one whose turn begins.
+            cores: The number of torch's threads with which each rank computes.
+        """
+        self._hand_over, self._cores = hand_over, cores
         self.values: list[Any] = [None] * len(bodies)
         self._bodies = bodies
         self._states: list[State] = []
@@ -96,7 +111,7 @@ class Turns:
             if following is None:
                 raise StuckError(self._all_that_wait())
             self._states[rank] = State()
-            self._go_on(following)
+            self._go_on(rank, following)
             self._wake[rank].acquire()
         if self._failure is not None:
             raise _OthersFailedError
@@ -110,7 +125,7 @@ class Turns:
         self._wake[rank].acquire()
         try:
             if self._failure is None:
-                torch.set_num_threads(1)
+                torch.set_num_threads(self._cores)
                 with torch.autograd.set_multithreading_enabled(False):
                     self.values[rank] = self._bodies[rank]()
         except _OthersFailedError:
@@ -127,7 +142,7 @@ class Turns:
             if following is None:
                 self._caller.release()
             else:
-                self._go_on(following)
+                self._go_on(rank, following)
 
     def _next(self, rank: int) -> int | None:
         """The next rank that can go on; once one has failed all others can, to end."""
@@ -139,9 +154,11 @@ class Turns:
                 return other
         return None
 
-    def _go_on(self, rank: int) -> None:
-        self._states[rank].use()
-        self._wake[rank].release()
+    def _go_on(self, rank: int, following: int) -> None:
+        if rank != following:
+            self._hand_over(rank, following)
+        self._states[following].use()
+        self._wake[following].release()
 
     def _all_that_wait(self) -> str:
         groups: dict[str, list[int]] = {}

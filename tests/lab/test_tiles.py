@@ -1,0 +1,152 @@
+"""One device in tiles: results are those of the whole field, and little is on the device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.peer_networks import ViT
+from benchmarks.unet_step import UNet
+from lightning_shard import in_tiles
+from tests.double_fno import to_double
+from tests.parity import assert_same
+
+MIB = 2**20
+
+
+class Noisy(nn.Module):
+    """A network with statistics, noise, counters and two kinds of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.last = nn.Conv2d(8, 2, 5, stride=2, padding=2)
+        self.calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        self.calls += 1
+        noise = torch.rand(8, 1, 1, dtype=x.dtype, device=x.device)  # of the field as a whole
+        y = self.last(F.gelu(self.norm(self.first(x))) + noise)
+        return {"field": y * scale, "mean": y.mean()}
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+def network() -> Noisy:
+    torch.manual_seed(0)
+    return Noisy().double()
+
+
+def field(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tiles", [2, 3, (2, 2)])
+def test_equals_one_process(tiles: int | tuple[int, ...]) -> None:
+    one, tiled, x = network(), network(), field(2, 3, 21, 14)
+    before = dict(vars(tiled))
+    with torch.no_grad():
+        torch.manual_seed(5)
+        wanted = [one(x, scale=2.0), one(x), one.encode(x), torch.rand(3)]
+        torch.manual_seed(5)
+        with in_tiles(tiled, tiles, methods=("forward", "encode")):
+            found = [tiled(x, scale=2.0), tiled(x), tiled.encode(x), torch.rand(3)]
+    for got, want in zip(found[:2], wanted[:2], strict=True):
+        assert got.keys() == want.keys()
+        assert all(type(got[key]) is Tensor for key in got)
+        assert_same(got["field"], want["field"])
+        assert_same(got["mean"], want["mean"])
+    assert_same(found[2], wanted[2])
+    assert torch.equal(found[3], wanted[3])  # the caller's numbers go on as after one process
+    assert (tiled.calls, before.keys()) == (one.calls, vars(tiled).keys())
+    for name, value in one.state_dict().items():
+        assert_same(tiled.state_dict()[name].double(), value.double())
+
+
+def test_refuses_what_it_cannot() -> None:
+    module, x = network(), field(1, 3, 8, 8)
+    with pytest.raises(ValueError, match=r"tiles must be a number from 1 on.*got 0"):
+        in_tiles(module, 0).__enter__()
+    with pytest.raises(ValueError, match="Noisy has no method 'decode'"):
+        in_tiles(module, 2, methods=("decode",)).__enter__()
+    with pytest.raises(ValueError, match="give a directory that exists"):
+        in_tiles(module, 2, tile_memory="/nowhere/at/all").__enter__()
+    with in_tiles(module, 2), pytest.raises(RuntimeError, match="keep no gradients"):
+        module(x)
+    with torch.no_grad(), in_tiles(module, 2), pytest.raises(ValueError, match="was split"):
+        module.forward(x[0, 0])
+    with torch.no_grad(), in_tiles(module, 2), pytest.raises(RuntimeError, match="channels"):
+        module(x[:, :2])
+    with torch.no_grad():  # and it is the module that it was
+        assert module(x)["field"].shape == (1, 2, 4, 4)
+
+
+def test_waits_in_files(tmp_path: object) -> None:
+    module, x = network().eval(), field(1, 3, 64, 48)
+    with torch.no_grad():
+        torch.manual_seed(2)
+        wanted = module(x)["field"]
+        torch.manual_seed(2)
+        with in_tiles(module, 4, tile_memory=str(tmp_path)):
+            assert_same(module(x)["field"], wanted)
+
+
+def _networks() -> dict[str, tuple[nn.Module, Tensor]]:
+    from neuralop.models import TFNO
+
+    torch.manual_seed(0)
+    tfno = to_double(TFNO((8, 8), 3, 1, hidden_channels=8, n_layers=2, rank=0.1))
+    return {
+        "unet": (UNet(16).double(), field(1, 3, 64, 64)),
+        "tfno": (tfno, field(1, 3, 48, 48)),
+        "vit": (ViT(32, 2, 2).double(), field(1, 3, 64, 64)),
+        "noisy": (network(), field(1, 3, 64, 64)),
+    }
+
+
+@pytest.mark.spmd(1, "xpu")
+def test_on_a_device() -> None:
+    """Random numbers of the device belong to each rank; what a module keeps is there afterwards."""
+    for name, (module, x) in _networks().items():
+        module = module.to("xpu")
+        kept: list[Tensor] = []
+        module.register_forward_hook(lambda *a, kept=kept: kept.append(a[2]))
+        with torch.inference_mode():
+            torch.xpu.manual_seed(3)
+            wanted = module(x.to("xpu"))
+            drawn = torch.rand(2, device="xpu")
+            torch.xpu.manual_seed(3)
+            with in_tiles(module, 4):
+                found, on_device = module(x), module(x.to("xpu"))
+        pairs = [(found, wanted)] if isinstance(found, Tensor) else []
+        pairs += [(found[key], wanted[key]) for key in found] if not pairs else []
+        for got, want in pairs:
+            assert got.device.type == "cpu"
+            if name != "noisy":  # whose statistics have moved on
+                assert_same(got, want.cpu())
+        for value in on_device.values() if isinstance(on_device, dict) else [on_device]:
+            assert value.device.type == "xpu"
+            assert value.isfinite().all()
+        assert drawn.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(1, "xpu")
+def test_peak_of_the_device() -> None:
+    torch.manual_seed(0)
+    module = UNet(32).to("xpu")
+    x = torch.randn(1, 3, 512, 512)
+    peaks = []
+    for run in ("plain", "tiles"):
+        base = torch.xpu.memory_allocated()
+        torch.xpu.reset_peak_memory_stats()
+        with torch.inference_mode():
+            if run == "plain":
+                wanted = module(x.to("xpu")).cpu()
+            else:
+                with in_tiles(module, 8):
+                    assert_same(module(x), wanted)
+        peaks.append((torch.xpu.max_memory_allocated() - base) / MIB)
+    assert peaks[1] < 0.125 * peaks[0]
