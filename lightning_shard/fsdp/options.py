@@ -44,8 +44,8 @@ class ShardingOptions:
         checkpoint_keeps: Operators of torch.ops.aten, such as `["convolution", "mm", "addmm"]`,
             whose results activation_checkpointing keeps; what lies between them is computed again.
         activation_offload: Classes whose activations lie in the host's memory until backward; True:
-            those of the blocks; a size such as "8GB": as much of the blocks' activations stays on
-            the device, and only what is above it travels, each tensor's memory once.
+            those of the blocks; a size such as "8GB": as much of the network's activations stays
+            on the device, and only what is above it travels, each tensor's memory once.
         compile_blocks: True lets torch.compile compile each block, as one graph with its
             collectives. What does not compile runs as it is, after a warning.
 
@@ -111,10 +111,7 @@ class ShardingOptions:
                 "activation_offload cannot move what compile_blocks keeps inside of a graph; give "
                 "one of them."
             )
-        is_alike = self.activation_offload == self.activation_checkpointing
-        if self.activation_checkpointing is True and isinstance(self.activation_offload, str):
-            is_alike = True  # a budget is of the blocks, too
-        if self.activation_offload and is_alike:
+        if self.activation_offload and self.activation_offload == self.activation_checkpointing:
             raise ValueError(
                 "activation_checkpointing leaves activation_offload nothing to move in the same "
                 "blocks; give one of them, or each its own classes."

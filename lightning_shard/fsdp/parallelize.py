@@ -223,17 +223,33 @@ def _change_forward(work: _Work) -> None:
     if options.compile_blocks:  # first, so that what is recomputed is compiled
         compile_forward(work.chosen)
     again = _fitting(work, "activation_checkpointing")
-    moved = _fitting(work, "activation_offload")
+    budget = options.activation_budget
+    moved = _fitting(work, "activation_offload") if budget is None else set[nn.Module]()
     inside = {part for block in again for part in block.modules()}
     if lost := inside & moved:
         raise ValueError(
             f"activation_offload has nothing to move in {type(next(iter(lost))).__name__}, which "
             "activation_checkpointing computes again; give each its own classes."
         )
-    offload(moved, options.activation_budget)
+    offload(
+        moved if budget is None else [part for part in _called(module) if part not in inside],
+        budget,
+    )
     recompute(again, options.checkpoint_keeps)
     if options.activation_checkpointing:
         keep_no_cache(module)
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """Return a module and the parts that its forward, or a step beside it, calls itself."""
+    found, looked_at = [module], [*module.children()]
+    while looked_at:
+        part = looked_at.pop()
+        if type(part).forward is nn.Module.forward:  # a list of modules is not called
+            looked_at += part.children()
+        else:
+            found.append(part)
+    return found
 
 
 def _fitting(work: _Work, option: str) -> set[nn.Module]:

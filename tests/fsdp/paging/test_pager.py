@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import paging
 from lightning_shard.fsdp.paging.memory import FileMemory, Memory
 from lightning_shard.fsdp.paging.pager import Pager
 from lightning_shard.processes.torch_private.internals import internal
@@ -360,3 +361,8 @@ def test_the_peak_is_counted():
     second = memory.take(5)
     assert (memory.held, memory.peak) == (5, 10)
     del second
+
+
+def test_an_operator_costs_less_than_100_microseconds():
+    for budget in (None, 2**20, 2**14):
+        assert paging.overhead(1000, budget) < 100

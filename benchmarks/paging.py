@@ -1,0 +1,162 @@
+"""Counts what a budget of device memory moves over the link, and what the pager costs an operator.
+
+    python -m benchmarks.paging --networks U-Net --resolution 512
+    python -m benchmarks.paging --overhead
+
+The device is the fake XPU of the tests, which counts every storage in the memory of the host: peaks
+and bytes are those of a device, times are not. Peaks are MiB above parameters and gradients.
+"Saved" is `activation_offload`: what autograd keeps leaves, above a budget or all of it. "Paged"
+is the pager of tiles around the whole step, one rank. Needs a C++ compiler and a checkout.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+if __name__ == "__main__":
+    from tests import fake_xpu
+
+    fake_xpu.install(devices=1, memory_bytes=2**34)
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import MIB, describe, table
+from benchmarks.memory import T5, Operator
+from benchmarks.peer_networks import ViT
+from benchmarks.unet_step import UNet
+from lightning_shard.fsdp import offload
+from lightning_shard.fsdp.paging.memory import Memory
+from lightning_shard.fsdp.paging.pager import Pager
+from lightning_shard.fsdp.paging.pages import Driver
+
+Step = Callable[[], Tensor]
+
+
+def image(resolution: int, channels: int = 3) -> Tensor:
+    """(1, channels, resolution, resolution)."""
+    return torch.randn(1, channels, resolution, resolution)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "U-Net": (lambda: UNet(32), image),
+    "TFNO": (lambda: Operator(32), partial(image, channels=1)),
+    "ViT": (lambda: ViT(256, 4, 4), image),
+    "T5": (lambda: T5(512), lambda n: torch.randint(2, 1000, (1, n))),
+}
+
+
+@contextlib.contextmanager
+def saved(net: nn.Module, budget: int | None) -> Iterator[Any]:
+    """Keep what autograd saves within a budget, of 0 where it is None."""
+    mover = offload.Mover(Driver())
+    before, offload.MOVER = offload.MOVER, mover
+    offload.offload([net], budget or 0)
+    try:
+        yield lambda: [*mover._pages.values()]
+    finally:
+        offload.MOVER = before
+
+
+@contextlib.contextmanager
+def paged(net: nn.Module, budget: int | None) -> Iterator[Any]:
+    """Keep everything that operators make within a budget."""
+    device = next(net.parameters()).device
+    pager = Pager(device, budget, Memory(pinned=device.type != "cpu"))
+    with pager.paging(), torch.autograd.set_multithreading_enabled(False):
+        yield lambda: [pager.pages]
+
+
+def measured(name: str, resolution: int, way: Any, share: float | None, rounds: int) -> list[float]:
+    """Peak MiB, MiB out, MiB back, processor ms of a step in which `share` of plain may stay."""
+    torch.manual_seed(0)
+    make, sample = NETWORKS[name]
+    net, x = make().to("xpu"), sample(resolution)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    before = torch.accelerator.memory_allocated()
+    found: list[list[float]] = []
+    with way(net, None if share is None else int(share)) if way else contextlib.nullcontext() as of:
+        for _ in range(rounds + 1):
+            pages = of() if of else []
+            moved = sum(p.out for p in pages), sum(p.back for p in pages)
+            torch.accelerator.reset_peak_memory_stats()
+            begin = time.process_time()
+            net(x.to("xpu")).square().mean().backward()
+            spent = time.process_time() - begin
+            pages = of() if of else []
+            found.append([
+                (torch.accelerator.max_memory_allocated() - before) / MIB,
+                (sum(p.out for p in pages) - moved[0]) / MIB,
+                (sum(p.back for p in pages) - moved[1]) / MIB,
+                1e3 * spent,
+            ])  # fmt: skip
+    return [statistics.median(column) for column in zip(*found[1:], strict=True)]
+
+
+def compare(names: list[str], resolution: int, rounds: int) -> list[list[str]]:
+    """Rows of all ways and of budgets of 54 and 27 % of the plain peak."""
+    rows: list[list[str]] = []
+    for name in names:
+        plain = measured(name, resolution, None, None, rounds)
+        for way, call, part in (
+            ("plain", None, None), ("saved", saved, None), ("saved", saved, 0.54),
+            ("saved", saved, 0.27), ("paged", paged, 0.54), ("paged", paged, 0.27),
+        ):  # fmt: skip
+            budget = None if part is None else part * plain[0] * MIB
+            found = measured(name, resolution, call, budget, rounds) if call else plain
+            least = 0.0 if part is None else (1 - part) * plain[0]
+            share = f"{max(found[1:3]) / least:.2f}" if least else ""
+            size = "" if part is None else f"{part:.0%}"
+            rows.append([name, way, size, *(f"{value:.0f}" for value in found), share])
+    return rows
+
+
+def overhead(operators: int = 4000, budget: int | None = None) -> float:
+    """Microseconds that the pager adds to an operator on tensors that it knows."""
+    device = torch.device("cpu")
+    x = torch.randn(64, 64)
+
+    def chain() -> None:
+        y = x
+        for _ in range(operators // 4):
+            y = (y.add(x).mul(0.5)).view(4096).view(64, 64)
+
+    def timed() -> float:
+        begin = time.process_time()
+        chain()
+        return time.process_time() - begin
+
+    pager = Pager(device, budget, small=1024)
+    plain, with_pager = [], []
+    chain()
+    for _ in range(5):
+        plain.append(timed())
+        with pager.paging():
+            with_pager.append(timed())
+    return 1e6 * (statistics.median(with_pager) - statistics.median(plain)) / operators
+
+
+def main() -> None:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
+    parser.add_argument("--resolution", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--overhead", action="store_true", help="only the cost of an operator")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    describe()
+    for budget in (None, 2**40, 2**20):
+        print(f"budget {budget}: {overhead(budget=budget):.1f} us an operator")
+    if not options.overhead:
+        rows = compare(options.networks, options.resolution, options.rounds)
+        table(["network", "way", "budget", "peak MiB", "out", "back", "CPU ms", "to least"], rows)
+
+
+if __name__ == "__main__":
+    main()
