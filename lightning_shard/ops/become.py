@@ -1,9 +1,13 @@
 """A plain tensor that takes split rows becomes a split tensor: the same Python object.
 
 As in `out = torch.zeros(B, T, C, H, W); out[:, t] = x`: every rank keeps its part of `out`.
+
+Where something else sees the memory of the plain tensor, as in `out[:, t].copy_(x)`, it stays
+plain: the rows of all ranks are gathered, and every rank writes them.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import subdomains, take_part
+from lightning_shard.domain.align import gathered, subdomains, take_part
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -19,6 +23,7 @@ from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.torch_private.internals import is_view, storage_users
 
 LARGE = 4096  # rows of a plain tensor beyond which it is split where split rows are added to it
+_WORTH_A_WORD = 2**26  # bytes of a plain tensor that takes split rows and stays whole
 _MADE = "_made_from_a_split_tensor"
 
 
@@ -30,20 +35,33 @@ class Became:
     part: Any
 
 
-def become_split(plain: Tensor, target: Subdomain, write: Callable[[Subdomain], Any]) -> Became:
+def become_split(
+    plain: Tensor, target: Subdomain, write: Callable[[Subdomain], Any]
+) -> Became | Tensor:
     """Split the caller's tensor in place, as `target.layout` says, and `write` into its part.
 
+    Returns:
+        The tensor with its part; the tensor alone where a view, or an array that shares its memory,
+        would still see it whole. Then what was written is gathered, and lies whole on every rank.
+
     Raises:
-        UnsupportedOperationError: Something else would still see the tensor whole: a view, an array
-            that shares its memory, or autograd.
+        UnsupportedOperationError: It is a leaf that requires grad, or has no dim to be split.
     """
     if not target.layout.split_dims:
         raise UnsupportedOperationError("none of the dims of the plain tensor can be split")
     if plain.is_leaf and plain.requires_grad:
         raise UnsupportedOperationError("a plain leaf that requires grad cannot take split rows")
-    refuse_shared(plain)
     part = target.like(take_part(plain, target.layout).clone())
     write(part)
+    if is_shared(plain):
+        if plain.nbytes > _WORTH_A_WORD:
+            warnings.warn(
+                f"{plain.nbytes:,} bytes of split rows are written into a view of a plain tensor, "
+                "which is whole on every rank; make it like the split tensor (torch.zeros_like) "
+                "and it is split",
+                stacklevel=3,
+            )
+        return plain.copy_(gathered(part))
     return Became(plain, part)
 
 

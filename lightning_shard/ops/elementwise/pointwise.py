@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_shard.domain.align import common_layout, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.become import Became, become_split, made_from_split
-from lightning_shard.ops.registry import implements, is_in_place, rule_for
+from lightning_shard.ops.registry import implements, is_in_place, listed, rule_for
 from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_private.internals import (
     OperatorPacket,
@@ -144,9 +145,37 @@ def _lies_dense(x: Subdomain) -> bool:
 
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
-def new_plain(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Tensor:
-    """Make a tensor of the shape that is given, whole on every rank."""
+def new_plain(
+    func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any
+) -> Subdomain | Tensor:
+    """Make a tensor that is whole on every rank, or split where it has room for the rows of `x`."""
+    if func is not Tensor.new_tensor:
+        size = kwargs.pop("size", None)
+        filled = func is Tensor.new_full
+        if size is None:
+            size, args = (args[0], args[1:]) if filled else (listed(args), ())
+        layout = _with_room_for(x, size)
+        size = layout.local_shape if layout else size
+        made = func(x.local, size, *args, **kwargs)
+        return x.like(made, layout) if layout else made_from_split(made)
     return made_from_split(func(x.local, *args, **kwargs))
+
+
+def _with_room_for(x: Subdomain, size: Any) -> Layout | None:
+    """Choose the split of new memory for images of the extents of `x`, or larger ones.
+
+    As in `batch = image.new_full((B, C, H, W), 0); batch[0, :, :h, :w].copy_(image)`. Its last dims
+    are those of `x`. None for memory of another kind.
+    """
+    if isinstance(size, int) or min(len(size), x.ndim) < 3 or not x.layout.split_dims:
+        return None
+    after = x.ndim - min(x.layout.split_dims)  # dims from the first split one on
+    if after >= len(size) or after >= x.ndim:
+        return None
+    if any(size[-d] < x.shape[-d] for d in range(1, after + 1)):
+        return None
+    splits = {d - x.ndim + len(size): x.layout.axes(d) for d in x.layout.split_dims}
+    return Layout.of([int(n) for n in size], splits, x.layout.grid)
 
 
 @implements(Tensor.copy_)
