@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.memory_format import empty, format_of, joined
+from lightning_shard.domain.memory_format import empty, format_of, joined, owned
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
-from lightning_shard.processes.torch_private.internals import in_memory, is_view
+from lightning_shard.processes.torch_private.internals import in_memory
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Exchange(Function):
         parts = [received[peer][number] for peer, number in route.order]
         stored = format_of(x)
         result = joined(parts, dim, stored) if parts else empty(x, _with_size(x, dim, 0), stored)
-        return result.clone() if is_view(result) else result  # a Function must not return a view
+        return owned(result, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -159,7 +159,7 @@ class _Transpose(Function):
         mine = pieces[dist.get_rank(group)]
         sizes = [(n,) for n in join_sizes]
         received = _swap([(p,) for p in pieces], sizes, mine, join, group)
-        return joined([part for (part,) in received], join, format_of(x))
+        return owned(joined([part for (part,) in received], join, format_of(x)), x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightning_shard.processes.torch_private.internals import is_view, storage_key
+
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -41,6 +43,21 @@ def joined(pieces: Sequence[Tensor], dim: int, stored: torch.memory_format) -> T
     shape = [*pieces[0].shape]
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
     return torch.cat([*pieces], dim, out=empty(pieces[0], shape, stored))
+
+
+def owned(result: Tensor, *given: Tensor) -> Tensor:
+    """Return what an autograd.Function computed as a tensor that is no view.
+
+    Torch forbids in-place functions after a Function that returned a view, such as a reshaped
+    result. Memory of what the Function was given is copied.
+    """
+    if any(storage_key(result) == storage_key(x) for x in given):
+        return result.clone()
+    if not is_view(result):
+        return result
+    result = result.resolve_conj().resolve_neg()
+    with torch.no_grad():
+        return result.new_empty(0).set_(result)
 
 
 def selected(x: Tensor, dim: int, places: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_shard.domain.align import gathered, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.memory_format import owned
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of
 from lightning_shard.ops.elementwise.autograd import mean_over_ranks, ranks_of
@@ -26,6 +27,7 @@ from lightning_shard.processes.torch_private.internals import (
     BackwardNode,
     CheckpointFunction,
     SyncBatchNorm,
+    is_view,
     node_class,
     without_rules,
 )
@@ -135,7 +137,8 @@ class _Leave(Function):
         ctx.layout, ctx.domain = part.layout, part.domain
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*watched)
-        return part.local.detach()
+        local = part.local.detach()
+        return local if is_view(part.local) else owned(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

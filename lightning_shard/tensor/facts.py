@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.processes.torch_private.internals import accessors, without_rules
+from lightning_shard.processes.torch_private.internals import accessors, is_view, without_rules
 from lightning_shard.tensor.part import part_of
 
 
@@ -62,6 +62,11 @@ def _grad_fn(func: Callable[..., Any], x: Any) -> Any:
     return getattr(node, "function", node)  # see autograd_function.py
 
 
+def _base(func: Callable[..., Any], x: Any) -> Any:
+    """Say that there is a base, as FSDP2 asks; what is found of it shows the part's own rows."""
+    return x if is_view(part_of(x).local) else None
+
+
 def _stride(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """Strides of a tensor of the global shape whose dims lie in memory as the local ones do."""
     local, shape = part_of(x).local, list(x.shape)
@@ -80,6 +85,7 @@ def _facts() -> dict[Any, Callable[..., Any]]:
     return facts | {
         accessors("requires_grad").__get__: _requires_grad,
         accessors("grad_fn").__get__: _grad_fn,
+        accessors("_base").__get__: _base,
         Tensor.stride: _stride,
     }
 

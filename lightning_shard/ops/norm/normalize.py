@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.memory_format import format_of
+from lightning_shard.domain.memory_format import format_of, owned
 from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
 from lightning_shard.processes.torch_private.internals import in_transform
 
@@ -84,11 +84,11 @@ class _Normalize(Function):
         of_channels = _each_channel(flat, groups, moments)
         ctx.save_for_backward(x, weight, of_channels)
         ctx.groups = groups
-        mean, variance = moments
+        mean, variance = map(owned, moments)
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)
         result = _scaled(flat, weight, bias, of_channels, groups.eps)
-        return _shaped_as(x, result), mean, variance
+        return owned(_shaped_as(x, result), x), mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
+from lightning_shard.domain.memory_format import owned
 from lightning_shard.processes.torch_private.typed import fft
 
 Frequencies = tuple[int, ...]
@@ -73,7 +74,7 @@ class _Analysis(Function):
     def forward(ctx: Any, x: Tensor, dim: int, transform: Transform, real: bool) -> Tensor:
         ctx.plan = dim, transform, real
         with torch.autocast(x.device.type, enabled=False), _FullPrecision(x.device):
-            return (_fft if transform.fft else _product)(x, dim, transform)
+            return owned((_fft if transform.fft else _product)(x, dim, transform), x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -85,7 +86,8 @@ class _Synthesis(Function):
     def forward(ctx: Any, modes: Tensor, dim: int, transform: Transform, real: bool) -> Tensor:
         ctx.plan = dim, transform, real
         with torch.autocast(modes.device.type, enabled=False), _FullPrecision(modes.device):
-            return (_inverse_fft if transform.fft else _adjoint)(modes, dim, transform, real)
+            inverse = _inverse_fft if transform.fft else _adjoint
+            return owned(inverse(modes, dim, transform, real), modes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -186,4 +186,6 @@ def narrow(func: Callable[..., Any], x: Subdomain, dim: int, start: int, length:
         raise RuntimeError(
             f"start ({start}) + length ({length}) exceeds dimension size ({x.shape[d]})."
         )
-    return strided(x, d, range(start, start + length))
+    rows = strided(x, d, range(start, start + length))
+    copies = func in (torch.narrow_copy, Tensor.narrow_copy)
+    return x.like(rows.local.clone(), rows.layout) if copies else rows

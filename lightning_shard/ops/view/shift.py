@@ -39,7 +39,10 @@ def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) 
 def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -> Subdomain:
     """Reverse rows; they travel to their new owners if the dim is split."""
     dims = places or dims
-    for dim in map(x.layout.dim, dims[0] if dims and isinstance(dims[0], Sequence) else dims):
+    dims = dims[0] if dims and isinstance(dims[0], Sequence) else dims
+    if not dims:
+        return x.like(x.local.clone())
+    for dim in map(x.layout.dim, dims):
         n, axes = x.shape[dim], x.layout.axes(dim)
         local = x.local
         if axes:

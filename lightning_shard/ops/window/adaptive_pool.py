@@ -69,12 +69,15 @@ def adaptive_avg_pool(
 
 def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
     """The last dims averaged to `sizes`, one after the other."""
+    given = x
     pairs, stored = list(enumerate(sizes, x.ndim - len(sizes))), format_of(x.local)
     split = set(x.layout.split_dims)
     # whole dims first: what travels along a split one is then smaller
     for dim, size in sorted(pairs, key=lambda pair: pair[0] in split):
         x = _average_dim(one_factor(x, dim), dim, size)
     local = x.local.contiguous(memory_format=stored)
+    if local is given.local:  # no dim changes its extent, and torch gives new memory
+        local = local.clone()
     return x.like(local) if x.layout.split_dims else local
 
 
