@@ -1,0 +1,288 @@
+"""Training programs of other people, unmodified, on ranks and in one process.
+
+Each program of benchmarks/program_zoo is built small, on random data, and trained by its Trainer
+for some steps: in one process with Lightning's own strategy, and on meshes of data replicas and
+domain ranks with `HybridShardStrategy`, under `exact_random`, with a seed for each batch. The
+losses of the steps, what is logged, and all weights at the end are compared. They are exact if the
+largest relative differences are below 1e-6, since Lightning logs and transformers computes losses
+in float32; of programs in float32 below 1e-5, 1e-4 and 1e-3. A weight's difference is relative to
+the largest number of its tensor, but to no less than a thousandth of the largest weight.
+
+`python -m benchmarks.programs` runs all, and takes an hour on 2 cores. `--package torchgeo` runs
+those of a package, `--name unet` those with a word in their name, `--mesh 1x2` those of a mesh.
+`--record` writes the results into benchmarks/programs.csv, `--page` the table of
+docs/gallery.md from that file. A program whose package is not installed is named and left out:
+`pip install -r benchmarks/program_zoo/requirements.txt` brings all.
+"""
+
+import argparse
+import csv
+import importlib
+import math
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lightning_shard
+from benchmarks.program_zoo import Program, programs
+from lightning_shard.checkpoint.state import full_module_state
+
+RESULTS = Path(__file__).with_suffix(".csv")
+PAGE = Path(__file__).parents[1] / "docs/gallery.md"
+COLUMNS: tuple[str, ...] = (
+    "package",
+    "version",
+    "program",
+    "split",
+    "changed",
+    "1x2",
+    "2x1",
+    "2x2",
+)
+MESHES = COLUMNS[-3:]
+BOUNDS = {False: (1e-6, 1e-6, 1e-6), True: (1e-5, 1e-4, 1e-3)}  # by float32
+FLOOR = 1e-3  # of the largest weight: differences of smaller ones are relative to this
+WAIT_S = 150.0
+
+
+def main() -> None:
+    """Run what is asked for, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--package", nargs="+", help="packages on PyPI; default: all")
+    parser.add_argument("--name", nargs="+", default=[""], help="parts of names; default: all")
+    parser.add_argument("--mesh", nargs="+", default=[*MESHES], choices=MESHES)
+    parser.add_argument("--record", action="store_true", help=f"into {RESULTS.name}")
+    parser.add_argument(
+        "--page", action="store_true", help="write docs/gallery.md, and run nothing"
+    )
+    options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(with_table(PAGE.read_text(), recorded()))
+        return
+    for program in programs().values():
+        wanted = any(part in program.name for part in options.name)
+        if not wanted or (options.package and program.package not in options.package):
+            continue
+        if program.missing:
+            print(f"{program.name}: left out, since {program.missing} is not installed", flush=True)
+            continue
+        row = results(program, [m for m in program.meshes if m in options.mesh])
+        for mesh in program.meshes:
+            if mesh in row:
+                print(f"{program.package} {program.name} {mesh}: {row[mesh]}", flush=True)
+        if options.record:
+            record(program, row)
+
+
+def results(program: Program, meshes: Sequence[str]) -> dict[str, str]:
+    """Run a program in one process and on meshes; the words of the table by mesh."""
+    warm(program)
+    try:
+        (alone,) = lightning_shard.launch(run, program.name, "", processes=1, timeout_s=WAIT_S)
+    except Exception as error:
+        return dict.fromkeys(meshes, f"does not run in one process: {_sentence(error)}")
+    row: dict[str, str] = {}
+    for mesh in meshes:
+        ranks = math.prod(map(int, mesh.split("x")))
+        try:
+            found, *_ = lightning_shard.launch(
+                run, program.name, mesh, processes=ranks, timeout_s=WAIT_S
+            )
+        except Exception as error:
+            sentence = _sentence(error)
+            known = program.refused and re.search(program.refused, str(error))
+            row[mesh] = f"{'refused' if known else 'ERROR'}: {sentence}"
+            continue
+        row["split"] = max(row.get("split", ""), found["split"], key=len)
+        row[mesh] = compared(alone, found, program.float32)
+    return row
+
+
+def warm(program: Program) -> None:
+    """Import here what the processes would each import."""
+    for name in (*program.imports, program.host):
+        importlib.import_module(name)
+
+
+def run(name: str, mesh: str) -> dict[str, Any]:
+    """Train in this process, or on this rank: its losses, what it logs, and its weights."""
+    program = programs()[name]
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float32 if program.float32 else torch.float64)
+    torch.manual_seed(5)
+    parts = program.make()
+    pl = importlib.import_module(program.host)
+    losses = _Losses()
+    keeping = {
+        "on_train_batch_start": lambda _, t, m, batch, index: (
+            torch.manual_seed(100 + index) and None
+        ),
+        "on_train_batch_end": lambda _, *given: losses.keep(*given),
+    }
+    kept = type("Losses", (pl.Callback,), keeping)()
+    replicas, _, domain = mesh.partition("x")
+    settings = {
+        "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
+        **parts.trainer,
+    }  # fmt: skip
+    if mesh:
+        strategy = {"domain_parallel_size": int(domain), "exact_random": True, **parts.strategy}
+        settings |= {
+            "devices": dist.get_world_size(),
+            "strategy": lightning_shard.HybridShardStrategy(**strategy),
+        }
+    else:
+        alone = importlib.import_module(f"{program.host}.plugins.environments")
+        settings |= {"devices": 1, "plugins": alone.LightningEnvironment()}
+    trainer = pl.Trainer(**settings, callbacks=[kept, *parts.callbacks])
+    data = parts.loader(parts.batch // int(replicas or 1))
+    torch.manual_seed(6)
+    logged: dict[str, float] = {}
+    for stage in parts.stages:
+        given = (data, data) if stage == "fit" and parts.validates else (data,)
+        getattr(trainer, stage)(parts.module, *given)
+        logged |= {f"{stage} {k}": float(v) for k, v in trainer.callback_metrics.items()}
+    return {
+        "losses": losses.means(), "logged": logged, "weights": _weights(parts.module, bool(mesh)),
+        "split": _split(trainer) if mesh else "",
+    }  # fmt: skip
+
+
+class _Losses:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def keep(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if isinstance(outputs, dict) and "loss" in outputs:
+            self.values.append(float(outputs["loss"]))
+
+    def means(self) -> list[float]:
+        """Average over the ranks; those of a domain are equal."""
+        values = torch.tensor(self.values, dtype=torch.float64)
+        if dist.is_initialized() and len(values):
+            dist.all_reduce(values)
+            values /= dist.get_world_size()
+        return values.tolist()
+
+
+def _weights(module: Any, is_sharded: bool) -> dict[str, torch.Tensor]:
+    state = full_module_state(module) if is_sharded else module.state_dict()
+    return {
+        name: value.detach().clone()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    }
+
+
+def _split(trainer: Any) -> str:
+    """Read what the run has said of its batches in training, or in its first stage."""
+    said = sorted({words for _, words in trainer.strategy._announced._said}, key=len)
+    return said[0].removeprefix("split over the domain: ") if said else ""
+
+
+def compared(alone: dict[str, Any], found: dict[str, Any], float32: bool) -> str:
+    """Word the differences of a run on ranks from the run of one process."""
+    losses = _relative(dict(enumerate(alone["losses"])), dict(enumerate(found["losses"])))
+    logged = _relative(alone["logged"], found["logged"])
+    weights, worst = _of_weights(alone["weights"], found["weights"])
+    values = (losses, logged, weights)
+    is_exact = all(v <= bound for v, bound in zip(values, BOUNDS[float32], strict=True))
+    words = ", ".join(
+        f"{what} {value:.0e}" if value else f"{what} 0"
+        for what, value in zip(("losses", "logged", "weights"), values, strict=True)
+    )
+    return f"exact: {words}" if is_exact else f"DIFFERS: {words} ({worst})"
+
+
+def _relative(expected: dict[Any, float], found: dict[Any, float]) -> float:
+    if expected.keys() != found.keys():
+        return math.inf
+    largest = max((abs(v) for v in expected.values() if math.isfinite(v)), default=0.0)
+    differences = [_difference(v, found[k]) for k, v in expected.items()]
+    return max(differences, default=0.0) / (largest or 1.0)
+
+
+def _difference(a: float, b: float) -> float:
+    return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b)
+
+
+def _of_weights(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float, str]:
+    """Return the largest difference, and the name of its tensor."""
+    if expected.keys() != found.keys():
+        return math.inf, "other names"
+    largest = max((float(v.abs().max()) for v in expected.values() if v.numel()), default=1.0)
+    worst, name = 0.0, ""
+    for key, value in expected.items():
+        if not value.numel():
+            continue
+        scale = max(float(value.abs().max()), FLOOR * largest)
+        difference = float((value - found[key].to(value)).abs().max()) / (scale or 1.0)
+        if not difference <= worst:  # NaN counts
+            worst, name = difference, key
+    return worst, name
+
+
+def _sentence(error: BaseException) -> str:
+    """Find the line of the error that a rank ended with."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = [
+        n for n, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)
+    ]
+    line = lines[raised[0]] if raised else (lines or [type(error).__name__])[-1]
+    return re.sub(r"\s+", " ", line.partition(": ")[2] or line)[:400]
+
+
+def recorded() -> list[dict[str, str]]:
+    """Return the rows of benchmarks/programs.csv, one for each program."""
+    if not RESULTS.exists():
+        return []
+    with RESULTS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def record(program: Program, row: dict[str, str]) -> None:
+    """Write the results of a program into benchmarks/programs.csv, over older ones."""
+    rows = {each["program"]: each for each in recorded()}
+    mine = rows.setdefault(program.name, {})
+    mine |= {"package": program.package, "version": program.version, "program": program.name}
+    mine |= {"changed": program.changed, **row}
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows, key=lambda k: (rows[k]["package"], k)))
+
+
+def with_table(page: str, rows: Sequence[dict[str, str]]) -> str:
+    """Return the page with the table of `rows` after its mark."""
+    head, _, _ = page.partition("<!-- table -->")
+    return head + "<!-- table -->\n" + "\n".join(_table(rows)) + "\n"
+
+
+def _table(rows: Sequence[dict[str, str]]) -> list[str]:
+    lines = []
+    for package in dict.fromkeys(row["package"] for row in rows):
+        mine = [row for row in rows if row["package"] == package]
+        lines += ["", f"### {package} {mine[0]['version']}", ""]
+        lines += [
+            "| program | split | changed | 1 x 2 | 2 x 1 | 2 x 2 |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for row in mine:
+            cells = [row["program"], row["split"], row["changed"], *(row[m] for m in MESHES)]
+            lines.append("| " + " | ".join(_escaped(cell) for cell in cells) + " |")
+    return lines
+
+
+def _escaped(cell: str) -> str:
+    return re.sub(r"([_*|<>])", r"\\\1", cell)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
