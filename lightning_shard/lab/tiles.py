@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,8 @@ def place_rows(tensor: DomainTensor, wholes: dict[Any, Tensor], key: Any) -> Non
         wholes: The whole tensors, to which the first rank that calls adds one.
         key: The key of the whole one.
     """
-    part = tensor.detach().cpu().subdomain
+    held = tensor.subdomain
+    part = replace(held, local=held.local.detach().cpu())
     if any(len(dim) > 1 for dim in part.layout.dims):  # a view that joined dims
         wholes[key] = gathered(part)
         return

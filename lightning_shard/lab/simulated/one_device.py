@@ -84,4 +84,4 @@ class OneDevice:
             storage = page.storage()
             if storage is not None and page.is_away:
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                self.pager.bring(flat.set_(storage, 0, (0,)))
+                self.pager.bring(flat.set_(storage))
