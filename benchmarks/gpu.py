@@ -6,7 +6,7 @@ Runs the tests marked gpu; exactness of split fields on 2 and 4 ranks that share
 in float32 with and without TF32 and in bfloat16; the device's own collectives, on one rank for each
 GPU; the strategy on one device beside plain Lightning; the spectral convolution beside
 neuraloperator's; compiled blocks, CUDA graphs, peak memory; activations on the host, with and
-without fetching ahead. Writes gpu.json and gpu.md. A machine
+without fetching ahead, and within budgets. Writes gpu.json and gpu.md. A machine
 without a GPU says so and runs the same parts on the CPU, on small fields.
 """
 
@@ -51,6 +51,7 @@ def parts(small: bool) -> dict[str, tuple[int, str, Callable[..., Rows], tuple[A
         "spectral convolution": (1, own, gpu_parts.spectral, (fields, 16 if small else 32)),
         "compiled": (1, own, gpu_parts.compiled, (resolution if small else 512,)),
         "activations on the host": (1, own, gpu_parts.offloaded, (resolution if small else 2048,)),
+        "budgets of memory": (1, own, gpu_parts.paged, (resolution if small else 2048,)),
     }  # fmt: skip
 
 

@@ -1,17 +1,19 @@
 """What `benchmarks.gpu` runs in its own processes, on whatever device the machine has."""
 
+import contextlib
 import copy
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -22,6 +24,7 @@ from benchmarks.spectral import Case
 from benchmarks.unet_step import UNet
 from lightning_shard.fsdp import offload
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.fsdp.paging.pager import Pager
 from lightning_shard.fsdp.recompute import compile_forward
 from lightning_shard.processes.mesh import make_mesh
 
@@ -263,6 +266,52 @@ def offloaded(resolution: int) -> Rows:
             cost = timed(lambda net=net: net(field).square().mean().backward())
         rows.append({
             "way": way, "ms of a step": cost, "peak MiB": _peak(), "error": _error(found, kept),
+        })  # fmt: skip
+    return rows
+
+
+def paged(resolution: int) -> Rows:
+    """A step of the U-Net within budgets of device memory: its time, its peak, what was reserved.
+
+    The pager sees every operator; activation_offload sees what autograd saves. Copies hide where a
+    step within a budget takes as long as a plain one. All rows are to have the same gradients.
+    """
+    kind = device()
+    field = torch.randn(1, 3, resolution, resolution, device=kind)
+    rows: Rows = []
+    kept: list[Tensor] = []
+    least = 2**30  # bytes of the plain step, where the CPU does not tell
+    for way, share in (
+        ("kept", 1.0), ("saved", 0.54), ("saved", 0.27), ("paged", 0.54), ("paged", 0.27),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        net, budget = UNet(16).to(kind), int(share * least)
+        pager = Pager(kind, budget)
+        around = {
+            "kept": contextlib.nullcontext, "saved": partial(offload.OnHost, budget),
+            "paged": pager.paging,
+        }[way]  # fmt: skip
+
+        def step(net: nn.Module = net, around: Any = around, way: str = way) -> Tensor:
+            with around():
+                loss = net(field).square().mean()
+                if way == "paged":
+                    loss.backward()
+            if way != "paged":
+                loss.backward()
+            return loss.detach()
+
+        loss = step()
+        found = [loss, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        kept = kept or found
+        _reset_peak()
+        cost, peak = timed(step), _peak()
+        if way == "kept" and peak is not None:
+            least = int(peak * 2**20)
+        reserved = None if kind.type == "cpu" else torch.accelerator.max_memory_reserved() / 2**20
+        rows.append({
+            "way": way, "share of the peak": share, "ms of a step": cost, "peak MiB": peak,
+            "reserved MiB": reserved, "error": _error(found, kept),
         })  # fmt: skip
     return rows
 

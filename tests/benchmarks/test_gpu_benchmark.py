@@ -55,6 +55,14 @@ def test_activations_on_the_host():
     assert all(row["ms of a step"] > 0 for row in rows)
 
 
+@pytest.mark.spmd(1)
+def test_budgets_of_memory():
+    rows = gpu_parts.paged(32)
+    assert [row["error"] for row in rows] == [0] * 5
+    assert [row["way"] for row in rows] == ["kept", "saved", "saved", "paged", "paged"]
+    assert all(row["ms of a step"] > 0 for row in rows)
+
+
 def test_a_part_that_fails_or_hangs_is_a_row():
     context = mock.Mock(
         join=mock.Mock(side_effect=RuntimeError("on rank 0:\n\nno NCCL")), processes=[]
@@ -77,7 +85,7 @@ def test_the_command_writes_both_files(tmp_path, capsys):
         mock.patch.object(gpu, "run_part", return_value=rows) as run,
     ):
         gpu.main()
-    assert run.call_count == 7
+    assert run.call_count == 8
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert found["machine"]["device"] == "no GPU: the CPU, small fields"
     assert found["found"]["gloo, 1 ranks"] == rows

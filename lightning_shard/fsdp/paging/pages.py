@@ -171,6 +171,8 @@ class Pages:
         assert page.host is not None
         page.stream = self.driver.current(self.device)
         self.driver.allocate(storage, page.count)
+        # anew, so that we hear of its end before whoever owns the new memory does
+        page.storage = weakref.ref(storage, functools.partial(self._ended, page))
         page.is_away = False
         self.near += page.count
         self._copy(page, self.driver.flat(storage), page.host.bytes, "back")
