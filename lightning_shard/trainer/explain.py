@@ -2,7 +2,9 @@
 
 import traceback
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.optim import Optimizer
 
 _BY_MESSAGE = {
     "got mixed torch.Tensor and DTensor": (
@@ -10,9 +12,7 @@ _BY_MESSAGE = {
         "the steps call the module itself, or read and write parameters inside "
         "`with lightning_shard.whole_parameters(module):`. In a step, parameters of blocks are "
         "whole while the block runs only; with sharding='gradients' they stay whole until "
-        "backward. A gradient of a manual step is whole as p.grad.full_tensor(). If an optimizer "
-        "raised this, as the Adafactor of transformers does, it takes no shards: use one of "
-        "torch.optim, such as AdamW or Muon."
+        "backward. A gradient of a manual step is whole as p.grad.full_tensor()."
     ),
     "does not have a sharding strategy registered": (
         "torch has no such function for sharded parameters and gradients: call it on whole "
@@ -25,14 +25,9 @@ _BY_MESSAGE = {
         "until backward."
     ),
     "would remove or reshape sharded dimension": (
-        "Sharded parameters or gradients were flattened, as torch.optim.LBFGS, ModelPruning and "
-        "torch.cat([p.flatten() ...]) do, which torch refuses: take an optimizer that treats "
-        "parameter by parameter, such as Adam, prune in one process, and take norms as "
-        "torch.stack([p.norm() ...]).norm()."
-    ),
-    "Sharding propagation failed for aten.pow_.Scalar": (
-        "torch.optim.Adafactor needs the norms of whole rows, and takes no shards: use another "
-        "optimizer of torch.optim, such as AdamW or Muon."
+        "Sharded parameters or gradients were flattened, as ModelPruning and "
+        "torch.cat([p.flatten() ...]) do, which torch refuses: prune in one process, and take "
+        "norms as torch.stack([p.norm() ...]).norm()."
     ),
     "but its data is not allocated yet": (
         "torch.tensor was given sharded tensors, as grad_norm of lightning.pytorch.utilities does "
@@ -46,6 +41,14 @@ _BY_MESSAGE = {
 }
 
 
+_OF_OPTIMIZERS = (
+    "The optimizer {} cannot update sharded parameters. Take one that docs/optimizers.md lists as "
+    "exact, such as AdamW; or keep parameters whole on every process: "
+    "sharding=ShardingOptions(ignored_parameters=['*'])."
+)
+_OF_LOSSES = " {} also decides by the loss of its rank, so use data_parallel_size=1."
+
+
 def _is_of_too_small_a_dataset(error: AssertionError) -> bool:
     """Return True if a sampler refuses that Lightning makes before a strategy sees the loader."""
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -56,9 +59,31 @@ def _is_of_too_small_a_dataset(error: AssertionError) -> bool:
     )
 
 
+def _optimizer_of(error: BaseException) -> Optimizer | None:
+    """Find the optimizer that raised `error` for the shards that it was given."""
+    found: Optimizer | None = None
+    inside = str(error)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module: str = frame.f_globals.get("__name__", "")
+        here = frame.f_locals.get("self")
+        if isinstance(here, Optimizer) and not isinstance(here, LightningOptimizer):
+            found = here
+        elif module.startswith("lightning."):  # a closure, within which the module's step runs
+            found = None
+        inside = f"{module} {error}"
+    of_shards = any(word in inside.lower() for word in ("dtensor", "shard", "distributed.tensor"))
+    return found if of_shards else None
+
+
 def explain(error: BaseException) -> None:
     """Add a remedy to `error` if one is known, as a note with which its traceback ends."""
-    notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
+    optimizer = _optimizer_of(error)
+    if optimizer is not None:
+        name = type(optimizer).__name__
+        of_losses = _OF_LOSSES.format(name) if name == "LBFGS" else ""
+        notes = [_OF_OPTIMIZERS.format(name) + of_losses]
+    else:
+        notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
     if isinstance(error, AssertionError) and _is_of_too_small_a_dataset(error):
         notes.append(
             "The dataset has fewer samples than there are data replicas; use fewer processes, a "

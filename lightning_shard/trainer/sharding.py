@@ -23,6 +23,7 @@ from lightning_shard.trainer.host import callbacks_of
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
+_DRAW_RANDOM_NUMBERS = {"Gravity"}  # of pytorch_optimizer
 _LOADED = "_weights_begun_with"  # attribute of a module
 
 
@@ -119,8 +120,15 @@ def mend_optimizers(
     """Let optimizers that were made before the module was sharded train its new parameters.
 
     Raises:
+        NotImplementedError: An optimizer draws random numbers.
         RuntimeError: An optimizer holds a parameter that was never the module's.
     """
+    if drawing := {type(o).__name__ for o in optimizers} & _DRAW_RANDOM_NUMBERS:
+        raise NotImplementedError(
+            f"the optimizer {min(drawing)} begins with random numbers, which each process draws "
+            "for the parameters that it holds, so they are not those of one process; take one that "
+            "docs/optimizers.md lists as exact, such as AdamW."
+        )
     mine = set(module.parameters())
     for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
         group["params"] = [p if p in mine else moved.get(p, p) for p in group["params"]]

@@ -1,0 +1,192 @@
+"""Which optimizers update shards as they update whole parameters: the table docs/optimizers.md.
+
+python -m benchmarks.optimizers > docs/optimizers.md
+"""
+
+import importlib
+import inspect
+import json
+import sys
+import tempfile
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_shard
+
+LIBRARIES = {
+    "torch.optim": "torch", "transformers.optimization": "transformers", "timm.optim": "timm",
+    "pytorch_optimizer": "pytorch-optimizer",
+}  # fmt: skip
+MESHES = ({"domain": 2}, {"data": 2, "domain": 2})
+STEPS = 4
+TOLERANCE = 1e-10  # of the largest weight
+BFLOAT16 = 1e-2
+PATIENCE_S = 20.0  # for ranks of which only some raise
+EXACT = "exact"
+
+INTRODUCTION = """# Optimizers on sharded parameters
+
+Made by `python -m benchmarks.optimizers`: each optimizer trains a small network with its own
+defaults, in float64, with parameters sharded over 1x2 and over 2x2 ranks (data x domain), and in
+one process. *exact*: the weights are equal after four steps (1e-10 of the largest). *refused*: the
+run ends with an error that names the optimizer, since it calls what torch does not have for shards.
+`sharding=ShardingOptions(ignored_parameters=["*"])` keeps all parameters whole on every process;
+then any other optimizer may be used, at the cost of the memory. *not tried*: it does not train this
+network alone with its defaults, for instance because it wraps another optimizer, or needs groups of
+its own.
+"""
+
+
+class Network(nn.Module):
+    """Layers with kernels, matrices and vectors, of extents that ranks do not divide."""
+
+    def __init__(self) -> None:
+        """Draw the weights of one seed."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+        self.norm = nn.GroupNorm(1, 3)
+        self.linear = nn.Linear(3, 7)
+        self.last = nn.Linear(7, 2, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 1, H, W) -> (B, 2)."""
+        return self.last(self.linear(self.norm(self.conv(x)).mean((2, 3))).tanh())
+
+
+def optimizers_of(library: str) -> dict[str, Any]:
+    """Return the optimizers of a library by name."""
+    found = inspect.getmembers(importlib.import_module(library), inspect.isclass)
+    own = library.split(".")[0]
+    return {
+        name: cls
+        for name, cls in found
+        if issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        if cls.__module__.startswith(own) and not name.startswith(("Base", "_", "LayerWise"))
+    }
+
+
+def train(cls: Any, mesh: Any = None) -> list[Tensor]:
+    """Return the weights after some steps, whole.
+
+    Args:
+        cls: The class of the optimizer.
+        mesh: A mesh with a domain; None: one process.
+    """
+    network = Network()
+    if mesh is not None:
+        lightning_shard.parallelize(network, mesh)
+    only_matrices = cls is torch.optim.Muon
+    parameters = [p for p in network.parameters() if not only_matrices or p.ndim == 2]
+    torch.manual_seed(1)
+    try:
+        optimizer = cls(parameters)
+    except (TypeError, ValueError):
+        optimizer = cls(parameters, lr=0.01)
+    generator = torch.Generator().manual_seed(2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (network(_of_this_rank(x, mesh)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        x = torch.randn(4, 1, 6, 5, generator=generator, dtype=torch.float64)
+        if cls is torch.optim.LBFGS:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    with lightning_shard.whole_parameters(network):
+        return [p.detach().clone() for p in network.parameters()]
+
+
+def _of_this_rank(x: Tensor, mesh: Any) -> Tensor:
+    if mesh is None:
+        return x
+    if "data" in mesh.mesh_dim_names:
+        x = x[mesh.get_local_rank("data") :: mesh["data"].size()]
+    return lightning_shard.shard(x, mesh["domain"], 2)
+
+
+def verdict(cls: Any, mesh: Any) -> str:
+    """Compare an optimizer on the ranks of `mesh` with one process; "" where it trains nothing."""
+    try:
+        expected = train(cls)
+    except Exception:
+        return ""
+    try:
+        found = train(cls, mesh)
+    except Exception:
+        return "refused"
+    largest = max(w.abs().max() for w in expected)
+    pairs = zip(found, expected, strict=True)
+    error = float(max((a - b).abs().max() for a, b in pairs) / largest)
+    if error < TOLERANCE:
+        return EXACT
+    if cls.__name__ == "Muon" and error < BFLOAT16:
+        return "exact but for its rounding to bfloat16"
+    return "refused: draws random numbers" if cls.__name__ == "Gravity" else f"WRONG: {error:.1e}"
+
+
+def _write_verdicts(names: list[list[str]], sizes: dict[str, int], file: str) -> None:
+    warnings.simplefilter("ignore")
+    mesh = lightning_shard.init_mesh(sizes)
+    for library, name in names:
+        found = verdict(optimizers_of(library)[name], mesh)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with Path(file).open("a") as stream:
+                stream.write(json.dumps([library, name, found]) + "\n")
+
+
+def verdicts(names: list[list[str]], sizes: dict[str, int]) -> dict[tuple[str, str], str]:
+    """Return the verdict on each optimizer; one of which only some ranks raise is refused."""
+    found: dict[tuple[str, str], str] = {}
+    ranks = int(torch.tensor(list(sizes.values())).prod())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "verdicts")
+        while left := [name for name in names if tuple(name) not in found]:
+            try:
+                lightning_shard.launch(
+                    _write_verdicts, left, sizes, str(file), processes=ranks, timeout_s=PATIENCE_S
+                )
+            except Exception as err:
+                print(left[0], repr(err)[:100], file=sys.stderr)
+            lines = file.read_text().splitlines() if file.exists() else []
+            found |= {(library, name): how for library, name, how in map(json.loads, lines)}
+            still = [name for name in left if tuple(name) not in found]
+            if still:
+                found[still[0][0], still[0][1]] = "refused"
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    names = [[library, name] for library in LIBRARIES for name in optimizers_of(library)]
+    found = verdicts(names, MESHES[0])
+    again = verdicts([n for n in names if found[n[0], n[1]].startswith(EXACT)], MESHES[1])
+    print(INTRODUCTION)
+    packages = ("torch", *list(LIBRARIES.values())[1:])
+    print(", ".join(f"{name} {version(name)}" for name in packages) + ".")
+    for library in LIBRARIES:
+        rows = {name: again.get((library, name), found[library, name])
+                for name in optimizers_of(library)}  # fmt: skip
+        exact = sum(how.startswith(EXACT) for how in rows.values())
+        tried = sum(bool(how) for how in rows.values())
+        print(f"\n## {library}: {exact} of {tried} exact\n")
+        print("| optimizer | on shards |\n| --- | --- |")
+        for name, how in rows.items():
+            print(f"| {name} | {how or 'not tried'} |")
+
+
+if __name__ == "__main__":
+    main()

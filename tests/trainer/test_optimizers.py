@@ -1,0 +1,59 @@
+"""Optimizers that cannot update shards are refused by name; the way out that this names works."""
+
+import pytest
+import torch
+import transformers
+
+from lightning_shard import ShardingOptions
+from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
+
+
+def transformers_adafactor(parameters):
+    return transformers.Adafactor(parameters, lr=0.01, relative_step=False)
+
+
+def few_iterations(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+
+OPTIMIZERS = {
+    "torch.optim.Adafactor": (torch.optim.Adafactor, "Adafactor"),
+    "torch.optim.LBFGS": (few_iterations, "LBFGS"),
+    "transformers.Adafactor": (transformers_adafactor, "Adafactor"),
+}
+
+
+class Chosen(Featured):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.name][0](self.parameters())
+
+
+class Gravity(torch.optim.SGD):
+    """The name of an optimizer of pytorch_optimizer that begins with random numbers."""
+
+
+@pytest.mark.spmd(2)
+def test_what_draws_random_numbers():
+    module = Featured()
+    module.configure_optimizers = lambda: Gravity(module.parameters(), lr=0.1)
+    with pytest.raises(NotImplementedError, match="optimizer Gravity begins with random numbers"):
+        fit_sharded(module, (2,))
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_cannot_update_shards(name):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 -- torch's, with our note
+        fit_sharded(Chosen(name), (2,), limit_train_batches=1)
+    (note,) = caught.value.__notes__
+    assert f"optimizer {OPTIMIZERS[name][1]} cannot update sharded parameters" in note
+    expected, found = Chosen(name), Chosen(name)
+    whole = {"sharding": ShardingOptions(ignored_parameters=["*"])}
+    fit_alone(expected, limit_val_batches=0)
+    domain = (4,) if "data_parallel_size=1" in note else (2,)
+    fit_sharded(found, domain, limit_val_batches=0, strategy=whole)
+    assert_same_state(found, expected)
