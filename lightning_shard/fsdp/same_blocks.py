@@ -15,6 +15,7 @@ import atexit
 import json
 import time
 import zlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 LOOK_S = 0.5  # between two looks at the other ranks
 WAYS = 100_000  # that are remembered
 LIMIT_S = 1800.0  # for a rank that neither comes nor passes
+
+_OTHER_BLOCKS = (
+    "run different blocks",
+    "let all ranks run the same blocks in the same order: what a rank does not need it can run "
+    "with a weight of 0 in the loss.",
+)
+_OTHER_CALLS = "do different things", "let all ranks do so in the same order."
 
 _open: dict[tuple[int, ...], "SameBlocks"] = {}  # by ranks
 PROCESS_STATE = {"_open": _open}
@@ -53,6 +61,12 @@ def same_blocks(group: dist.ProcessGroup) -> "SameBlocks | None":
         found = _open[ranks] = SameBlocks(ranks, dist.get_rank())
     found.begin()
     return found
+
+
+def order_of(ranks: Sequence[int]) -> "SameBlocks | None":
+    """Return the common order of `ranks` that `same_blocks` has begun; None where there is none."""
+    found = _open.get(tuple(ranks))
+    return found if found is not None and found.group_store is default_store() else None
 
 
 class SameBlocks:
@@ -84,11 +98,12 @@ class SameBlocks:
         self._status = 0, ""  # the count, and the event that is waited for; read by the thread
         self._prefix = f"blocks/{zlib.crc32(repr(self._ranks).encode())}/{self._number}"
 
-    def comes_to(self, event: str) -> None:
-        """Note that this rank is about to gather or reduce a block, and wait if that is new.
+    def comes_to(self, event: str, words: str = "") -> None:
+        """Note that this rank is about to gather or reduce, and wait if that is new.
 
         Args:
-            event: A clause that names the block, such as "gathers 'encoder.0'".
+            event: A clause that names what is gathered, such as "gathers 'encoder.0'".
+            words: The clause in an error of this rank; by default the event itself.
 
         Raises:
             DisagreementError: Another rank gathers or reduces another block.
@@ -99,7 +114,7 @@ class SameBlocks:
             self._first, self._way = event, (self._way[1], 0)
         self._in_backward = backward
         if self._next.get(self._way) != event:
-            self._agree(event)
+            self._agree(event, words or event)
             if len(self._next) > WAYS:
                 self._next.clear()
             self._next[self._way] = event
@@ -113,7 +128,7 @@ class SameBlocks:
         self._thread.close()
         self._thread.join()
 
-    def _agree(self, event: str) -> None:
+    def _agree(self, event: str, words: str) -> None:
         key = f"{self._prefix}/{self._count}/{zlib.crc32(event.encode())}"
         self._status, began = (self._count, event), time.monotonic()
         if self._store.add(key, 1) == len(self._ranks):
@@ -123,11 +138,11 @@ class SameBlocks:
             if not asked:
                 self._store.set(f"{self._prefix}/asked", "")
                 asked = True
-            elif (words := self._difference(event)) and not self._store.check([f"{key}/all"]):
+            elif (other := self._difference(event)) and not self._store.check([f"{key}/all"]):
+                of_blocks = event.startswith(("gathers", "reduces"))
+                kind, remedy = _OTHER_BLOCKS if of_blocks else _OTHER_CALLS
                 raise DisagreementError(
-                    f"the ranks run different blocks: rank {self._rank} {event}, where {words}; "
-                    "let all ranks run the same blocks in the same order: what a rank does not "
-                    "need it can run with a weight of 0 in the loss."
+                    f"the ranks {kind}: rank {self._rank} {words}, where {other}; {remedy}"
                 )
             if time.monotonic() - began > LIMIT_S:
                 raise TimeoutError(

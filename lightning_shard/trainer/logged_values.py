@@ -9,7 +9,7 @@ the end of training follow it on each rank.
 import functools
 import zlib
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
+from lightning_shard.fsdp.same_blocks import order_of
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.trainer.host import (
     add_once,
@@ -63,17 +64,17 @@ class LoggedValues:
         self._name: str | None = None  # of the value that Lightning reduces now
         self._samples: int | None = None  # of this value, which is one of a step
         self.joined: JoinedStep | None = None  # a step for which some ranks have no batch
+        self._until_end = ExitStack()
         self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends
 
-    def follow(self, trainer: Trainer, module: LightningModule, device: torch.device) -> None:
+    def follow(self, trainer: Trainer, device: torch.device) -> None:
         """Follow the values that a Trainer logs, and the callbacks and schedulers that read them.
 
         Args:
             trainer: The Trainer, whose callbacks are followed.
-            module: The module, whose schedulers are followed until `forget` is called.
             device: The device of this process.
         """
-        self._device, self._module, self._trainer = device, module, trainer
+        self._device, self._trainer = device, trainer
         self._world = dist.group.WORLD  # within a step the default group may be another one
         follow_reductions(trainer, self._reducing)
         add_once(trainer, _EndsOfEpochs(self._compare_end), first=True)
@@ -84,20 +85,27 @@ class LoggedValues:
             elif isinstance(callback, EarlyStopping):
                 check = functools.partial(self._agreed, kind=kind, name=callback.monitor)
                 follow_stopping(callback, check)
-        plain = module.lr_scheduler_step
 
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if isinstance(scheduler, ReduceLROnPlateau) and metric is not None:
-                configs = trainer.lr_scheduler_configs
-                name = next((c.monitor for c in configs if c.scheduler is scheduler), None)
-                metric = self._agreed(metric, kind=type(scheduler).__name__, name=str(name))
-            plain(scheduler, metric)
+    def follow_schedulers(self, trainer: Trainer) -> None:
+        """Follow the schedulers that decide by a value, whoever calls them, until `forget`."""
+        for config in trainer.lr_scheduler_configs:
+            if isinstance(config.scheduler, ReduceLROnPlateau):
+                self._follow_plateau(config.scheduler, config.monitor or "the value of step()")
 
-        vars(module)["lr_scheduler_step"] = lr_scheduler_step
+    def _follow_plateau(self, scheduler: ReduceLROnPlateau, name: str) -> None:
+        cls = type(scheduler)
+
+        def step(itself: ReduceLROnPlateau, metrics: Any, *args: Any) -> None:
+            if self._is_possible():
+                self._come_to(f"steps {cls.__name__}")
+            cls.step(itself, self._agreed(metrics, kind=cls.__name__, name=name), *args)
+
+        scheduler.__class__ = type(cls.__name__, (cls,), {"step": step})  # state_dict has no class
+        self._until_end.callback(setattr, scheduler, "__class__", cls)
 
     def forget(self) -> None:
-        """End a stage: the module is as it was."""
-        vars(getattr(self, "_module", None) or self).pop("lr_scheduler_step", None)
+        """End a stage: schedulers are as they were."""
+        self._until_end.close()
         self._unread.clear()
 
     # Names.
@@ -159,11 +167,20 @@ class LoggedValues:
     ) -> tuple[Tensor, ...]:
         """Exchange the number of the ranks that run this step, together with those that do not."""
         assert self._name is not None
+        if self.joined is None and over_all and self._samples is not None:
+            # a rank that logs another name comes here, too; then both names are compared
+            self._come_to("logs a value with sync_dist=True", f"logs {self._name!r}")
         if self.joined is None or not over_all:
             return self._exchange(number, self._name, group)
         with self.joined.logs_number():
             found = self._exchange(number, self._name, group)
         return tuple(each[self.joined.present] for each in found)
+
+    def _come_to(self, event: str, words: str = "") -> None:
+        """Notice in seconds if other ranks do something else here."""
+        order = order_of(range(dist.get_world_size(self._world)))
+        if order is not None:
+            order.comes_to(event, words)
 
     def exchange_nothing(self) -> None:
         """Take part in the exchange of a number of a step that this rank does not run."""
@@ -238,9 +255,11 @@ class LoggedValues:
             )
         first = everywhere[0]
         return {
-            name: torch.full_like(value, first[name])
-            if isinstance(value, Tensor) and first.get(name) is not None
-            else value
+            name: value
+            if first.get(name) is None
+            else torch.full_like(value, first[name])
+            if isinstance(value, Tensor)
+            else type(value)(first[name])
             for name, value in own.items()
         }
 

@@ -309,7 +309,7 @@ class HybridShardStrategy(NotCompiled):
             device=self.root_device,
         )
         if self.world_size > 1:
-            self.logged.follow(self._module.trainer, self._module, self.root_device)
+            self.logged.follow(self._module.trainer, self.root_device)
             self.evaluation.follow(
                 self._module.trainer, self._module, self.root_device, self.processes.replicas()
             )
@@ -412,6 +412,8 @@ class HybridShardStrategy(NotCompiled):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         parameters.mend_optimizers(self.optimizers, self._module, self._moved)
+        if self.world_size > 1:
+            self.logged.follow_schedulers(trainer)
 
     @override
     def model_to_device(self) -> None:

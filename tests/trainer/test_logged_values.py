@@ -1,6 +1,7 @@
 """Ranks that log other names or values than each other all end with a sentence."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
-from lightning_shard import DisagreementError
+from lightning_shard import DisagreementError, launch
 from tests import training
 from tests.training import shared_path
 
@@ -111,6 +113,62 @@ def test_one_rank_logs_more(stage, rank):
     expected = f"where {less}, {more}" if rank else f"where {more}, {less}"
     with pytest.raises(DisagreementError, match=expected):
         fit(Logs(**{stage: logs}))
+
+
+def one_more_in_a_step(stage, first):
+    """A rank that logs once more, from some step on."""
+    steps = []
+
+    def logs(module):
+        module.log("a", 1.0, on_epoch=False, on_step=True, sync_dist=True)
+        if module.global_rank == 1 and len(steps) >= first:
+            module.log("b", 2.0, on_epoch=False, on_step=True, sync_dist=True)
+        steps.append(None)
+
+    fit(Logs(**{stage: logs}), epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "words"),
+    [
+        (one_more_in_a_step, ("train", 2), "rank 1 logs 'b', where rank 0 "),
+        (one_more_in_a_step, ("validate", 2), "rank 1 logs 'b', where rank 0 "),
+    ],
+    ids=["train", "validate"],
+)
+def test_one_rank_does_more(body, arguments, words):
+    """In processes of their own: a rank that waits in a collective is ended, in seconds."""
+    began = time.monotonic()
+    with pytest.raises(ProcessRaisedException) as raised:
+        launch(body, *arguments, processes=2, timeout_s=60)
+    either = (
+        f"the ranks do different things: {words}|, where rank 1 logs a value with sync_dist=True"
+    )
+    assert re.search(either, str(raised.value))
+    assert time.monotonic() - began < 40
+
+
+class ByHand(Logs):
+    """Steps its scheduler by itself, with a value of its rank."""
+
+    def __init__(self):
+        super().__init__(plateau=True)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step(float(self.global_rank * self.trainer.current_epoch))
+
+
+@pytest.mark.spmd(2)
+def test_a_scheduler_that_is_stepped_by_hand():
+    words = "disagree on 'the value of step\\(\\)', which ReduceLROnPlateau follows: it is 0 on"
+    with pytest.raises(DisagreementError, match=words):
+        fit(ByHand(), epochs=4)
 
 
 class LogsLate(Logs):
@@ -221,5 +279,7 @@ def test_what_differs_by_rounding_is_decided_as_on_rank_0():
 @pytest.mark.spmd(2)
 def test_a_module_is_left_as_it_was():
     module = Logs(plateau=True, validate=common_score)
-    fit(module, epochs=1)
-    assert "lr_scheduler_step" not in vars(module)
+    runner = fit(module, epochs=1)
+    (config,) = runner.lr_scheduler_configs
+    assert type(config.scheduler) is torch.optim.lr_scheduler.ReduceLROnPlateau
+    assert "step" not in config.scheduler.state_dict()
