@@ -57,7 +57,8 @@ def owned(result: Tensor, *given: Tensor) -> Tensor:
         return result
     result = result.resolve_conj().resolve_neg()
     with torch.no_grad():
-        return result.new_empty(0).set_(result)
+        # not new_empty, which MONAI's MetaTensor has with other arguments
+        return torch.empty(0, dtype=result.dtype, device=result.device).set_(result)
 
 
 def selected(x: Tensor, dim: int, places: Tensor) -> Tensor:
