@@ -12,6 +12,8 @@ from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install
+from lightning_shard.tensor.rows import Rows
+from lightning_shard.tensor.strangers import computes
 from lightning_shard.tensor.tensor import DomainTensor
 
 
@@ -34,10 +36,16 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
     install()
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
-    part = take_part(tensor, layout)
+    stranger = type(tensor) not in (Tensor, Rows) and not computes(type(tensor))
+    part = take_part(tensor.as_subclass(Tensor) if stranger else tensor, layout)
     # the strides of a part of one row, which a view of the whole has, would say nothing
     stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
-    return DomainTensor(Subdomain(part.clone(memory_format=stored), layout, domain))
+    split = DomainTensor(Subdomain(part.clone(memory_format=stored), layout, domain))
+    if not stranger:
+        return split
+    named = split.as_subclass(type(tensor))
+    vars(named).update(vars(tensor))
+    return named
 
 
 def from_local(

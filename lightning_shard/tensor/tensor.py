@@ -33,6 +33,7 @@ from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors, s
 from lightning_shard.tensor.out import write_out
 from lightning_shard.tensor.part import Part, part_of
 from lightning_shard.tensor.rows import Rows, is_own_copy, remember_index
+from lightning_shard.tensor.strangers import class_for
 from lightning_shard.tensor.wrong_calls import refuse_wrong_call
 
 Function = Callable[..., Any]
@@ -101,12 +102,22 @@ class DomainTensor(Tensor):
 
     def __copy__(self) -> "DomainTensor":
         part = self.subdomain
-        return DomainTensor(part.like(copy.copy(part.local)))
+        return self._like(part.like(copy.copy(part.local)))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the same part under a class of another package, as torchvision's `Image`."""
+        return DomainTensor.__new__(class_for(DomainTensor, cls), self.subdomain)
+
+    def _like(self, part: Part) -> "DomainTensor":
+        """Return another part under this tensor's class and attributes, see strangers.py."""
+        made = DomainTensor.__new__(type(self), part)
+        vars(made).update({k: v for k, v in vars(self).items() if k != "_part"})
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DomainTensor":
         """A copy of this rank's part; as in torch, only of a leaf."""
         part = self.subdomain
-        copied = DomainTensor(part.like(part.local.__deepcopy__(memo)))
+        copied = self._like(part.like(part.local.__deepcopy__(memo)))
         memo[id(self)] = copied
         return copied
 
