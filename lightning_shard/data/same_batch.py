@@ -27,9 +27,10 @@ def check_same_batch(batch: Any, mesh: DeviceMesh) -> None:
         if isinstance(x, Tensor | LocalPart)
     }
     if found := first_difference(read, mesh):
-        ranks, entry = found
+        ranks, name = found
+        entry = f"entry {name}" if name else "the tensor itself"
         raise ValueError(
-            f"the ranks {ranks} share each sample, but read different batches (entry {entry}); "
+            f"the ranks {ranks} share each sample, but read different batches ({entry}); "
             "give them the same samples in the same order (trainer.distributed_sampler_kwargs says "
             "which replica reads what) and draw augmentations from the same seed."
         )

@@ -98,6 +98,12 @@ def test_samples_are_compared_along_each_axis_of_the_domain():
         check_same_batch(batch, mesh)
 
 
+@pytest.mark.spmd(2)
+def test_a_batch_that_is_a_tensor_has_a_name():
+    with pytest.raises(ValueError, match=r"read different batches \(the tensor itself\)"):
+        check_same_batch(torch.tensor(dist.get_rank()), mesh_of(2))
+
+
 class Augmented(Dataset):
     """Noise from each generator that people use; scipy draws from numpy's."""
 
