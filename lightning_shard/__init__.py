@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
     from lightning_shard.fsdp.clip import clip_grad_norm_ as clip_grad_norm_
     from lightning_shard.fsdp.clip import clip_grad_value_ as clip_grad_value_
+    from lightning_shard.fsdp.materialize import deferred_parameters as deferred_parameters
     from lightning_shard.fsdp.options import ShardingOptions as ShardingOptions
     from lightning_shard.fsdp.parallelize import parallelize as parallelize
     from lightning_shard.fsdp.plain_gradients import no_sync as no_sync
@@ -139,6 +140,7 @@ __all__ = [
     "clip_grad_value_",
     "crossing_edges",
     "curve_order",
+    "deferred_parameters",
     "find_mesh",
     "from_local",
     "functional",
@@ -224,6 +226,7 @@ _MODULES = {
     # parameters, gradients and weights
     "parallelize": "fsdp.parallelize",
     "whole_parameters": "fsdp.whole_parameters",
+    "deferred_parameters": "fsdp.materialize",
     "no_sync": "fsdp.plain_gradients",
     "clip_grad_norm_": "fsdp.clip",
     "clip_grad_value_": "fsdp.clip",

@@ -4,6 +4,7 @@ Each rank reads its part, and a tensor is read when it is used.
 """
 
 import copy
+import hashlib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightning_shard.checkpoint.foreign import (
     refuse_other_weights,
     weights_of,
 )
+from lightning_shard.checkpoint.pretrained import file_in, pretrained_names
 from lightning_shard.checkpoint.safetensors_file import (
     SAFETENSORS,
     in_order,
@@ -37,7 +39,10 @@ from lightning_shard.checkpoint.stored import (
 )
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.fsdp.complex_pairs import pair_names
+from lightning_shard.fsdp.parallelize import SHARDED_OVER
+from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.errors_together import together
+from lightning_shard.processes.mesh import flat_mesh
 
 TORCH = (".pt", ".pth", ".bin")
 PART_BYTES = 2**28  # of a state that is read from disk
@@ -112,8 +117,9 @@ def _write(
 def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) -> None:
     """Copy the weights in a file into `module`, one tensor at a time, on any mesh.
 
-    No rank reads more than its shard of a sharded parameter, and no collective runs, so each rank
-    must see the file. What wrappers put into names is understood (`module.` of DDP,
+    No rank reads more than its shard of a sharded parameter, so each rank must see the file. All
+    ranks call it for a module of `parallelize`; they compare what they found, and an error of one
+    is raised on all. What wrappers put into names is understood (`module.` of DDP,
     `_fsdp_wrapped_module.`, `_orig_mod.`).
 
     Args:
@@ -121,7 +127,8 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
             have memory (`module.to_empty(device=...)` gives it to those of the meta device).
         path: A safetensors file, the index of several (`*.safetensors.index.json`), or a file of
             `torch.save`: a state dict, or a Lightning checkpoint; or a directory of
-            torch.distributed.checkpoint, ours or Lightning's.
+            torch.distributed.checkpoint, ours or Lightning's; or a folder of `save_pretrained` of
+            transformers or diffusers, whose old names become those of the module.
         strict: True requires that the names in the file are those of the module.
 
     Raises:
@@ -129,8 +136,44 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
         ValueError: It is not whole, of another kind, would run code, or its tensors have other
             shapes.
         RuntimeError: `strict`, and names are missing or unknown; or a parameter has no memory.
+        DisagreementError: The ranks found different weights.
     """
-    copy_weights(module, stored_weights(path), f"'{path}'", strict=strict)
+    if (mesh := module.__dict__.get(SHARDED_OVER)) is not None:
+        load_weights_together(module, path, flat_mesh(mesh).get_group(), strict=strict)
+    else:
+        copy_weights(module, stored_weights(path), f"'{path}'", strict=strict)
+
+
+def load_weights_together(
+    module: nn.Module,
+    path: str | Path,
+    group: dist.ProcessGroup | None = None,
+    *,
+    strict: bool = True,
+) -> None:
+    """Load as `load_weights` on all ranks of `group`, which must find the same weights.
+
+    Raises:
+        DisagreementError: They differ in a name, a shape, a dtype or the first number of a tensor.
+        RuntimeError: Another rank failed; on this rank its own error is raised, as `load_weights`
+            says.
+    """
+    stored: dict[str, Any] = {}
+    seen: list[str] = []
+
+    def find() -> None:
+        stored.update(stored_weights(path))
+        seen.append(_identity(stored))
+
+    together(find, group)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, seen[0], group=group)
+    if differing := [rank for rank, each in enumerate(found) if each != found[0]]:
+        raise DisagreementError(
+            f"the weights in '{path}' are others on rank {differing[0]} than on rank 0, and each "
+            "rank reads a part of them; give all ranks the same files."
+        )
+    together(lambda: copy_weights(module, stored, f"'{path}'", strict=strict), group)
 
 
 @torch.no_grad()
@@ -151,7 +194,7 @@ def copy_weights(
     """
     targets = module.state_dict(keep_vars=True)
     pairs = pair_names(module)
-    stored = plain_names(stored, targets)
+    stored = pretrained_names(plain_names(stored, targets), module, targets, origin)
     own = {*module.parameters(), *module.buffers()}
     loaded: set[Tensor] = set()
     rest: dict[str, Any] = {}
@@ -170,6 +213,17 @@ def copy_weights(
     missing = [k for k, v in tensors.items() if k not in stored and v not in loaded]
     unknown = [k for k in stored if k not in targets]
     check_names(missing, unknown, module, origin, strict=strict)
+
+
+def _identity(stored: Mapping[str, Any]) -> str:
+    """A digest of names, shapes, dtypes and first numbers: nobody reads all of a large file."""
+    seen = hashlib.sha256()
+    for name, value in sorted(stored.items()):
+        seen.update(name.encode())
+        if isinstance(value, StoredTensor):
+            first = value.read(tuple(slice(0, 1) for _ in value.shape))
+            seen.update(f"{tuple(value.shape)} {value.dtype} {first.tolist()}".encode())
+    return seen.hexdigest()
 
 
 def check_names(
@@ -208,11 +262,21 @@ def _copy_part(name: str, target: Tensor, source: Any, *, paired: bool, origin: 
         )
     if source.dtype.is_complex and not local.is_complex():
         raise ValueError(f"'{name}' in {origin} is complex, the module's is {local.dtype}.")
+    if _counts(source.dtype) != _counts(local.dtype):
+        raise ValueError(
+            f"'{name}' in {origin} is {source.dtype}, the module's is {local.dtype}: numbers of "
+            "another kind, as of quantized weights. Build the module as it was saved."
+        )
     region = own_region(target)[: len(shape)]
     if as_pairs:
         region = (*region, slice(0, 2))
     part = source.read(region) if isinstance(source, StoredTensor) else source[region]
     local.copy_(torch.view_as_complex(part.contiguous()) if as_pairs else part)
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    """Return True for integers and truth values, which stand for other numbers than floats."""
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def stored_weights(path: str | Path) -> dict[str, Any]:
@@ -221,7 +285,7 @@ def stored_weights(path: str | Path) -> dict[str, Any]:
     Args:
         path: A safetensors file, the index of several (`*.safetensors.index.json`), or a file of
             `torch.save`: a state dict, or a Lightning checkpoint; or a directory of
-            torch.distributed.checkpoint.
+            torch.distributed.checkpoint, or a folder of `save_pretrained`.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -232,6 +296,8 @@ def stored_weights(path: str | Path) -> dict[str, Any]:
         stored = read_weights(path)
         refuse_other_weights(stored, path)
         return stored
+    if path.is_dir():
+        path = file_in(path)
     if path.name.endswith(SAFETENSORS):
         return dict(read_safetensors(path))
     weights = weights_of(read_torch_file(path), path)

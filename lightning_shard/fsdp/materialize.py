@@ -7,13 +7,15 @@ largest module that resets itself. Source: torch's contract of `reset_parameters
 https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html (meta-device initialisation).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_shard.fsdp.complex_pairs import pair_names
 from lightning_shard.processes.torch_private.internals import (
@@ -22,6 +24,43 @@ from lightning_shard.processes.torch_private.internals import (
     unsaved_buffers,
 )
 from lightning_shard.processes.torch_private.typed import named_modules
+
+_DEFERRED = "_deferred"  # attribute of a parameter with memory: the one that replaced it
+
+
+@contextmanager
+def deferred_parameters() -> Generator[None]:
+    """Build modules whose parameters have no memory until the module is sharded.
+
+    Parameters lie on the meta device; buffers have their values, such as those of positions, which
+    no file holds. The strategy and `parallelize` give the parameters memory once they are sharded,
+    and first values: those of a file or folder (`init_weights_from` of the strategy; in a script
+    `parallelize(..., loaded=[""])`, then `load_weights`), else those of `reset_parameters`.
+    Parameters that are tied stay tied.
+
+    Example:
+        >>> config = AutoConfig.from_pretrained("models/t5-base")
+        >>> with deferred_parameters():
+        ...     network = AutoModelForSeq2SeqLM.from_config(config)
+    """
+    register = nn.Module.register_parameter
+
+    def deferring(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is None or param.is_meta or isinstance(param, UninitializedParameter):
+            return
+        if (without := param.__dict__.get(_DEFERRED)) is None:
+            without = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            for key, value in vars(param).items():
+                setattr(without, key, value)
+            setattr(param, _DEFERRED, without)  # it may be registered again, where it is tied
+        own_parameters(self)[name] = without
+
+    nn.Module.register_parameter = deferring
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def is_deferred(module: nn.Module) -> bool:
@@ -50,8 +89,9 @@ def check_can_be_reset(root: nn.Module, loaded: Sequence[str]) -> None:
         raise ValueError(
             f"these modules are on the meta device and have no reset_parameters() to make their "
             f"first values: {', '.join(helpless[:5])}{more}. Give them one, build them on a real "
-            "device, or load weights with init_weights_from (which brings no buffers that are not "
-            "saved)."
+            "device, build the network within lightning_shard.deferred_parameters(), where buffers "
+            "have values, or load weights with init_weights_from (which brings no buffers that are "
+            "not saved)."
         )
 
 

@@ -67,7 +67,7 @@ from lightning_shard.processes.torch_private.internals import (
 
 Moved = dict[nn.Parameter, nn.Parameter]
 
-_SHARDED_OVER = "_sharded_over"  # attribute of a module: its mesh
+SHARDED_OVER = "_sharded_over"  # attribute of a module: its mesh
 
 
 def parallelize(
@@ -108,7 +108,7 @@ def parallelize(
         NotImplementedError: A parameter has a hook.
     """
     if isinstance(module, FSDPModule):
-        if (over := module.__dict__.get(_SHARDED_OVER, mesh)) != mesh:
+        if (over := module.__dict__.get(SHARDED_OVER, mesh)) != mesh:
             raise RuntimeError(
                 f"the module is sharded over {over} since an earlier call, and cannot be used on "
                 f"{mesh}; load its weights into a new module."
@@ -478,7 +478,7 @@ def _split_what_is_loaded(work: _Work) -> None:
 
 
 def _mark(work: _Work) -> None:
-    work.module.__dict__[_SHARDED_OVER] = work.mesh
+    work.module.__dict__[SHARDED_OVER] = work.mesh
 
 
 # The order of the steps matters. Beside each stands the reason for its place.

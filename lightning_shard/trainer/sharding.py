@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.weights import load_weights
+from lightning_shard.checkpoint.weights import load_weights_together
 from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
@@ -96,7 +96,7 @@ def load_first_weights(module: nn.Module, files: Mapping[str, str]) -> None:
     """Load the file of each submodule, once: a second fit goes on with the weights of the first."""
     if module.__dict__.get(_LOADED, {}) != files:
         for name, path in files.items():
-            load_weights(module.get_submodule(name), path)
+            load_weights_together(module.get_submodule(name), path)
         module.__dict__[_LOADED] = dict(files)
 
 
