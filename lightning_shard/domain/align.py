@@ -16,6 +16,7 @@ from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.narrow import is_dict, is_list
+from lightning_shard.processes.torch_private.internals import storage_key
 from lightning_shard.processes.torch_private.typed import typed_torch
 
 
@@ -25,6 +26,16 @@ def subdomains(values: Any) -> list[Subdomain]:
         return [values]
     items = values.values() if is_dict(values) else values if is_list(values) else ()
     return [s for v in items for s in subdomains(v)]
+
+
+def in_own_memory(result: Subdomain, given: Subdomain) -> Subdomain:
+    """The same tensor in memory of its own, where torch's function never returns that of `given`.
+
+    A write into the result would else change what it was made from.
+    """
+    if is_traced() or storage_key(result.local) == storage_key(given.local):
+        return result.like(result.local.clone(), result.layout)
+    return result
 
 
 def take_part(x: Tensor, layout: Layout) -> Tensor:

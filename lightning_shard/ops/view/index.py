@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import one_factor, subdomains
+from lightning_shard.domain.align import in_own_memory, one_factor, subdomains
 from lightning_shard.domain.fetch import Span, fetch, needs_of, route_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -77,7 +77,7 @@ def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
     """The rows of `dim` that a plain list of them names, in its order."""
     rows = [row_of(x, dim, row) for row in integers(index)]
     if x.layout.axes(dim):
-        return chosen_rows(x, dim, len(rows), rows.__getitem__)
+        return in_own_memory(chosen_rows(x, dim, len(rows), rows.__getitem__), x)
     local = x.local.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.local.device))
     return x.like(local, x.layout.with_dim(dim, len(rows)))
 

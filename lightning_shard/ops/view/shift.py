@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import one_factor
+from lightning_shard.domain.align import in_own_memory, one_factor
 from lightning_shard.domain.fetch import fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.elementwise.pointwise import pointwise
@@ -24,6 +24,7 @@ def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) 
         return x
     if dims is None or dims in ((), []):
         return reshape_to(roll(func, reshape_to(x, [-1]), shifts, 0), x.shape)
+    given = x
     shifts = [shifts] if isinstance(shifts, int) else shifts
     dims = [dims] if isinstance(dims, int) else dims
     for shift, dim in zip(shifts, map(x.layout.dim, dims), strict=True):
@@ -32,7 +33,7 @@ def roll(func: Callable[..., Any], x: Subdomain, shifts: Any, dims: Any = None) 
             x = chosen_rows(x, dim, n, lambda o, n=n, shift=shift: (o - shift) % n)
         else:
             x = x.like(x.local.roll(shift, dim))
-    return x
+    return in_own_memory(x, given)
 
 
 @implements(torch.flip, Tensor.flip)
@@ -96,7 +97,7 @@ def diff(
     """Differences of neighbouring rows; rows travel to the owners in the shorter dim."""
     d = dim % x.ndim
     if not n:
-        return x
+        return in_own_memory(x, x) if isinstance(x, Subdomain) else x.clone()
     pieces = [t for t in (prepend, x, append) if t is not None]
     x = cat(torch.cat, pieces, d) if len(pieces) > 1 else x
     step = torch.ne if x.dtype == torch.bool else torch.sub

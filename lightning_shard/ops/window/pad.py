@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from lightning_shard.domain.align import one_factor
+from lightning_shard.domain.align import in_own_memory, one_factor
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.subdomain import Subdomain
@@ -33,7 +33,7 @@ def pad(
         elif before or after:
             x = _pad_split(x, dim, before, after, mode, value)
     if not any(inner):
-        return x
+        return in_own_memory(x, input)
     layout = x.layout
     for i in range(len(pad) // 2):
         if any(inner[2 * i : 2 * i + 2]):
