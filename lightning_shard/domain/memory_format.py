@@ -59,7 +59,8 @@ def owned(result: Tensor, *given: Tensor) -> Tensor:
     result = result.resolve_conj().resolve_neg()
     with torch.no_grad():
         # not new_empty, which MONAI's MetaTensor has with other arguments
-        return torch.empty(0, dtype=result.dtype, device=result.device).set_(result)
+        memory = torch.empty(0, dtype=result.dtype, device=result.device)
+        return memory.set_(result)  # pyright: ignore[reportArgumentType]  torch takes tensors
 
 
 def selected(x: Tensor, dim: int, places: Tensor) -> Tensor:

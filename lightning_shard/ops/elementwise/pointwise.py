@@ -181,7 +181,7 @@ def _with_room_for(x: Subdomain, size: Any) -> Layout | None:
 @implements(Tensor.copy_)
 def copy(
     func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any
-) -> Subdomain | Became:
+) -> Subdomain | Became | Tensor:
     """Copy the rows that this rank holds."""
     if not isinstance(source, Subdomain | Tensor):
         return x.like(func(x.local, source))

@@ -28,7 +28,7 @@ from lightning_shard.processes.torch_private.internals import storage_key
 
 
 @implements(Tensor.__setitem__, limits="no None")
-def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became | None:
+def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became | Tensor | None:
     """Each rank writes the assigned rows that it owns."""
     if not isinstance(x, Subdomain):
         return _written_to_plain(func, x, index, value)
@@ -101,7 +101,9 @@ def _assign_picked(
     setitem(func, x, tuple(basic), part if part.layout.split_dims else part.local)
 
 
-def _written_to_plain(func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Became | None:
+def _written_to_plain(
+    func: Callable[..., Any], x: Tensor, index: Any, value: Any
+) -> Became | Tensor | None:
     """The plain tensor `x` becomes split; a complex one becomes a spectrum of assigned modes.
 
     It stays whole where a split index says which of its rows are written.
