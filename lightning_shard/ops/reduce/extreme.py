@@ -80,8 +80,10 @@ def extreme(
     if x.local.is_floating_point():
         chosen = (x.local == best) | (x.local != x.local)
         ties = sum_over(x, chosen.sum(dims, keepdim=True).to(x.local.dtype), dims)
-        picked = torch.where(chosen, x.local, torch.zeros_like(x.local))
-        best = sum_over(x, picked.sum(dims, keepdim=True), dims) / ties
+        shares = torch.where(chosen, x.local, torch.zeros_like(x.local)) / ties
+        mean = sum_over(x, shares.sum(dims, keepdim=True), dims)
+        # the mean of equal values may be rounded, and `x == x.max()` must find them
+        best = mean + (best - mean).detach().nan_to_num(0.0, 0.0, 0.0)
     return result(x, best if keepdim else squeezed(best, dims), dims, keepdim)
 
 

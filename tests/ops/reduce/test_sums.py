@@ -206,3 +206,14 @@ def test_what_is_true_of_bytes_is_a_byte():
             found, wanted = function(split, *dims), function(x, *dims)
             assert found.dtype == wanted.dtype
             assert lightning_shard.gather(found).equal(wanted)
+
+
+@pytest.mark.spmd(4)
+def test_an_extreme_with_ties_is_one_of_the_elements():
+    """Programs look for it with `x == x.max()`; the mean of equal numbers may be rounded."""
+    for number in (0.1, 0.7, 1.3e308, float("inf")):
+        x = torch.tensor([number] * 5 + [-number] * 6, dtype=torch.float64)
+        split = lightning_shard.shard(x, mesh_of(4), 0)
+        assert split.max() == number
+        assert split.min() == -number
+        assert torch.equal(lightning_shard.gather(split == split.max()), x == x.max())
