@@ -6,6 +6,7 @@ that a file of an older release fits.
 
 import re
 from collections.abc import Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ def pretrained_names(
         found = _of_transformers(stored, module, wanted, origin)
     elif is_a(module, "diffusers", "ModelMixin"):
         found = dict(stored)
-        fix: Any = module._fix_state_dict_keys_on_load
-        fix(found)
+        methodcaller("_fix_state_dict_keys_on_load", found)(module)  # diffusers' old names
     else:
         return stored
     ignored: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()

@@ -11,7 +11,7 @@ import lightning_shard
 from lightning_shard.domain.halo import overlapping
 from tests.parity import mesh_of
 
-ALLOCATE = ("empty", "new_empty", "_unsafe_view")
+ALLOCATE = ("empty", "set_", "new_empty", "_unsafe_view")
 # name: function, shape of the weight, how convolutions wait, kernels forward and backward
 CASES = {
     # the rows that travel, the message, the rank's rows, those of the other, and their sum
