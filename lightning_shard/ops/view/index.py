@@ -188,4 +188,4 @@ def narrow(func: Callable[..., Any], x: Subdomain, dim: int, start: int, length:
         )
     rows = strided(x, d, range(start, start + length))
     copies = func in (torch.narrow_copy, Tensor.narrow_copy)
-    return x.like(rows.local.clone(), rows.layout) if copies else rows
+    return in_own_memory(rows, x) if copies else rows

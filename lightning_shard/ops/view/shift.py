@@ -42,7 +42,7 @@ def flip(func: Callable[..., Any], x: Subdomain, *places: Any, dims: Any = ()) -
     dims = places or dims
     dims = dims[0] if dims and isinstance(dims[0], Sequence) else dims
     if not dims:
-        return x.like(x.local.clone())
+        return in_own_memory(x, x)
     for dim in map(x.layout.dim, dims):
         n, axes = x.shape[dim], x.layout.axes(dim)
         local = x.local

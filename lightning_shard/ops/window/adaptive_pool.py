@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import one_factor, sum_over
+from lightning_shard.domain.align import in_own_memory, one_factor, sum_over
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor
@@ -75,10 +75,9 @@ def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
     # whole dims first: what travels along a split one is then smaller
     for dim, size in sorted(pairs, key=lambda pair: pair[0] in split):
         x = _average_dim(one_factor(x, dim), dim, size)
-    local = x.local.contiguous(memory_format=stored)
-    if local is given.local:  # no dim changes its extent, and torch gives new memory
-        local = local.clone()
-    return x.like(local) if x.layout.split_dims else local
+    x = x.like(x.local.contiguous(memory_format=stored), x.layout)
+    x = in_own_memory(x, given)  # where no dim changes its extent
+    return x if x.layout.split_dims else x.local
 
 
 def _average_dim(x: Subdomain, dim: int, output: int) -> Subdomain:
