@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.ops import name_of
 from lightning_shard.tensor.facts import FACTS
+from lightning_shard.tensor.gathering import split_in
 
 
 class _Answered:
@@ -44,7 +45,7 @@ def split_class(base: Any, stranger: type[Tensor]) -> Any:
         cls: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = base.__torch_function__(func, types, args, kwargs)
-        found = list(_tensors(result))
+        found = list(split_in(result, Tensor))
         split = [isinstance(t, base) for t in found]
         if func in FACTS or not found or any(split) != all(split):
             return result
@@ -58,14 +59,6 @@ def split_class(base: Any, stranger: type[Tensor]) -> Any:
 
     body = {"__torch_function__": classmethod(run), "__module__": stranger.__module__}
     return type(stranger.__name__, (base, stranger), body)
-
-
-def _tensors(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for item in result:
-            yield from _tensors(item)
 
 
 def class_for(base: Any, cls: type[Tensor]) -> Any:
