@@ -67,21 +67,10 @@ class OneDevice:
 
     @contextmanager
     def shared(self) -> Generator[None]:
-        """Give each rank random numbers of the device of its own, while open; then end paging."""
+        """Give each rank random numbers of the device of its own, while open."""
         before = State.device
         State.device = None if self.device.type == "cpu" else self.device
         try:
             yield
         finally:
             State.device = before
-            self._give_back()
-
-    def _give_back(self) -> None:
-        """Bring what outlives the ranks, since nobody does later."""
-        if self.pager is None:
-            return
-        for page in [*self.pager.pages.known.values()]:
-            storage = page.storage()
-            if storage is not None and page.is_away:
-                flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                self.pager.bring(flat.set_(storage))
