@@ -134,8 +134,9 @@ class _Search:
             covered = sum(_numel(part, self._shared) for part in inner) >= COVERED * size
             block = (alike or (listed and not enclosed)) and size >= MIN_BLOCK_NUMEL
             if type(child) in _LAYERS and size >= LARGE_NUMEL:
-                alone = not enclosed and not _is_read(name, self._root)
-                block = block or isinstance(module, nn.Sequential) or alone
+                block = block or isinstance(module, nn.Sequential)
+                # last, since it reads the sources of the network's classes
+                block = block or (not enclosed and not _is_read(name, self._root))
             yield from [child] if block and not covered and can_be_gathered(child) else inner
 
 
