@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
+from benchmarks.common import table
 from lightning_shard import UnsupportedOperationError
 
 PACKAGES = ("classification", "regression", "segmentation", "image", "audio")
@@ -321,9 +322,7 @@ def main() -> None:
         of_package = {c.name: found[c.key] for c in rows if c.package == package}
         exact = sum(value == EXACT for value in of_package.values())
         print(f"\n## {package}: {exact} of {len(of_package)} exact\n")
-        print("| metric | on split maps |\n| --- | --- |")
-        for name, value in of_package.items():
-            print(f"| {name} | {value} |")
+        table(("metric", "on split maps"), [*of_package.items()])
 
 
 if __name__ == "__main__":

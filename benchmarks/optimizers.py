@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_shard
+from benchmarks.common import table
 
 LIBRARIES = {
     "torch.optim": "torch", "transformers.optimization": "transformers", "timm.optim": "timm",
@@ -183,9 +184,7 @@ def main() -> None:
         exact = sum(how.startswith(EXACT) for how in rows.values())
         tried = sum(bool(how) for how in rows.values())
         print(f"\n## {library}: {exact} of {tried} exact\n")
-        print("| optimizer | on shards |\n| --- | --- |")
-        for name, how in rows.items():
-            print(f"| {name} | {how or 'not tried'} |")
+        table(("optimizer", "on shards"), [(n, how or "not tried") for n, how in rows.items()])
 
 
 if __name__ == "__main__":
