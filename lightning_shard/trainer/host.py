@@ -330,9 +330,8 @@ def log_nothing(loop: Any, described: list[tuple[Any, ...]]) -> None:
             metric.to(trainer.strategy.root_device)
         else:
             metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
-            for (
-                each
-            ) in metric.value.modules():  # torchmetrics: not computed since others updated it
+            # torchmetrics: not computed since others updated it
+            for each in metric.value.modules():
                 vars(each)["_computed"] = None
 
 

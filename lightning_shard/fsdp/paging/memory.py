@@ -113,9 +113,8 @@ class FileMemory(Memory):
         """Return a mapped file, whose room on the disk is taken."""
         try:
             with tempfile.NamedTemporaryFile(prefix="lightning_shard_", dir=self.folder) as file:
-                os.posix_fallocate(
-                    file.fileno(), 0, count
-                )  # a full disk is an error here, no signal
+                # a full disk is an error here, no signal
+                os.posix_fallocate(file.fileno(), 0, count)
                 return torch.from_file(file.name, shared=True, size=count, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise OSError(

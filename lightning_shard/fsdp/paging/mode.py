@@ -72,9 +72,8 @@ class Paging(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on storages that are near."""
-        if types and not _PLAIN.issuperset(
-            types
-        ):  # a DTensor and the like: this mode sees the operators on what lies in it
+        # a DTensor and the like: this mode sees the operators on what lies in it
+        if types and not _PLAIN.issuperset(types):
             return NotImplemented
         with without_functions():
             return self._run(func, args, kwargs or {})
