@@ -85,15 +85,13 @@ class LabCLI(lightning_cli.ShardCLI):
         count = (self.processes or ranks) if cluster is None else cluster.devices
         if count % ranks == 0:
             return (count // ranks, *self.domain)
-        if cluster is not None:
-            raise UsageError(
-                f"the {count} devices must be a multiple of the {ranks} ranks that share "
-                "a sample; change --cluster or domain_parallel_size"
-            )
-        raise ValueError(
-            f"the {count} processes must be a multiple of the {ranks} ranks that share a "
-            "sample; change processes or domain_parallel_size."
+        typed = cluster is not None
+        sentence = (
+            f"the {count} {'devices' if typed else 'processes'} must be a multiple of the {ranks} "
+            f"ranks that share a sample; change {'--cluster' if typed else 'processes'} or "
+            "domain_parallel_size"
         )
+        raise UsageError(sentence) if typed else ValueError(sentence)
 
     def _certify(self, source: Any) -> None:
         digest = hashlib.sha256(self.text.encode()).hexdigest()

@@ -1,20 +1,13 @@
 """`doctor` warns of versions that are malicious or have a known hole."""
 
-import importlib.metadata
-
 import pytest
 
 from lightning_shard.cli import doctor
-from lightning_shard.cli.bad_versions import warnings_of_versions
+from lightning_shard.cli.doctor import warnings_of_versions
 
 
 def installed(**versions):
-    def version(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    return version
+    return lambda name: versions.get(name, "not installed")
 
 
 @pytest.mark.parametrize(
@@ -29,13 +22,13 @@ def installed(**versions):
     ],
 )
 def test_versions_of_lightning(version, advisories):
-    found = warnings_of_versions(installed(lightning=version))
+    found = list(warnings_of_versions(installed(lightning=version)))
     assert [sentence[-20:-1] for sentence in found] == advisories
-    assert all(sentence.startswith(f"lightning {version} ") for sentence in found)
+    assert all(f"lightning {version} " in sentence for sentence in found)
 
 
 def test_other_packages():
-    assert not warnings_of_versions(installed())
+    assert not list(warnings_of_versions(installed()))
     (sentence,) = warnings_of_versions(installed(**{"pytorch-lightning": "2.5.0"}))
     assert "install 2.6.6 or later" in sentence
 
