@@ -13,7 +13,7 @@ from tests.models.check import check
         pytest.param("resnet50", marks=pytest.mark.slow),
         "convnext",
         "mobilenet_v3_small",
-        "lraspp_mobilenet_v3_large",
+        pytest.param("lraspp_mobilenet_v3_large", marks=pytest.mark.slow),
         pytest.param("fcn_resnet50", marks=pytest.mark.slow),
         "vit",
         "swin",

@@ -130,7 +130,7 @@ def forget():
 blocks = pytest.mark.parametrize("name", BLOCKS)
 
 
-FEW = ["level of a U-Net", "FNO", "attention"]  # others are slow: each rank compiles
+FEW = ["FNO", "attention"]  # others are slow: each rank compiles
 
 
 @pytest.mark.spmd(2)

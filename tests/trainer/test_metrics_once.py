@@ -32,6 +32,7 @@ import lightning_shard
 from lightning_shard import SamplesPerSecond, UnsupportedOperationError
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
+from tests.pairs import choose
 from tests.parity import mesh_of
 from tests.trainer.featured import (
     BATCH,
@@ -43,7 +44,8 @@ from tests.trainer.featured import (
     sample,
 )
 
-MESHES = pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=["4x1", "2x2", "1x(2x2)"])
+MESHES, IDS = [(1,), (2,), (2, 2)], ["4x1", "2x2", "1x(2x2)"]
+ON_MESHES = pytest.mark.parametrize("domain", choose(MESHES, fast=[(2,)]), ids=IDS)
 
 
 class Measured(Featured):
@@ -78,7 +80,7 @@ def expected_errors(module):
 
 
 @pytest.mark.spmd(4)
-@MESHES
+@pytest.mark.parametrize("domain", MESHES, ids=IDS)
 def test_metrics(domain):
     module = Measured()
     errors = expected_errors(module)
@@ -152,7 +154,7 @@ class Listed(Featured):
 
 
 @pytest.mark.spmd(4)
-@MESHES
+@ON_MESHES
 def test_metrics_that_keep_what_they_have_seen(domain):
     """Copied, pickled, tracked and saved; each is as on one process."""
     with double():
@@ -176,7 +178,7 @@ def test_metrics_that_keep_what_they_have_seen(domain):
 
 
 @pytest.mark.spmd(4)
-@MESHES
+@ON_MESHES
 def test_the_value_of_a_step_is_of_all_replicas_if_it_is_asked_for(domain):
     with double():
         module = Listed(BinaryAveragePrecision())
@@ -269,7 +271,7 @@ class Gathers(Featured):
 
 
 @pytest.mark.spmd(4)
-@MESHES
+@ON_MESHES
 def test_all_gather_is_of_data_replicas(domain):
     module = Gathers()
     errors = expected_errors(module)
@@ -278,7 +280,7 @@ def test_all_gather_is_of_data_replicas(domain):
 
 
 @pytest.mark.spmd(4)
-@MESHES
+@ON_MESHES
 def test_monitors_log_on_rank_zero(domain):
     folder = shared_path("logs")
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch["x"]), window_size=3)

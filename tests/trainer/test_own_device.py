@@ -87,8 +87,9 @@ def _fake_xpu():
         pytest.skip(str(err))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fake_xpu")
-@pytest.mark.parametrize("devices", ["2", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", ["2", "auto"])
 def test_intel_gpus_with_a_mask_for_each_rank(tmp_path, devices):
     for rank, text in enumerate(started(tmp_path, devices, (1, 1))):
         assert f"TRAINED {rank} 2 xpu:0" in text, text

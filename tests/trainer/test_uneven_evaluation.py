@@ -150,8 +150,7 @@ SIZES = {f"batches of {n}": {"batch_size": n} for n in range(1, 6)}
 
 
 def test_two_replicas(run_each):
-    some = [SIZES[name] for name in ("batches of 1", "batches of 4")]
-    validated = {f"{each}, validate": each | {"stage": "validate"} for each in some}
+    validated = {f"{k}, validate": v | {"stage": "validate"} for k, v in some(SIZES, 1, 4).items()}
     others = {
         "limit of 2": {"batch_size": 3, "limit_test_batches": 2},
         "limit of a half": {"batch_size": 2, "limit_test_batches": 0.5},
@@ -167,19 +166,31 @@ def test_two_replicas(run_each):
     run_each(2, compare, SIZES | validated | others)
 
 
+SPLIT = {f"{k}, 2x2": v | {"domain": (2,)} for k, v in SIZES.items()}
+
+
+@pytest.mark.slow
+def test_each_size(run_each):
+    run_each(3, compare, SIZES)
+    run_each(4, compare, SIZES | SPLIT)
+
+
+def some(cases, *sizes):
+    return {name: case for name, case in cases.items() if case["batch_size"] in sizes}
+
+
 def test_three_replicas(run_each):
-    run_each(3, compare, SIZES | {"fewer samples": {"batch_size": 1, "samples": (2,)}})
+    run_each(3, compare, some(SIZES, 1, 2) | {"fewer samples": {"batch_size": 1, "samples": (2,)}})
 
 
 def test_four_replicas(run_each):
-    split = {f"{k}, 2x2": v | {"domain": (2,)} for k, v in SIZES.items()}
     others = {
         "several loaders": {"batch_size": 1, "samples": (2, 13, 1)},
         "several loaders, 2x2": {"batch_size": 1, "samples": (1, 13), "domain": (2,)},
         "limits": {"batch_size": 1, "samples": (13, 6), "limit_test_batches": 3},
         "hybrid": {"batch_size": 3, "strategy": {"sharding": "hybrid"}},
     }
-    run_each(4, compare, SIZES | split | others)
+    run_each(4, compare, some(SIZES, 3, 5) | some(SPLIT, 2, 4) | others)
 
 
 class Stream(IterableDataset):
