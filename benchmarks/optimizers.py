@@ -6,7 +6,6 @@ python -m benchmarks.optimizers > docs/optimizers.md
 import importlib
 import inspect
 import json
-import sys
 import tempfile
 import warnings
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 import lightning_shard
 from benchmarks.common import table
+from lightning_shard.trainer.explain import explain
 
 LIBRARIES = {
     "torch.optim": "torch", "transformers.optimization": "transformers", "timm.optim": "timm",
@@ -27,9 +27,8 @@ LIBRARIES = {
 MESHES = ({"domain": 2}, {"data": 2, "domain": 2})
 STEPS = 4
 TOLERANCE = 1e-10  # of the largest weight
-BFLOAT16 = 1e-2
-PATIENCE_S = 20.0  # for ranks of which only some raise
-EXACT = "exact"
+PATIENCE_S = 60.0  # until a run that hangs is ended, and so an error
+EXACT, REFUSED, RANDOM = "exact", "refused", "refused: draws random numbers"
 
 INTRODUCTION = """# Optimizers on sharded parameters
 
@@ -87,10 +86,7 @@ def train(cls: Any, mesh: Any = None) -> list[Tensor]:
     only_matrices = cls is torch.optim.Muon
     parameters = [p for p in network.parameters() if not only_matrices or p.ndim == 2]
     torch.manual_seed(1)
-    try:
-        optimizer = cls(parameters)
-    except (TypeError, ValueError):
-        optimizer = cls(parameters, lr=0.01)
+    optimizer = _made(cls, parameters)
     generator = torch.Generator().manual_seed(2)
 
     def closure() -> Tensor:
@@ -110,6 +106,18 @@ def train(cls: Any, mesh: Any = None) -> list[Tensor]:
         return [p.detach().clone() for p in network.parameters()]
 
 
+def _made(cls: Any, parameters: list[nn.Parameter]) -> Any:
+    """Make an optimizer: with its defaults, with a learning rate, or with a group of matrices."""
+    for options in ({}, {"lr": 0.01}):
+        try:
+            return cls(parameters, **options)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+    matrices = [p for p in parameters if p.ndim == 2]
+    others = [p for p in parameters if p.ndim != 2]
+    return cls([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
+
+
 def _of_this_rank(x: Tensor, mesh: Any) -> Tensor:
     if mesh is None:
         return x
@@ -119,23 +127,26 @@ def _of_this_rank(x: Tensor, mesh: Any) -> Tensor:
 
 
 def verdict(cls: Any, mesh: Any) -> str:
-    """Compare an optimizer on the ranks of `mesh` with one process; "" where it trains nothing."""
+    """Compare an optimizer on the ranks of `mesh` with one process; "" where it trains nothing.
+
+    Raises:
+        Exception: It cannot update shards, as `explain` then says.
+    """
     try:
         expected = train(cls)
     except Exception:
         return ""
     try:
         found = train(cls, mesh)
-    except Exception:
-        return "refused"
+    except Exception as error:
+        explain(error)
+        raise
     largest = max(w.abs().max() for w in expected)
     pairs = zip(found, expected, strict=True)
-    error = float(max((a - b).abs().max() for a, b in pairs) / largest)
-    if error < TOLERANCE:
+    difference = float(max((a - b).abs().max() for a, b in pairs) / largest)
+    if difference < TOLERANCE:
         return EXACT
-    if cls.__name__ == "Muon" and error < BFLOAT16:
-        return "exact but for its rounding to bfloat16"
-    return "refused: draws random numbers" if cls.__name__ == "Gravity" else f"WRONG: {error:.1e}"
+    return RANDOM if cls.__name__ == "Gravity" else f"WRONG: {difference:.1e}"
 
 
 def _write_verdicts(names: list[list[str]], sizes: dict[str, int], file: str) -> None:
@@ -150,23 +161,25 @@ def _write_verdicts(names: list[list[str]], sizes: dict[str, int], file: str) ->
 
 
 def verdicts(names: list[list[str]], sizes: dict[str, int]) -> dict[tuple[str, str], str]:
-    """Return the verdict on each optimizer; one of which only some ranks raise is refused."""
+    """Return the verdict on each optimizer; an error of a rank ends all, and others follow anew."""
     found: dict[tuple[str, str], str] = {}
     ranks = int(torch.tensor(list(sizes.values())).prod())
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "verdicts")
         while left := [name for name in names if tuple(name) not in found]:
+            error: BaseException | None = None
             try:
                 lightning_shard.launch(
                     _write_verdicts, left, sizes, str(file), processes=ranks, timeout_s=PATIENCE_S
                 )
             except Exception as err:
-                print(left[0], repr(err)[:100], file=sys.stderr)
+                error = err
             lines = file.read_text().splitlines() if file.exists() else []
             found |= {(library, name): how for library, name, how in map(json.loads, lines)}
-            still = [name for name in left if tuple(name) not in found]
-            if still:
-                found[still[0][0], still[0][1]] = "refused"
+            if error is not None:
+                library, name = next(name for name in left if tuple(name) not in found)
+                is_named = f"The optimizer {name} cannot update sharded parameters" in str(error)
+                found[library, name] = REFUSED if is_named else f"ERROR: {str(error)[-200:]}"
     return found
 
 

@@ -52,6 +52,7 @@ from lightning_shard.fsdp.shard_block import (
     with_complex_parameters,
 )
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
+from lightning_shard.fsdp.whole_matrices import give_whole_matrices
 from lightning_shard.fsdp.write_shards import IN_STEP, write_shards
 from lightning_shard.ops.elementwise.autograd import whole_gradients
 from lightning_shard.processes.errors_together import copy_from_first
@@ -494,6 +495,7 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     lambda work: read_whole_numbers(),  # before anybody can read a number of a shard
     lambda work: refuse_flop_counts(),  # before a step can begin
     lambda work: write_shards(),  # before anybody can write into one
+    lambda work: give_whole_matrices(),  # before an optimizer can step
     _share_values,  # while parameters are whole, and complex ones complex
     _make_contiguous,  # before FSDP2, which refuses others
     _store_as_pairs,  # before parameters are grouped by dtype

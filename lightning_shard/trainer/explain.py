@@ -46,6 +46,10 @@ _OF_OPTIMIZERS = (
     "exact, such as AdamW; or keep parameters whole on every process: "
     "sharding=ShardingOptions(ignored_parameters=['*'])."
 )
+# the last three: of a rank without rows
+_WORDS_OF_SHARDS = (
+    "dtensor", "shard", "distributed.tensor", "numel() == 0", "0 elements", "empty tensor",
+)  # fmt: skip
 _OF_LOSSES = " {} also decides by the loss of its rank, so use data_parallel_size=1."
 
 
@@ -70,9 +74,8 @@ def _optimizer_of(error: BaseException) -> Optimizer | None:
             found = here
         elif module.startswith("lightning."):  # a closure, within which the module's step runs
             found = None
-        inside = f"{module} {error}"
-    of_shards = any(word in inside.lower() for word in ("dtensor", "shard", "distributed.tensor"))
-    return found if of_shards else None
+        inside = f"{module.removeprefix('lightning_shard')} {error}"
+    return found if any(word in inside.lower() for word in _WORDS_OF_SHARDS) else None
 
 
 def explain(error: BaseException) -> None:

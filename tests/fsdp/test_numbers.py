@@ -1,5 +1,7 @@
 """Numbers that are read from sharded parameters and gradients are those of one process."""
 
+import copy
+import math
 from collections import Counter
 from unittest import mock
 
@@ -47,6 +49,25 @@ def test_numbers_of_parameters_and_gradients():
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, numbers(mine))
         assert found[0] == found[1]
+
+
+@pytest.mark.spmd(4)
+def test_extremes_of_fewer_rows_than_ranks():
+    torch.manual_seed(0)
+    alone = nn.Linear(3, 2)
+    module = copy.deepcopy(alone)
+    parallelize(module, init_mesh({"data": -1}, "cpu"))
+    extremes = (
+        lambda p: p.max(),
+        lambda p: p.min(),
+        lambda p: p.abs().max(),
+        lambda p: (10 * p).long().max(),
+        lambda p: (p > 0).max(),
+        lambda p: (p - math.inf).max(),
+    )
+    for mine, wanted in zip(module.parameters(), alone.parameters(), strict=True):
+        for i, extreme in enumerate(extremes):
+            assert float(extreme(mine.detach())) == float(extreme(wanted.detach())), i
 
 
 @pytest.mark.spmd(2)

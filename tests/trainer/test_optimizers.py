@@ -1,8 +1,11 @@
 """Optimizers that cannot update shards are refused by name; the way out that this names works."""
 
 import pytest
+import timm.optim
 import torch
 import transformers
+from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_shard import ShardingOptions
 from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
@@ -20,6 +23,7 @@ OPTIMIZERS = {
     "torch.optim.Adafactor": (torch.optim.Adafactor, "Adafactor"),
     "torch.optim.LBFGS": (few_iterations, "LBFGS"),
     "transformers.Adafactor": (transformers_adafactor, "Adafactor"),
+    "timm.optim.AdamP": (timm.optim.AdamP, "AdamP"),
 }
 
 
@@ -56,4 +60,29 @@ def test_what_cannot_update_shards(name):
     fit_alone(expected, limit_val_batches=0)
     domain = (4,) if "data_parallel_size=1" in note else (2,)
     fit_sharded(found, domain, limit_val_batches=0, strategy=whole)
+    assert_same_state(found, expected)
+
+
+class Matrices(LightningModule):
+    """A tall and a wide matrix, of fewer rows than there are ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.network = nn.Sequential(nn.Linear(7, 9, bias=False), nn.Tanh(), nn.Linear(9, 2, False))
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        return (self.network(batch["x"].mean(2)) - 1).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Muon(self.parameters(), lr=0.05)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(2,), (4,)])
+def test_muon_iterates_with_whole_matrices(domain):
+    expected, found = Matrices(), Matrices()
+    fit_alone(expected)
+    fit_sharded(found, domain)
     assert_same_state(found, expected)

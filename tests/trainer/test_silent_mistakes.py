@@ -295,6 +295,17 @@ class MovesShards(ByHand):
         self.manual_backward(self.loss(batch))
 
 
+class PutsGradients(ByHand):
+    """Gives parameters the gradients that it has computed itself, those of this rank."""
+
+    def training_step(self, batch, batch_idx):
+        parameters = list(self.network.parameters())
+        found = torch.autograd.grad(self.loss(batch), parameters)
+        for p, gradient in zip(parameters, found, strict=True):
+            p.grad = gradient
+        self.optimizers().step()
+
+
 @pytest.mark.spmd(2)
 def test_gradients_by_hand():
     """They lie with the shards; without them clipping by torch's own function did nothing."""
@@ -305,6 +316,9 @@ def test_gradients_by_hand():
     assert_same_state(module, alone)
     with pytest.raises(RuntimeError, match=r"change those of self\.parameters\(\) instead"):
         fit_sharded(MovesShards(), (2,))
+    with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)") as caught:
+        fit_sharded(PutsGradients(), (2,))
+    assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
 
 
 class BetweenSteps(ByHand):

@@ -75,9 +75,10 @@ INTERNALS = {
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
     "torch.distributed.tensor.DTensor": "`p.data = value` writes into a shard",
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
-        "numbers that are read from shards are those of the whole",
+        "numbers that are read from shards, and extremes, are those of the whole",
     "torch.autograd._engine_run_backward": "gradients of parameters inside of steps are whole",
     "torch._foreach_add_": "lists of whole parameters and shards are taken apart",
+    "torch.optim._muon._zeropower_via_newtonschulz": "Muon iterates with whole matrices",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
     "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
@@ -340,10 +341,14 @@ def has_hooks(x: Tensor) -> bool:
     return bool(x._backward_hooks or x._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def read_numbers_of_dtensors(read: Callable[..., Any]) -> None:
-    """Let `read(operator, args, kwargs)` give the number of a DTensor of one element."""
+# the operator by which Python reads the number of a tensor
+read_number: Any = torch.ops.aten._local_scalar_dense.default
+
+
+def handle_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
+    """Let `handle(operator, args, kwargs)` compute an operator of torch that is given DTensors."""
     path = "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"
-    internal(path)[torch.ops.aten._local_scalar_dense.default] = read
+    internal(path)[operator] = handle
 
 
 def write_data_of_dtensors(write: Callable[[Any, Any], bool]) -> None:
