@@ -1,12 +1,13 @@
 """Shows the whole parameters of a sharded module to code outside of its steps."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
 from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
 from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.processes.torch_private.internals import gathered_as_kept
 
 
 @contextmanager
@@ -15,16 +16,18 @@ def whole_parameters(module: nn.Module) -> Generator[None]:
 
     The steps of a LightningModule see whole parameters anyway; this is for hooks such as
     `on_train_epoch_end`. All ranks must enter it, and write the same values if they write any.
+    Parameters have the precision in which they are kept, and layers compute in it, also where
+    `mp_policy` lets steps compute in fewer bits.
     """
     sharded = sharded_modules(module)
     for each in sharded:
         each.reshard()
     gathered: Gathered = module.__dict__.get(GATHERED) or Gathered(module)
-    for each in sharded:
-        each.unshard()
-    try:
-        with gathered.whole():
-            yield
-    finally:
+    with ExitStack() as stack:
         for each in sharded:
-            each.reshard()
+            stack.enter_context(gathered_as_kept(each))
+            stack.callback(each.reshard)
+        for each in sharded:
+            each.unshard()
+        stack.enter_context(gathered.whole())
+        yield

@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import ShardingOptions
+from lightning_shard import ShardingOptions, whole_parameters
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from tests.checkpoint.test_resume_inside_epoch import shared_path
@@ -101,6 +101,17 @@ class Dtypes(Callback):
         self.gradient = module.stem.weight.grad.dtype
         self.held = module.stem.weight.dtype
 
+    @torch.no_grad()
+    def on_train_end(self, trainer, module):
+        kept = module.stem.weight.full_tensor()
+        with whole_parameters(module):
+            weight = module.stem.weight
+            torch.testing.assert_close(weight.detach(), kept, rtol=0, atol=0)
+            weight += 2**-20  # which 16 bits do not have
+            self.output = module(sample(0)[None, :1].float()).dtype
+        torch.testing.assert_close(module.stem.weight.full_tensor(), kept + 2**-20, rtol=0, atol=0)
+        module(sample(0)[None, :1].float())  # as in a step again
+
 
 POLICIES = {
     "parameters": ({"param_dtype": "bfloat16"}, torch.bfloat16),
@@ -116,8 +127,8 @@ def test_policy(policy):
     look = Dtypes()
     options = {"wrap": ["Block"], "mp_policy": given}
     found = train((2,), options, Plain(), torch.float32, callbacks=[look])
+    assert (look.held, look.gradient, look.output) == (torch.float32,) * 3
     assert look.inside == (inside, inside)
-    assert (look.held, look.gradient) == (torch.float32, torch.float32)
     plain = Plain()
     losses = []
     optimizer = plain.configure_optimizers()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # name -> what breaks without it; a name may have another in some releases, after a bar
 INTERNALS = {
@@ -71,6 +72,8 @@ INTERNALS = {
         "parameters that a rank has not used get zero gradients",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward":
         "the same",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs":
+        "whole parameters outside of steps have the precision in which they are kept",
     "torch.Tensor._backward_hooks": "hooks of parameters, which FSDP2 drops, are refused",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
     "torch.distributed.tensor.DTensor": "`p.data = value` writes into a shard",
@@ -379,6 +382,44 @@ def set_foreach_function(name: str, function: Callable[..., Any]) -> None:
 def gathered_by(module: Any) -> list[Any]:
     """Give FSDP2's records of the parameters that it gathers for `module`."""
     return [record for group in parameter_groups(module) for record in group.fsdp_params]
+
+
+# of FSDP2's record of a parameter: what depends on the dtype in which it is gathered
+_OF_GATHERED_DTYPE = ("param_dtype", "init_dtype_attrs", "all_gather_outputs", "_unsharded_param")
+
+
+@contextmanager
+def gathered_as_kept(module: Any) -> Generator[None]:
+    """Let FSDP2, while open, gather for `module` in the dtype of the shards, and cast nothing.
+
+    The parameters must be sharded when this begins and when it ends.
+    """
+    state = module._get_fsdp_state()
+    for group in parameter_groups(module):
+        group.lazy_init()  # which sets these dtypes
+    cast = [record for record in gathered_by(module) if record.param_dtype is not None]
+    policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
+    _swap(cast)
+    try:
+        yield
+    finally:
+        _swap(cast)
+        state._mp_policy = policy
+
+
+def _swap(records: list[Any]) -> None:
+    """Take the memory of the other dtype; each keeps its own, which holds nothing meanwhile."""
+    for record in records:
+        held = vars(record)
+        other = held.pop("_of_other_dtype", None)
+        if other is None:
+            other = {"param_dtype": None, "init_dtype_attrs": _keep, "all_gather_outputs": []}
+        now = {name: held.pop(name) for name in _OF_GATHERED_DTYPE if name in held}
+        held.update(other, _of_other_dtype=now)
+
+
+def _keep(_: MixedPrecisionPolicy) -> None:
+    """Leave the dtypes, which FSDP2 would set again from its policy."""
 
 
 def module_of(record: Any) -> Any:
