@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
-from lightning_shard import in_tiles
+from lightning_shard import in_tiles, init_mesh
+from lightning_shard.lab.simulate import in_turns
+from lightning_shard.lab.simulated.one_device import OneDevice
 from tests.double_fno import to_double
 from tests.parity import assert_same
 
@@ -130,6 +135,35 @@ def test_on_a_device() -> None:
             assert value.device.type == "xpu"
             assert value.isfinite().all()
         assert drawn.isfinite().all()
+
+
+def _collectives() -> dict[str, Tensor]:
+    """Collectives of torch's two kinds, on tensors that the pager moves and that it leaves."""
+    rank, mesh = dist.get_rank(), init_mesh({"domain": dist.get_world_size()}, device_type="xpu")
+    found: dict[str, Tensor] = {}
+    for rows in (3, 4096):
+        own = torch.full((rows,), rank + 1.0, device="xpu")
+        sharded = DTensor.from_local(own, mesh, [Shard(0)])
+        found |= {
+            f"gathered {rows}": functional.all_gather_tensor(own, 0, dist.group.WORLD).cpu(),
+            f"summed {rows}": functional.all_reduce(own, "sum", dist.group.WORLD).cpu(),
+            f"whole {rows}": (sharded * 2).full_tensor().cpu(),
+        }
+        dist.all_reduce(own)
+        found[f"in place {rows}"] = own.cpu()
+    return found
+
+
+@pytest.mark.spmd(1, "xpu")
+def test_collectives_on_a_device() -> None:
+    """Those that run inside of an operator count no writes, and are written back all the same."""
+    for found in in_turns(_collectives, 2, OneDevice(torch.device("xpu"))):
+        for name, value in found.items():
+            rows = int(name.split()[-1])
+            each = torch.tensor([1.0, 2.0]).repeat_interleave(rows)
+            whole = {"gathered": each, "whole": each * 2}
+            wanted = whole.get(name.split()[0], torch.full((rows,), 3.0))
+            assert torch.equal(value, wanted), name
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_shard.fsdp.paging.pages import Page
 from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
+    FakeTensor,
     key_of_storage,
     open_modes,
     schema_of,
@@ -72,8 +73,10 @@ class Paging(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on storages that are near."""
-        # a DTensor and the like: this mode sees the operators on what lies in it
         if types and not _PLAIN.issuperset(types):
+            if FakeTensor in types:  # by which DTensor finds shapes: it has no memory
+                return func(*args, **(kwargs or {}))
+            # a DTensor and the like: this mode sees the operators on what lies in it
             return NotImplemented
         with without_functions():
             return self._run(func, args, kwargs or {})

@@ -19,6 +19,7 @@ from lightning_shard.fsdp.paging.memory import Memory
 from lightning_shard.fsdp.paging.mode import Exits, Paging
 from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
 from lightning_shard.processes.torch_private.internals import (
+    counting_writes,
     key_of_storage,
     tree_map_only,
     version_of,
@@ -58,7 +59,7 @@ class Pager:
     ) -> None:
         """Know no storage yet."""
         leave_to_fsdp()
-        self.device, self.budget, self.small = _with_index(device), budget, small
+        self.device, self.budget, self.small = with_index(device), budget, small
         memory = memory or Memory(pinned=self.device.type != "cpu")
         self.pages = Pages(self.device, memory, driver or Driver())
         self.rank, self.ranks = 0, 1
@@ -154,7 +155,8 @@ class Pager:
             copies.append((tensor, tensor.cpu()))
             return copies[-1][1]
 
-        with self._lock, without_modes():
+        # functional collectives bring tensors inside of an operator
+        with self._lock, without_modes(), counting_writes():
             moved = tree_map_only(Tensor, move, values)
             versions = [version_of(copy) for _, copy in copies]
             yield moved
@@ -328,7 +330,7 @@ class Pager:
         )
 
 
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
     """Return the device as tensors name it, with its number."""
     if device.type == "cpu" or device.index is not None:
         return device

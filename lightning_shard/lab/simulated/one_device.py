@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_shard.fsdp.paging.memory import FileMemory
-from lightning_shard.fsdp.paging.pager import Pager
+from lightning_shard.fsdp.paging.pager import Pager, with_index
 from lightning_shard.lab.simulated.group import OpenCollectives
 from lightning_shard.lab.simulated.state import State
 from lightning_shard.lab.simulated.turns import Turns
@@ -37,7 +37,7 @@ class OneDevice:
         Raises:
             ValueError: There is no such directory.
         """
-        self.device = device
+        self.device = device = with_index(device)
         memory = None if folder is None else FileMemory(folder)
         pages = device.type != "cpu" or folder is not None
         self.pager = Pager(device, budget, memory) if pages else None

@@ -94,6 +94,9 @@ INTERNALS = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage": "the same",
     "torch.distributed.fsdp._fully_shard._fsdp_param.free_storage": "the same",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.alloc_storage": "the same",
+    "torch._C.DispatchKey.ADInplaceOrView": "writes of functional collectives are seen",
+    "torch._C._dispatch_tls_is_dispatch_key_excluded": "the same",
+    "torch._C._dispatch_tls_set_dispatch_key_excluded": "the same",
     "torch._C.DisableTorchFunction": "a pager looks at tensors without being called for it",
     # containers of tensors: batches, and what modules and steps return
     "torch.utils._pytree.keystr": "a tensor of a batch is called by its place",
@@ -306,6 +309,19 @@ def version_of(x: Tensor) -> int:
     """Count the writes into the memory of `x`; 0 in inference mode, which does not count."""
     assert "torch.Tensor._version" in INTERNALS
     return 0 if x.is_inference() else x._version
+
+
+@contextmanager
+def counting_writes() -> Generator[None]:
+    """Let writes be counted while open, also inside of an operator, where torch counts none."""
+    key = internal("torch._C.DispatchKey.ADInplaceOrView")
+    change = internal("torch._C._dispatch_tls_set_dispatch_key_excluded")
+    before = internal("torch._C._dispatch_tls_is_dispatch_key_excluded")(key)
+    change(key, False)
+    try:
+        yield
+    finally:
+        change(key, before)
 
 
 def node_class(function: Any) -> Any:

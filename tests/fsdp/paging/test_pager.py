@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import paging
 from lightning_shard.fsdp.paging.memory import FileMemory, Memory
 from lightning_shard.fsdp.paging.pager import Pager
-from lightning_shard.processes.torch_private.internals import internal
+from lightning_shard.processes.torch_private.internals import FakeTensorMode, internal
 
 CPU = torch.device("cpu")
 ROWS = 64  # of fields of 16 float64 each: 8 KiB
@@ -328,6 +328,15 @@ def test_dtensors():
         pager.hand_over(0, 1)
         assert is_away(twice.to_local())
         assert torch.equal((twice + whole).full_tensor(), field() * 3)
+
+
+def test_fake_tensors_have_no_memory():
+    """By them DTensor finds the shape of what an operator gives."""
+    pager = pager_of()
+    with pager.paging(), FakeTensorMode() as fake:
+        shape = (fake.from_tensor(field()) @ torch.empty(16, 5, dtype=torch.float64)).shape
+    assert shape == (ROWS, 5)
+    assert pager.pages.known == {}
 
 
 def test_files_are_gone_and_used_again(tmp_path):
