@@ -1,6 +1,7 @@
 """Keeps the graphs of all ranks alike where a rank has no rows.
 
-Every rank must take part in every collective of the backward pass.
+Every rank must take part in every collective of the backward pass, those of a user's hooks of
+parameters too, so gradients must arrive in the same order.
 """
 
 from collections.abc import Sequence
@@ -30,9 +31,11 @@ def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
 
     A rank without rows must still take part in every collective of the backward pass, and give each
     parameter a gradient (of zeros). Each of these has memory of its own, since gradients are summed
-    over ranks in place.
+    over ranks in place. They arrive in the order of `sources`, as from one node of torch with these
+    operands: autograd begins with the node that was made last.
     """
     kept = [s for s in sources if s is not None]
-    nothing = concatenated([s.flatten()[:0].to(kept[0].dtype) for s in kept], 0)
+    pieces = [s.flatten()[:0].to(kept[0].dtype) for s in reversed(kept)]
+    nothing = concatenated(pieces, 0)
     nothing = nothing.sum(dtype=kept[0].dtype)  # which autocast would change
     return nothing * kept[0].new_ones(tuple(shape))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import local_part
-from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -57,12 +56,7 @@ def recurrent(
 
     features = states[0].shape[-1] * (2 if bidirectional else 1)
     layout = x.layout.with_dim(2, features)
-    if 0 in x.layout.local_shape:
-        shapes = [layout.local_shape, *(each.local_shape for each in layouts)]
-        results = [empty_attached(shape, x.local, *parts, *params) for shape in shapes]
-        results = _typed(run, results, x.local, *parts)
-    else:
-        results = run(x.local, *parts)
+    results = _also_of_none(run, (x.local, *parts), (batch, *[1] * len(parts)))
     return tuple(
         x.like(local, each) for local, each in zip(results, [layout, *layouts], strict=True)
     )
@@ -91,22 +85,28 @@ def lstm_cell(
         found = func(x, states[0] if len(states) == 1 else list(states), *params)
         return [found] if isinstance(found, Tensor) else found
 
-    if 0 in x.layout.local_shape:
-        results = [empty_attached(p.shape, x.local, *parts, *params) for p in parts]
-        results = _typed(run, results, x.local, *parts)
-    else:
-        results = run(x.local, *parts)
+    results = _also_of_none(run, (x.local, *parts), [0] * (1 + len(parts)))
     return tuple(x.like(local, each) for local, each in zip(results, layouts, strict=True))
 
 
-def _typed(
-    run: Callable[..., Any], results: Sequence[Tensor], *operands: Tensor
+def _also_of_none(
+    run: Callable[..., Any], operands: Sequence[Tensor], dims: Sequence[int]
 ) -> Sequence[Tensor]:
-    """The results of no sequence in the types that autocast gives the other ranks'."""
-    if not torch.is_autocast_enabled(operands[0].device.type):
-        return results
-    found = run(*(t.new_zeros([max(n, 1) for n in t.shape]) for t in operands))
-    return [r.to(f.dtype) for r, f in zip(results, found, strict=True)]
+    """Run; without sequences on one of zeros, which is dropped, so that graphs and types are alike.
+
+    Args:
+        run: The function; its results are as many as its operands, or fewer.
+        operands: The input and the states.
+        dims: The dim of the sequences in each operand, and so in each result.
+    """
+    if all(x.shape[d] for x, d in zip(operands, dims, strict=True)):
+        return run(*operands)
+    one = [
+        torch.cat([x, x.new_zeros([1 if i == d else n for i, n in enumerate(x.shape)])], d)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    results = run(*one)
+    return [r.narrow(d, 0, 0) for r, d in zip(results, dims[-len(results) :], strict=True)]
 
 
 def _states(hidden: Hidden) -> list[Tensor | Subdomain]:

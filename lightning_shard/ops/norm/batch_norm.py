@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import sum_over, take_local, volume, whole
+from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -35,6 +36,8 @@ def batch_norm(
         raise UnsupportedOperationError("batch_norm of a tensor without channels (dim 1)")
     if not training:
         own = [_of_channels(x, v) for v in (running_mean, running_var, weight, bias)]
+        if not x.local.numel():
+            return x.like(empty_attached(x.local.shape, x.local, *own[2:]))
         return x.like(func(x.local, *own, False, momentum, eps))
     dims = (0, *range(2, x.ndim))
     count = volume(x.layout, dims)

@@ -1,0 +1,74 @@
+"""On ranks without rows, gradients of parameters arrive in the order of the other ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchvision.ops import DeformConv2d
+
+from lightning_shard import shard
+from tests.parity import assert_same, mesh_of
+
+
+class Deformed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.offset, self.conv = nn.Conv2d(4, 18, 3, padding=1), DeformConv2d(4, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x, self.offset(x))
+
+
+ROW, SEQUENCE = (2, 4, 1, 5), (3, 1, 4)
+LAYERS = {
+    "conv1d": (lambda: nn.Conv1d(4, 3, 1), (1, 4, 1), 2),
+    "conv2d": (lambda: nn.Conv2d(4, 3, 1), ROW, 2),
+    "conv2d with neighbours": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), ROW, 2),
+    "conv3d": (lambda: nn.Conv3d(4, 3, 3, padding=1), (1, 4, 1, 2, 3), 2),
+    "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 3, 3, padding=1), ROW, 2),
+    "deformable": (Deformed, ROW, 2),
+    "linear": (lambda: nn.Linear(4, 3), SEQUENCE, 1),
+    "batch_norm": (lambda: nn.BatchNorm2d(4), ROW, 2),
+    "batch_norm, evaluated": (lambda: nn.BatchNorm2d(4).eval(), ROW, 2),
+    "instance_norm": (lambda: nn.InstanceNorm2d(4, affine=True), ROW, 2),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), ROW, 2),
+    "layer_norm": (lambda: nn.LayerNorm(4), SEQUENCE, 1),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), SEQUENCE, 1),
+    "gru": (lambda: nn.GRU(4, 3, 2, bidirectional=True), SEQUENCE, 1),
+    "lstm": (lambda: nn.LSTM(4, 3, batch_first=True), (1, 3, 4), 0),
+    "gru_cell": (lambda: nn.GRUCell(4, 3), (1, 4), 0),
+    "lstm_cell": (lambda: nn.LSTMCell(4, 3), (1, 4), 0),
+    "prelu": (lambda: nn.PReLU(4), ROW, 2),
+}  # fmt: skip
+
+
+def gradients(make, shape, given, reduced):
+    torch.manual_seed(0)
+    layer, arrived = make().double(), []
+    x = torch.randn(shape, dtype=torch.float64)
+
+    def hook(p):
+        if reduced:
+            dist.all_reduce(p.grad)  # meets that of another parameter where orders differ
+        arrived.append(p.shape)
+
+    for p in layer.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    result = layer(given(x))
+    result = result[0] if isinstance(result, tuple) else result
+    result.sin().sum().backward()
+    return arrived, [p.grad for p in layer.parameters()]
+
+
+def check(name):
+    make, shape, dim = LAYERS[name]
+    expected = gradients(make, shape, lambda x: x, reduced=False)[1]
+    arrived, found = gradients(make, shape, lambda x: shard(x, mesh_of(2), dim), reduced=True)
+    orders = [None, None]
+    dist.all_gather_object(orders, arrived)
+    assert orders[0] == orders[1]
+    for mine, one in zip(found, expected, strict=True):
+        assert_same(mine / 2, one)
+
+
+def test_hooks_of_parameters_may_communicate(run_each):
+    run_each(2, check, {name: {"name": name} for name in LAYERS})
