@@ -15,8 +15,8 @@ import atexit
 import json
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -76,7 +76,7 @@ class SameBlocks:
         """Begin without an order.
 
         Args:
-            ranks: The ranks that shard the same modules.
+            ranks: The ranks that shard the same modules, or all ranks.
             rank: The rank of this process.
         """
         self.group_store = default_store()
@@ -122,6 +122,18 @@ class SameBlocks:
         self._count += 1
         self._status = self._count, ""
 
+    @contextmanager
+    def exchanges(self, event: str) -> Generator[None]:
+        """Let a rank that waits for something else see that this rank is in a collective.
+
+        Args:
+            event: A clause that names the collective, in which all ranks compare what they do.
+        """
+        self._status = self._count, event
+        yield
+        self._count += 1
+        self._status = self._count, ""
+
     def close(self) -> None:
         """End the thread that answers."""
         atexit.unregister(self.close)
@@ -133,21 +145,23 @@ class SameBlocks:
         self._status, began = (self._count, event), time.monotonic()
         if self._store.add(key, 1) == len(self._ranks):
             self._store.set(f"{key}/all", "")
+        of_blocks = event.startswith(("gathers", "reduces"))
+        # sooner than a collective of the others gives up, which would not say what was wrong
+        limit_s = LIMIT_S if of_blocks else self._store.timeout.total_seconds() / 2
         asked = False
         while not self._has_come(f"{key}/all"):
             if not asked:
                 self._store.set(f"{self._prefix}/asked", "")
                 asked = True
             elif (other := self._difference(event)) and not self._store.check([f"{key}/all"]):
-                of_blocks = event.startswith(("gathers", "reduces"))
                 kind, remedy = _OTHER_BLOCKS if of_blocks else _OTHER_CALLS
                 raise DisagreementError(
                     f"the ranks {kind}: rank {self._rank} {words}, where {other}; {remedy}"
                 )
-            if time.monotonic() - began > LIMIT_S:
+            if time.monotonic() - began > limit_s:
                 raise TimeoutError(
-                    f"rank {self._rank} {event}, and for {LIMIT_S:.0f} s not all ranks have come "
-                    "to it."
+                    f"rank {self._rank} {words}, and for {limit_s:.0f} s not all ranks have come "
+                    "to it; let all ranks do so in the same order."
                 )
         self._status = self._count, ""
         if self._rank == self._ranks[0]:  # all have left the agreement before this one

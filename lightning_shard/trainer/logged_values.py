@@ -9,7 +9,7 @@ the end of training follow it on each rank.
 import functools
 import zlib
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_shard.fsdp.same_blocks import order_of
+from lightning_shard.fsdp.same_blocks import SameBlocks, order_of, same_blocks
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.trainer.host import (
     add_once,
@@ -76,6 +76,8 @@ class LoggedValues:
         """
         self._device, self._trainer = device, trainer
         self._world = dist.group.WORLD  # within a step the default group may be another one
+        if self._world is not None and self._order() is None:
+            same_blocks(self._world)
         follow_reductions(trainer, self._reducing)
         add_once(trainer, _EndsOfEpochs(self._compare_end), first=True)
         for callback in callbacks_of(trainer):
@@ -178,9 +180,16 @@ class LoggedValues:
 
     def _come_to(self, event: str, words: str = "") -> None:
         """Notice in seconds if other ranks do something else here."""
-        order = order_of(range(dist.get_world_size(self._world)))
-        if order is not None:
+        if (order := self._order()) is not None:
             order.comes_to(event, words)
+
+    def _exchanges(self, event: str) -> AbstractContextManager[None]:
+        """Let ranks that do something else here see what this one does."""
+        order = self._order()
+        return nullcontext() if order is None else order.exchanges(event)
+
+    def _order(self) -> SameBlocks | None:
+        return order_of(range(dist.get_world_size(self._world)))
 
     def exchange_nothing(self) -> None:
         """Take part in the exchange of a number of a step that this rank does not run."""
@@ -195,7 +204,9 @@ class LoggedValues:
         mine[0, 2] = tag
         mine[0, 3] = self._samples or 0
         all_of_them = mine.new_empty(dist.get_world_size(group), 4)
-        dist.all_gather_into_tensor(all_of_them, mine, group)
+        event = f"comes to {_END}" if name.startswith(_END) else f"logs {name!r}"
+        with self._exchanges(event) if group is self._world else nullcontext():
+            dist.all_gather_into_tensor(all_of_them, mine, group)
         values = all_of_them[:, : bits.numel()].contiguous().view(number.dtype).reshape(-1)
         return values, all_of_them[:, 2], all_of_them[:, 3]
 
@@ -245,7 +256,8 @@ class LoggedValues:
             return own
         numbers = {name: _number(value) for name, value in own.items()}
         everywhere: list[Any] = [None] * dist.get_world_size(self._world)
-        dist.all_gather_object(everywhere, numbers, group=self._world)
+        with self._exchanges(f"follows {monitored!r} in {kind}"):
+            dist.all_gather_object(everywhere, numbers, group=self._world)
         seen = [each.get(monitored) for each in everywhere]
         if different := next((rank for rank in range(len(seen)) if not _same(seen, rank)), 0):
             raise DisagreementError(

@@ -2,6 +2,7 @@
 
 import re
 import time
+import warnings
 
 import pytest
 import torch
@@ -115,39 +116,6 @@ def test_one_rank_logs_more(stage, rank):
         fit(Logs(**{stage: logs}))
 
 
-def one_more_in_a_step(stage, first):
-    """A rank that logs once more, from some step on."""
-    steps = []
-
-    def logs(module):
-        module.log("a", 1.0, on_epoch=False, on_step=True, sync_dist=True)
-        if module.global_rank == 1 and len(steps) >= first:
-            module.log("b", 2.0, on_epoch=False, on_step=True, sync_dist=True)
-        steps.append(None)
-
-    fit(Logs(**{stage: logs}), epochs=2)
-
-
-@pytest.mark.parametrize(
-    ("body", "arguments", "words"),
-    [
-        (one_more_in_a_step, ("train", 2), "rank 1 logs 'b', where rank 0 "),
-        (one_more_in_a_step, ("validate", 2), "rank 1 logs 'b', where rank 0 "),
-    ],
-    ids=["train", "validate"],
-)
-def test_one_rank_does_more(body, arguments, words):
-    """In processes of their own: a rank that waits in a collective is ended, in seconds."""
-    began = time.monotonic()
-    with pytest.raises(ProcessRaisedException) as raised:
-        launch(body, *arguments, processes=2, timeout_s=60)
-    either = (
-        f"the ranks do different things: {words}|, where rank 1 logs a value with sync_dist=True"
-    )
-    assert re.search(either, str(raised.value))
-    assert time.monotonic() - began < 40
-
-
 class ByHand(Logs):
     """Steps its scheduler by itself, with a value of its rank."""
 
@@ -162,6 +130,47 @@ class ByHand(Logs):
 
     def on_train_epoch_end(self):
         self.lr_schedulers().step(float(self.global_rank * self.trainer.current_epoch))
+
+
+def one_more_in_a_step(stage, first):
+    """A rank that logs once more, from some step on."""
+    steps = []
+
+    def logs(module):
+        module.log("a", 1.0, on_epoch=False, on_step=True, sync_dist=True)
+        if module.global_rank == 1 and len(steps) >= first:
+            module.log("b", 2.0, on_epoch=False, on_step=True, sync_dist=True)
+        steps.append(None)
+
+    fit(Logs(**{stage: logs}), epochs=2)
+
+
+def one_scheduler():
+    warnings.simplefilter("ignore")  # Lightning's, of the monitor of manual optimization
+    module = ByHand()
+    module.on_train_epoch_end = lambda: module.global_rank or module.lr_schedulers().step(1.0)
+    fit(module, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "words"),
+    [
+        (one_scheduler, (), "rank 0 steps ReduceLROnPlateau, where rank 1 comes to the end of the"),
+        (one_more_in_a_step, ("train", 2), "rank 1 logs 'b', where rank 0 "),
+        (one_more_in_a_step, ("validate", 2), "rank 1 logs 'b', where rank 0 "),
+    ],
+    ids=["scheduler", "train", "validate"],
+)
+def test_one_rank_does_more(body, arguments, words):
+    """In processes of their own: a rank that waits in a collective is ended, in seconds."""
+    began = time.monotonic()
+    with pytest.raises(ProcessRaisedException) as raised:
+        launch(body, *arguments, processes=2, timeout_s=60)
+    either = (
+        f"the ranks do different things: {words}|, where rank 1 logs a value with sync_dist=True"
+    )
+    assert re.search(either, str(raised.value))
+    assert time.monotonic() - began < 40
 
 
 @pytest.mark.spmd(2)
