@@ -38,8 +38,13 @@ class Seen:
     damaged: list[str]
 
     def names(self, cell: Cell) -> bool:
-        """Whether the last line of each rank that could still speak says which rank failed."""
-        silent = {cell.rank} if cell.fault in ("kill", "segfault", "_exit") else set()
+        """Whether the last line of each rank that could still speak says which rank failed.
+
+        Who is interrupted says nothing more, since the user knows.
+        """
+        if cell.fault == "sigint of all":
+            return not any("failed first" in lines for lines in self.last_lines)
+        silent = {cell.rank} if cell.fault in ("kill", "segfault", "_exit", "sigint") else set()
         return all(
             f"rank {cell.rank}" in lines.splitlines()[-1]
             for rank, lines in enumerate(self.last_lines)

@@ -17,6 +17,7 @@ def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
     for rank in range(2):
         output = (tmp_path / f"output_{rank}").read_text()
         assert "Traceback" not in output, output
+        assert "failed first" not in output, output
         assert "saved checkpoint to" not in output
         (said,) = [line for line in output.splitlines() if "no checkpoint was saved" in line]
         assert said.startswith(f"[rank {rank}]")

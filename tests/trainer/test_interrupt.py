@@ -51,6 +51,7 @@ def test_interrupt_and_resume(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     go_on = f"fit --config {folder / 'config.yaml'} --ckpt_path {folder / 'last.ckpt'}"
     assert go_on in output, output
+    assert "failed first" not in output, output
     while (left := _alive(started.pid)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left, "processes of the run are left"

@@ -38,6 +38,8 @@ class Failure:
         """Return the rest of the sentence "[rank 0] ended, because" for this `rank`."""
         if self.code == SIGTERM_CODE:
             return f"of SIGTERM on rank {self.rank}"
+        if self.text.endswith(": KeyboardInterrupt"):
+            return f"of Ctrl-C on rank {self.rank}"
         return f"{'it' if self.rank == rank else 'another rank'} failed first: {self.text}"
 
     def packed(self) -> str:

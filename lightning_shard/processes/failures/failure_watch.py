@@ -91,6 +91,7 @@ class FailureWatch:
         self.rank = rank
         self.group_store = default_store()  # lives as long as it is watched
         self.rests = False  # between stages
+        self._is_interrupted = False
         self._ranks = dist.get_world_size()
         self._timeout_s = timeout_s
         self._prefix = f"run_{next(_runs)}"
@@ -130,7 +131,8 @@ class FailureWatch:
         """
         self._guard.end_within(AGREE_S + GRACE_S)
         lost = is_lost_connection(error) or isinstance(error, RankFailedError)
-        failure = Failure(self.rank, f"rank {self.rank}: {type(error).__name__}: {error}")
+        text = f"rank {self.rank}: {type(error).__name__}: {error}".removesuffix(": ")
+        failure = Failure(self.rank, text)
         try:
             gone = int(lost)  # ranks that are not reached any more
             if isinstance(error, RankFailedError):
@@ -146,7 +148,9 @@ class FailureWatch:
             alone = True
         self._guard.end_within(GRACE_S if alone else None)
         if alone and error is not None:
-            note_first(error, first.text)
+            self._is_interrupted = isinstance(error, KeyboardInterrupt)
+            if not self._is_interrupted:
+                note_first(error, first.text)
             self._say_at_exit()
         return alone
 
@@ -259,7 +263,8 @@ class FailureWatch:
                 child.kill()
         self._talk.close()
         self._talk.join()
-        self._guard.say(self._why())
+        if not self._is_interrupted:  # else the user has ended this rank, and knows
+            self._guard.say(self._why())
         self._guard.reopen(GRACE_S)
 
     def _why(self) -> str:
