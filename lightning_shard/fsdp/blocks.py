@@ -118,6 +118,10 @@ class _Search:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._shared = _shared_parameters(root)
+        held = Counter(child for module in root.modules() for child in module.children())
+        self._common = {
+            m for m, n in held.items() if n > 1 and next(m.children(), None) is not None
+        }
 
     def blocks_in(self, module: nn.Module, *, enclosed: bool) -> Iterator[nn.Module]:
         """The blocks under `module`; `enclosed`: it is part of a repeated module."""
@@ -128,7 +132,7 @@ class _Search:
         listed = isinstance(module, _IN_LISTS) and len(module) > 1
         for name, child in children.items():
             composite = any(True for _ in child.children()) or not _is_of_torch(child)
-            alike = kinds[type(child)] > 1 and composite
+            alike = kinds[type(child)] > 1 and composite and not self._has_a_common_part(child)
             inner = list(self.blocks_in(child, enclosed=enclosed or alike))
             size = _numel(child, self._shared)
             covered = sum(_numel(part, self._shared) for part in inner) >= COVERED * size
@@ -138,6 +142,14 @@ class _Search:
                 # last, since it reads the sources of the network's classes
                 block = block or (not enclosed and not _is_read(name, self._root))
             yield from [child] if block and not covered and can_be_gathered(child) else inner
+
+    def _has_a_common_part(self, module: nn.Module) -> bool:
+        """Return True if a part with layers is reached past `module`, too.
+
+        Its hooks may run layers of all that hold it, as torchgeo's BYOL does: so those are whole.
+        """
+        parts = self._common.intersection(module.modules()) - {module}
+        return bool(parts) and not parts.isdisjoint(_outside(module, self._root))
 
 
 def _is_read(layer: str, root: nn.Module) -> bool:

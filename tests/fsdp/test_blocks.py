@@ -89,6 +89,26 @@ def test_by_size():
     assert blocks(network, min_num_params=1000) == []
 
 
+class Around(nn.Module):
+    """A head behind a part, which may be that of another."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.head = part, nn.Linear(300, 2000)
+
+    def forward(self, x):
+        return self.head(self.part(x))
+
+
+def test_siblings_around_one_part_are_not_blocks():
+    """A hook of the part may run the layers of both, as in torchgeo's BYOL."""
+    net, part = nn.Module(), nn.Sequential(Stage(), Stage())
+    net.student, net.teacher = Around(part), Around(part)
+    assert blocks(net) == [*part]
+    net.teacher.part = copy.deepcopy(part)
+    assert blocks(net) == [net.student, net.teacher]
+
+
 def test_tied_parts_are_gathered_by_what_encloses_them():
     class Tied(nn.Module):
         def __init__(self) -> None:
