@@ -76,7 +76,7 @@ def main() -> None:
         for mesh in program.meshes:
             if mesh in row:
                 print(f"{program.package} {program.name} {mesh}: {row[mesh]}", flush=True)
-        if options.record:
+        if options.record and "does not run" not in str(row):
             record(program, row)
 
 
@@ -141,18 +141,22 @@ def run(name: str, mesh: str) -> dict[str, Any]:
     else:
         alone = importlib.import_module(f"{program.host}.plugins.environments")
         settings |= {"devices": 1, "plugins": alone.LightningEnvironment()}
-    trainer = pl.Trainer(**settings, callbacks=[kept, *parts.callbacks])
+    trainer = (parts.engine or pl.Trainer)(**settings, callbacks=[kept, *parts.callbacks])
     data = parts.loader(parts.batch // int(replicas or 1))
     torch.manual_seed(6)
     logged: dict[str, float] = {}
     for stage in parts.stages:
         given = (data, data) if stage == "fit" and parts.validates else (data,)
         getattr(trainer, stage)(parts.module, *given)
-        logged |= {f"{stage} {k}": float(v) for k, v in trainer.callback_metrics.items()}
+        logged |= {f"{stage} {k}": float(v) for k, v in _trainer(trainer).callback_metrics.items()}
     return {
         "losses": losses.means(), "logged": logged, "weights": _weights(parts.module, bool(mesh)),
-        "split": _split(trainer) if mesh else "",
+        "split": _split(_trainer(trainer)) if mesh else "",
     }  # fmt: skip
+
+
+def _trainer(engine: Any) -> Any:
+    return getattr(engine, "trainer", engine)
 
 
 class _Losses:

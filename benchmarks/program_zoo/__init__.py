@@ -6,16 +6,29 @@ of the Trainer. The decorator `program` says of which package it is, and what wa
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-FILES = ("earth", "images", "language", "self_supervised", "tables", "uncertainty", "volumes")
+FILES = (
+    "anomalies",
+    "earth",
+    "images",
+    "language",
+    "self_supervised",
+    "tables",
+    "uncertainty",
+    "volumes",
+)
 
 
 @dataclass
@@ -31,6 +44,7 @@ class Parts:
         stages: The stages that run, in this order.
         callbacks: Callbacks of the program.
         validates: Whether the fit validates, on the same batches.
+        engine: Makes what trains from the arguments of a Trainer, where that is no Trainer.
     """
 
     module: Any
@@ -41,6 +55,7 @@ class Parts:
     stages: tuple[str, ...] = ("fit",)
     callbacks: Sequence[Any] = ()
     validates: bool = True
+    engine: Callable[..., Any] | None = None
 
     def loader(self, size: int) -> Any:
         """Make batches of `size` samples."""
@@ -118,6 +133,21 @@ def programs() -> dict[str, Program]:
     for file in FILES:
         importlib.import_module(f"benchmarks.program_zoo.{file}")
     return PROGRAMS
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Let timm make networks with random weights, where a package asks for trained ones."""
+    import timm
+
+    make = timm.create_model
+    with patch.object(timm, "create_model", lambda *a, **k: make(*a, **{**k, "pretrained": False})):
+        yield
+
+
+def folder(name: str) -> str:
+    """Name a folder for what a program writes, the same on all ranks."""
+    return str(Path(tempfile.gettempdir()) / "lightning_shard_programs" / name)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

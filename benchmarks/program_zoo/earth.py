@@ -109,30 +109,38 @@ def torchgeo_change_detection() -> Parts:
     return Parts(task.double(), data, strategy=dims, stages=("fit", "test"))
 
 
-@program("torchgeo", float32=True)
+# with two samples the batch norms of the heads give +1 and -1, whatever the images are, and the
+# gradients are rounding: so these learn from four
+def unlabelled(task: Any, size: int = 64) -> Parts:
+    data = fields(8, lambda i: {"image": numbers(3, size, size, seed=i).sigmoid()})
+    return Parts(task.double(), data, batch=4)
+
+
+@program("torchgeo")
 def torchgeo_simclr() -> Parts:
     from torchgeo.trainers import SimCLRTask
 
     task = SimCLRTask(
         "resnet18", in_channels=3, lr=0.01, memory_bank_size=0, size=64, output_dim=32
     )
-    return Parts(task, fields(4, lambda i: {"image": numbers(3, 64, 64, seed=i).sigmoid()}))
+    return unlabelled(task)
 
 
-@program("torchgeo", float32=True)
+# its student and its teacher are around one and the same backbone, which the average thus writes
+@program("torchgeo", refused="p.data = value for a trained parameter")
 def torchgeo_byol() -> Parts:
     from torchgeo.trainers import BYOLTask
 
     task = BYOLTask("resnet18", in_channels=3)
-    return Parts(task, fields(4, lambda i: {"image": numbers(3, 256, 256, seed=i).sigmoid()}))
+    return unlabelled(task, 256)
 
 
-@program("torchgeo", float32=True)
+@program("torchgeo")
 def torchgeo_moco() -> Parts:
     from torchgeo.trainers import MoCoTask
 
     task = MoCoTask("resnet18", in_channels=3, hidden_dim=64, output_dim=32, size=64, lr=0.01)
-    return Parts(task, fields(4, lambda i: {"image": numbers(3, 64, 64, seed=i).sigmoid()}))
+    return unlabelled(task)
 
 
 @program("torchgeo")
@@ -155,3 +163,64 @@ def torchgeo_detection() -> Parts:
         return DataLoader(fields(4, sample), size, collate_fn=collate_fn_detection)
 
     return Parts(task.double(), loader)
+
+
+def terratorch(task: str, *, decoder: str, **options: Any) -> Any:
+    import terratorch.tasks
+
+    necks = [
+        {"name": "SelectIndices", "indices": [0, 1, 2, 3]},
+        {"name": "ReshapeTokensToImage"},
+        {"name": "LearnedInterpolateToPyramidal"},
+    ]
+    args = {
+        "backbone": "prithvi_eo_tiny", "backbone_pretrained": False, "backbone_img_size": 64,
+        "backbone_bands": ["RED", "GREEN", "BLUE"], "necks": necks[: 1 if "Id" in decoder else 3],
+        "decoder": decoder, **options.pop("args", {}),
+    }  # fmt: skip
+    kind = getattr(terratorch.tasks, task)
+    return kind(args, "EncoderDecoderFactory", plot_on_val=False, **options).double()
+
+
+@program("terratorch", meshes=SPLIT, refused=APART)
+def terratorch_prithvi_segmentation() -> Parts:
+    task = terratorch(
+        "SemanticSegmentationTask", decoder="UperNetDecoder",
+        args={"num_classes": 3, "decoder_channels": 16}, loss="dice",
+    )  # fmt: skip
+    return Parts(task, scenes(of=3), stages=("fit", "test"))
+
+
+@program("terratorch")
+def terratorch_prithvi_regression() -> Parts:
+    task = terratorch(
+        "PixelwiseRegressionTask", decoder="UNetDecoder",
+        args={"decoder_channels": [32, 16, 8, 8]}, loss="rmse",
+    )  # fmt: skip
+    data = fields(
+        4, lambda i: {"image": numbers(3, 64, 64, seed=i), "mask": numbers(64, 64, seed=i)}
+    )
+    return Parts(task, data, stages=("fit", "test"))
+
+
+@program("terratorch")
+def terratorch_prithvi_classification() -> Parts:
+    task = terratorch(
+        "ClassificationTask", decoder="IdentityDecoder", args={"num_classes": 3}, loss="ce"
+    )
+    return Parts(task, labelled(lambda i: torch.tensor(i % 3)), stages=("fit", "test"))
+
+
+@program("dgmr", float32=True, changed='shard_dims={"0": 3, "1": 3}', host="pytorch_lightning")
+def dgmr_nowcasting() -> Parts:
+    from dgmr import DGMR
+
+    module = DGMR(
+        forecast_steps=2, output_shape=128, latent_channels=96, context_channels=48,
+        generation_steps=2,
+    )  # fmt: skip
+    data = fields(
+        2, lambda i: (numbers(4, 1, 128, 128, seed=i), numbers(2, 1, 128, 128, seed=i + 9))
+    )
+    dims = {"shard_dims": {"0": 3, "1": 3}}
+    return Parts(module, data, batch=1, validates=False, strategy=dims)

@@ -1,4 +1,4 @@
-"""Sequences: transformers, x-transformers, litgpt, and the demos of Lightning."""
+"""Sequences: transformers, x-transformers, litgpt, asteroid, and the demos of Lightning."""
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 
-from benchmarks.program_zoo import SPLIT, Parts, classes, fields, program
+from benchmarks.program_zoo import SPLIT, Parts, classes, fields, numbers, program
 
 
 class Language(LightningModule):
@@ -97,3 +97,16 @@ def lightning_boring_model() -> Parts:
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     return Parts(BoringModel(), fields(8, lambda i: torch.full((32,), 0.1 * i)), batch=2)
+
+
+@program("asteroid", float32=True, changed='shard_dims={"0": 1, "1": 2}', host="pytorch_lightning")
+def asteroid_convtasnet() -> Parts:
+    from asteroid.engine.system import System
+    from asteroid.losses import PITLossWrapper, pairwise_neg_sisdr
+    from asteroid.models import ConvTasNet
+
+    net = ConvTasNet(2, n_blocks=2, n_repeats=1, bn_chan=8, hid_chan=16, skip_chan=8, n_filters=16)
+    loss = PITLossWrapper(pairwise_neg_sisdr, pit_from="pw_mtx")
+    module = System(net, torch.optim.Adam(net.parameters(), 1e-3), loss, train_loader=None)
+    data = fields(4, lambda i: (numbers(1600, seed=i), numbers(2, 1600, seed=i + 9)))
+    return Parts(module, data, strategy={"shard_dims": {"0": 1, "1": 2}})

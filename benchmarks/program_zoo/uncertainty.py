@@ -70,7 +70,8 @@ def uq_dropout_segmentation() -> Parts:
     return Parts(methods.MCDropoutSegmentation(unet(3), 3, nn.CrossEntropyLoss()), segments())
 
 
-@program("torch-uncertainty")
+# its metrics of calibration add in float32
+@program("torch-uncertainty", float32=True)
 def torch_uncertainty_classification() -> Parts:
     import torchvision
     from torch_uncertainty.routines import ClassificationRoutine
@@ -82,7 +83,7 @@ def torch_uncertainty_classification() -> Parts:
     return Parts(routine, data)
 
 
-@program("torch-uncertainty")
+@program("torch-uncertainty", float32=True)
 def torch_uncertainty_segmentation() -> Parts:
     from torch_uncertainty.routines import SegmentationRoutine
 
@@ -99,9 +100,9 @@ def torch_uncertainty_segmentation() -> Parts:
 def torch_uncertainty_pixel_regression() -> Parts:
     from torch_uncertainty.routines import PixelRegressionRoutine
 
-    net = unet(1)
+    net = unet(2)
     routine = PixelRegressionRoutine(
-        net, 1, nn.MSELoss(), optim_recipe=torch.optim.Adam(net.parameters(), 1e-3)
+        net, 2, nn.MSELoss(), optim_recipe=torch.optim.Adam(net.parameters(), 1e-3)
     )
-    data = fields(4, lambda i: (numbers(3, 64, 64, seed=i), numbers(1, 64, 64, seed=i)))
+    data = fields(4, lambda i: (numbers(3, 64, 64, seed=i), numbers(2, 64, 64, seed=i)))
     return Parts(routine, data)
