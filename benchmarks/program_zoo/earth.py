@@ -175,7 +175,7 @@ def terratorch(task: str, *, decoder: str, **options: Any) -> Any:
     ]
     args = {
         "backbone": "prithvi_eo_tiny", "backbone_pretrained": False, "backbone_img_size": 64,
-        "backbone_bands": ["RED", "GREEN", "BLUE"], "necks": necks[: 1 if "Id" in decoder else 3],
+        "backbone_bands": ["RED", "GREEN", "BLUE"], "necks": necks[: 2 if "Id" in decoder else 3],
         "decoder": decoder, **options.pop("args", {}),
     }  # fmt: skip
     kind = getattr(terratorch.tasks, task)
