@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_shard.domain.comm import all_reduce, of_all, transpose
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, fetch_all, needs_of
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, part_sizes
 from lightning_shard.domain.relayout import places_by_rank, relaid, take_local
 from lightning_shard.domain.subdomain import Subdomain
@@ -270,7 +271,8 @@ def all_gather_small(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tenso
     grid = x.layout.grid
     if grid.parts(axes) == 1:
         return part.unsqueeze(0)
-    if not (is_traced() or (torch.is_grad_enabled() and part.requires_grad)):
+    recorded = (torch.is_grad_enabled() and part.requires_grad) or in_forward_mode()
+    if not (is_traced() or recorded):
         return of_all(part, x.domain.group(axes))
     layout = Layout.of((grid.parts(axes), *part.shape), {0: axes}, grid)
     return fetch_all(x.like(part.unsqueeze(0), layout), 0)

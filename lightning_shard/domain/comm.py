@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain.forward_mode import refuse_tangent, with_tangent
 from lightning_shard.domain.memory_format import empty, format_of, joined, owned
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_private.internals import in_memory
@@ -52,12 +53,12 @@ def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Ten
     if not route.moves:
         rank = dist.get_rank(group)
         return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
-    return _Exchange.apply(x, dim, route, group)
+    return _Exchange.apply(with_tangent(x), dim, route, group)
 
 
 def add_to_owners(y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send each piece of `y` back along `route`; the owners, of `rows` rows each, add them up."""
-    return _ExchangeAdjoint.apply(y, dim, rows, route, group)
+    return _ExchangeAdjoint.apply(with_tangent(y), dim, rows, route, group)
 
 
 def transpose(
@@ -83,16 +84,18 @@ def transpose(
     """
     if len(split_sizes) == 1:
         return x
-    return _Transpose.apply(x, split, join, tuple(split_sizes), tuple(join_sizes), group)
+    sizes = tuple(split_sizes), tuple(join_sizes)
+    return _Transpose.apply(with_tangent(x), split, join, *sizes, group)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the ranks, on every rank."""
-    return _AllReduce.apply(x, group)
+    return _AllReduce.apply(with_tangent(x), group)
 
 
 def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
     """The elementwise extreme (`ReduceOp.MAX` or `MIN`) over the ranks; carries no gradient."""
+    refuse_tangent(x)
     result = x.detach().clone(memory_format=torch.contiguous_format)
     reduce_in_place(result, op, group)
     return result
@@ -100,6 +103,7 @@ def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
 
 def of_all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The `part`s of all ranks, alike in shape, stacked in order; carries no gradient."""
+    refuse_tangent(part)
     ranks, size = dist.get_world_size(group), part.numel()
     copies = part.detach().expand(ranks, *part.shape).reshape(-1).contiguous()
     return all_to_all(copies, [size] * ranks, [size] * ranks, group).view(ranks, *part.shape)
@@ -118,7 +122,13 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _ExchangeAdjoint.apply(grads[0], *ctx.plan), None, None, None
+        dim, rows, route, group = ctx.plan
+        return add_to_owners(grads[0], dim, rows, route, group), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        dim, _, route, group = ctx.plan
+        return _Exchange.apply(tangents[0], dim, route, group)
 
 
 class _ExchangeAdjoint(Function):
@@ -126,7 +136,7 @@ class _ExchangeAdjoint(Function):
     def forward(
         ctx: Any, y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.plan, y = (dim, route, group), in_memory(y)
+        ctx.plan, ctx.rows, y = (dim, route, group), rows, in_memory(y)
         lengths = [route.receives[peer][number] for peer, number in route.order]
         pieces: list[list[Tensor]] = [[y] * len(peer) for peer in route.receives]
         for (peer, number), piece in zip(
@@ -140,7 +150,12 @@ class _ExchangeAdjoint(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Exchange.apply(grads[0], *ctx.plan), None, None, None, None
+        return _Exchange.apply(with_tangent(grads[0]), *ctx.plan), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        dim, route, group = ctx.plan
+        return _ExchangeAdjoint.apply(tangents[0], dim, ctx.rows, route, group)
 
 
 class _Transpose(Function):
@@ -163,7 +178,12 @@ class _Transpose(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Transpose.apply(grads[0], *ctx.plan), None, None, None, None, None
+        return _Transpose.apply(with_tangent(grads[0]), *ctx.plan), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        join, split, join_sizes, split_sizes, group = ctx.plan
+        return _Transpose.apply(tangents[0], split, join, split_sizes, join_sizes, group)
 
 
 class _AllReduce(Function):
@@ -177,7 +197,11 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _AllReduce.apply(grads[0], ctx.group), None
+        return all_reduce(grads[0], ctx.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return _AllReduce.apply(tangents[0], ctx.group)
 
 
 def _swap(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain.forward_mode import with_tangent
 from lightning_shard.domain.wire import all_to_all
 
 
@@ -48,7 +49,7 @@ class Transfer:
 
 def transferred(x: Tensor, transfer: Transfer, group: dist.ProcessGroup) -> Tensor:
     """The rows of `x` of all ranks, where `transfer` puts them; all ranks of the group call it."""
-    return _Transfer.apply(x, transfer, group)
+    return _Transfer.apply(with_tangent(x), transfer, group)
 
 
 class _Transfer(Function):
@@ -69,4 +70,8 @@ class _Transfer(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         transfer, group = ctx.plan
-        return _Transfer.apply(grads[0], transfer.turned, group), None, None
+        return transferred(grads[0], transfer.turned, group), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return _Transfer.apply(tangents[0], *ctx.plan)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.domain.forward_mode import refuse_tangent
 from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
 
@@ -40,6 +41,7 @@ def all_to_all(
 
     The wire carries bytes, so every dtype works on every backend.
     """
+    refuse_tangent(outgoing)
     if is_traced():
         return _traced_all_to_all(outgoing, sizes, given, group.group_name, next_place())
     return _all_to_all(outgoing, sizes, given, group)
@@ -50,6 +52,7 @@ def begin_all_to_all(
 ) -> Callable[[], Tensor]:
     """Begin the same, outside of graphs; the function returned waits for what comes."""
     assert not is_traced()
+    refuse_tangent(outgoing)
     incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
 
     def wait() -> Tensor:
@@ -62,6 +65,7 @@ def begin_all_to_all(
 
 def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Replace `x` by the sum, maximum or minimum over the ranks."""
+    refuse_tangent(x)
     if is_traced():
         name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
         x.copy_(_traced_reduce(x, name, group.group_name, next_place()))

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_shard.domain.align import gathered, local_part
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.memory_format import owned
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of
@@ -90,6 +91,11 @@ def _apply_to_split(
         args = bound.args
     _serve(node_class(function))
     split = [isinstance(a, DomainTensor) for a in args]
+    if any(split) and in_forward_mode():
+        raise UnsupportedOperationError(
+            f"the autograd.Function {name_of(function)} has no forward mode on split tensors; take "
+            "torch.autograd.functional.jvp, which differentiates backwards twice"
+        )
     domain = args[split.index(True)].subdomain.domain if any(split) else None
     outputs = apply(*map(_entered, args))
     if type(outputs) is tuple:

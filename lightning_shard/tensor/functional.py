@@ -233,6 +233,10 @@ class _Copy(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return comm.all_reduce(grads[0], ctx.group), None
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0].view_as(tangents[0])
+
 
 def _parts(
     x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None

@@ -15,6 +15,7 @@ from lightning_shard.tensor.autograd_function import install
 from lightning_shard.tensor.rows import Rows
 from lightning_shard.tensor.strangers import computes
 from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tensor.transforms import install_transforms
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> DomainTensor:
@@ -34,6 +35,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
         ValueError: `dims` does not fit the mesh or the tensor.
     """
     install()
+    install_transforms()
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
     stranger = type(tensor) not in (Tensor, Rows) and not computes(type(tensor))
@@ -69,6 +71,7 @@ def from_local(
             up a whole.
     """
     install()
+    install_transforms()
     domain = domain_of(mesh)
     if shape is None:
         splits = splits_of(local.ndim, domain.grid.sizes, dims)

@@ -8,13 +8,15 @@ whole.
 
 import copy
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.forward_mode import refuse_without_tangents
+from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of, rule_for
 from lightning_shard.ops.become import Became
 from lightning_shard.ops.elementwise.pointwise import pointwise
@@ -23,6 +25,7 @@ from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
 from lightning_shard.processes.torch_private.internals import (
     accessors,
     frame_callback,
+    in_transform,
     make_wrapper,
     untraced,
     views_replayed,
@@ -41,6 +44,26 @@ Function = Callable[..., Any]
 _SET_REQUIRES_GRAD = accessors("requires_grad").__set__
 _OF_THE_GRAPH = {Tensor.detach_, torch.detach_, Tensor.requires_grad_}  # they write no values
 aten = torch.ops.aten
+
+# where the domains are noted that functions meet; one list for each transform that is under way
+domains_met: ContextVar[tuple[list[Domain], ...]] = ContextVar("domains_met", default=())
+
+
+class SplitInTransform(UnsupportedOperationError):  # noqa: N818  it is a signal to our vmap
+    """A split tensor was met inside a transform of torch.func, or of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a split tensor inside a function transform; torch.func.vmap, grad, jvp and the like "
+            "take it, batched gradients (is_grads_batched, vectorize) do not"
+        )
+        self.is_named = True
+
+
+def meet(domain: Domain) -> None:
+    """Note that a function met a split tensor of this domain."""
+    for met in domains_met.get():
+        met.append(domain)
 
 
 class DomainTensor(Tensor):
@@ -152,6 +175,9 @@ def _dispatch_uncompiled(*call: Any) -> Any:
 
 def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Unwrap the split tensors, run the rule, wrap its results."""
+    if in_transform():
+        raise SplitInTransform
+    refuse_without_tangents()
     rule = rule_for(func)
     if rule is None or rule.checked:
         refuse_wrong_call(func, args, kwargs, DomainTensor)
@@ -162,6 +188,8 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     wrappers: dict[int, DomainTensor] = {}
     local_args = tuple([_unwrap(a, wrappers) for a in args])
     local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()} if kwargs else {}
+    if domains_met.get():
+        _note(wrappers)
     for wrapper in wrappers.values():
         if wrapper._part.lazy:
             lazy = rule_for(func, lazy=True)
@@ -182,6 +210,13 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
         _show_requires_grad(args[0])
     return result
+
+
+def _note(wrappers: dict[int, DomainTensor]) -> None:
+    for wrapper in wrappers.values():
+        if isinstance(wrapper._part, Subdomain):
+            meet(wrapper._part.domain)
+            return
 
 
 def _on_nothing(run: Function) -> Function:

@@ -231,8 +231,16 @@ def test_all_arguments_on_four_ranks(name):
 
 
 # need a device that is not there; that of torch is tested with torch's test of the device patched;
-# the last two are functions of this package (tests/points/test_neighbours.py)
-ELSEWHERE = {Tensor.cuda, Tensor.xpu, SyncBatchNorm, lightning_shard.knn, lightning_shard.radius}
+# knn and radius are tested in tests/points, forward mode in tests/tensor/test_transforms.py
+ELSEWHERE = {
+    torch._make_dual,
+    torch._unpack_dual,
+    Tensor.cuda,
+    Tensor.xpu,
+    SyncBatchNorm,
+    lightning_shard.knn,
+    lightning_shard.radius,
+}
 
 
 @pytest.mark.spmd(1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.comm import Route, add_to_owners, exchange
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.processes.torch_private.typed import typed_torch
 
 TILE = 2**20  # elements of a tile of weights: smaller ones take longer, larger ones memory
@@ -85,9 +86,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: R
         mask: Boolean (True takes part) or additive; broadcasts to (..., l, S).
         ring: The route of the blocks.
     """
-    return _RingAttention.apply(
-        q, k, v, None if mask is None else typed_torch.atleast_2d(mask), ring
-    )
+    mask = None if mask is None else typed_torch.atleast_2d(mask)
+    if in_forward_mode():
+        with torch.autocast(q.device.type, enabled=False):
+            return _merged(q, k, v, mask, ring)[0]
+    return _RingAttention.apply(q, k, v, mask, ring)
 
 
 class _RingAttention(Function):
@@ -105,7 +108,7 @@ class _RingAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, mask, out, normalizer = ctx.saved_tensors
         with torch.autocast(out.device.type, enabled=False):
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and not in_forward_mode():
                 learned = ctx.needs_input_grad[3]
                 found = _gradients(q, k, v, mask, out, normalizer, grads[0], learned, ctx.ring)
                 return *found, None

@@ -51,6 +51,7 @@ from lightning_shard.domain.align import (
 )
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Layout
 from lightning_shard.ops.attention.layout import (
     Operand,
@@ -150,9 +151,38 @@ def _with_all_keys(
         learned = mask is not None and mask.requires_grad
         return empty_attached(inner.local_shape, q, k, v, mask if learned else None)
     weights = operands.owner.like(operands.owner.local, scores)
+    if in_forward_mode():
+        return _formula(q, k, v, mask, dropout_p, is_causal=is_causal, **options)
     with own_random_state(weights) if dropout_p else nullcontext():
         grouped = operands.grouped
         return func(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped, **options)
+
+
+def _formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention in functions that carry tangents, as torch's kernels do not."""
+    if dropout_p:
+        raise UnsupportedOperationError("dropout in forward mode; take a dropout of 0")
+    if q.ndim > 2 and k.shape[-3] != q.shape[-3]:  # grouped queries
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        is_kept = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if is_kept else scores + mask
+    top = scores.detach().amax(-1, keepdim=True)
+    powers = (scores - torch.where(top.isinf(), 0, top)).exp()
+    total = powers.sum(-1, keepdim=True)
+    return powers / torch.where(total == 0, 1, total) @ v
 
 
 def _causal(scores: Layout, device: torch.device) -> Tensor:

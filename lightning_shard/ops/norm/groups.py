@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import all_gather_small, sum_over, volume
 from lightning_shard.domain.cache import made_once
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.wire import reduce_in_place
@@ -103,10 +104,15 @@ def mixed(parts: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     if weights is None:
         spread, both = torch.var_mean(parts, 0, correction=0)
+        if in_forward_mode():
+            return torch.stack([both[0], both[1] + spread[0]])
         both[1].add_(spread[0])
         return both
     weights = weights.view(-1, *[1] * (parts.ndim - 2))
     both = (weights.unsqueeze(1) * parts).sum(0)
+    if in_forward_mode():
+        spread = (weights * (parts[:, 0] - both[0]).square()).sum(0)
+        return torch.stack([both[0], both[1] + spread])
     both[1].add_((weights * (parts[:, 0] - both[0]).square()).sum(0))
     return both
 

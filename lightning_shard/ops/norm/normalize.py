@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.memory_format import format_of, owned
 from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
 from lightning_shard.processes.torch_private.internals import in_transform
@@ -39,7 +40,8 @@ def normalize_groups(
         carry no gradient.
     """
     given = [t for t in (local, weight, bias) if t is not None]
-    fused = local.dtype in (torch.float32, torch.float64) and not in_transform()
+    fused = local.dtype in (torch.float32, torch.float64)
+    fused = fused and not in_transform() and not in_forward_mode()
     if fused and all(t.dtype == local.dtype for t in given):
         return _Normalize.apply(local, weight, bias, groups)
     flat = groups.flat(local)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import sum_over, volume
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one, uncast
 from lightning_shard.ops.reduce.extreme import extreme
@@ -31,7 +32,7 @@ def softmax(
 ) -> Subdomain:
     """Softmax or its logarithm; maxima and sums of exponentials travel if `dim` is split."""
     x, d = _operand(x, dim, _stacklevel, dtype)
-    if not x.layout.axes(d):
+    if not x.layout.axes(d) and not in_forward_mode():  # torch loses the graph of its tangent
         alone = torch.log_softmax if func in _LOGS else torch.softmax
         return x.like(alone(x.local, d, dtype))
     return _softmax(x, d, log=func in _LOGS)

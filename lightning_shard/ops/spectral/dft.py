@@ -80,6 +80,10 @@ class _Analysis(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _Synthesis.apply(grads[0], *ctx.plan), None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return _Analysis.apply(tangents[0], *ctx.plan)
+
 
 class _Synthesis(Function):
     @staticmethod
@@ -92,6 +96,10 @@ class _Synthesis(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _Analysis.apply(grads[0], *ctx.plan), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return _Synthesis.apply(tangents[0], *ctx.plan)
 
 
 def _product(x: Tensor, dim: int, t: Transform) -> Tensor:

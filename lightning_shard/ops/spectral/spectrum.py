@@ -21,6 +21,7 @@ from lightning_shard.domain.align import one_factor, whole
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.comm import transpose
 from lightning_shard.domain.fetch import scatter_sum
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Layout, part_sizes, partition
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.spectral.canvas import Positions, Write
@@ -96,7 +97,7 @@ class Spectrum:
             x = x.like(x.local.to(_computed_in(self.dtype).to_real()))
         layout = x.layout
         (first, *rest) = _steps(x, self.dims, self.extents, self.frequencies)
-        key = first, self.frequencies[first[0]], torch.is_grad_enabled()
+        key = first, self.frequencies[first[0]], torch.is_grad_enabled(), in_forward_mode()
         if key not in self.begun:
             self.begun[key] = self._step(x, first)
         x = self.begun[key]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.halo import (
     Box,
     Halo,
@@ -106,6 +107,7 @@ def may_overlap(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> 
         and x.dtype.is_floating_point
         and not is_traced()
         and not in_transform()
+        and not in_forward_mode()
     )
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.autograd.forward_ad
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +63,19 @@ INTERNALS = {
     "torch.nn.modules._functions.SyncBatchNorm": "nn.SyncBatchNorm has a rule",
     "torch.nn.modules._functions.BackwardHookFunction": "full backward hooks see split tensors",
     "torch.utils.checkpoint.CheckpointFunction": "reentrant checkpoints take split tensors",
+    # forward mode and torch.func (domain/forward_mode.py, tensor/transforms.py)
+    "torch.autograd.forward_ad._current_level": "collectives carry tangents where others do",
+    "torch._C._is_fwd_grad_enabled": "the same",
+    "torch._functorch.eager_transforms._jvp_with_argnums": "torch.func.jvp takes split tensors",
+    "torch._functorch.eager_transforms._vjp_with_argnums": "torch.func.vjp takes split tensors",
+    "torch._functorch.eager_transforms.grad_and_value_impl": "torch.func.grad takes split tensors",
+    "torch._functorch.eager_transforms._chunked_standard_basis_for_":
+        "torch.func.jacfwd and jacrev take split tensors",
+    "torch._functorch.eager_transforms.linearize": "torch.func.linearize takes split tensors",
+    "torch._functorch.eager_transforms._slice_argnums": "arguments are chosen as torch does",
+    "torch._functorch.vmap._process_batched_inputs": "vmap maps dims as torch does",
+    "torch.utils._pytree._broadcast_to_and_flatten": "the same",
+    "torch._functorch.apis.vmap_impl": "torch.func.vmap takes split tensors",
     # parameters and gradients (fsdp, checkpoint)
     "torch._C._are_functorch_transforms_active": "spectral layers leave torch.func alone",
     "torch._C._current_graph_task_id": "plain gradients are averaged once in a backward pass",
@@ -195,6 +209,9 @@ functions_of_cpp: Any = internal("torch._C._nn")
 meshgrid: Callable[..., Any] = internal("torch._C._VariableFunctions.meshgrid")
 left_aligned: Callable[..., Any] = internal("torch._nested_tensor_from_mask_left_aligned")
 in_transform: Callable[[], bool] = internal("torch._C._are_functorch_transforms_active")
+# torch has no types for its functions
+forward_ad: Any = torch.autograd.forward_ad
+carries_tangents: Callable[[], bool] = internal("torch._C._is_fwd_grad_enabled")
 backward_pass: Callable[[], int] = internal("torch._C._current_graph_task_id")
 default_store: Callable[[], Any] = internal("torch.distributed.distributed_c10d._get_default_store")
 FakeTensor: Any = internal("torch._subclasses.fake_tensor.FakeTensor")
@@ -235,6 +252,12 @@ else:
     tree_map = internal("torch.utils._pytree.tree_map")
     tree_map_only = internal("torch.utils._pytree.tree_map_only")
     tree_unflatten = internal("torch.utils._pytree.tree_unflatten")
+
+
+def dual_level() -> int:
+    """Return the number of the `dual_level` that is open; -1 if none is."""
+    assert "torch.autograd.forward_ad._current_level" in INTERNALS
+    return torch.autograd.forward_ad._current_level
 
 
 def is_view(x: Tensor) -> bool:

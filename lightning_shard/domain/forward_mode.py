@@ -1,0 +1,58 @@
+"""Forward-mode derivatives: a rank's part may be a dual tensor, of values and their tangent.
+
+torch's own functions carry tangents. A collective is linear, so it sends the tangent as it sent the
+values. All ranks must call it alike, also one without rows, whose tangent may have been lost: so in
+forward mode each tensor that travels gets a tangent, of zeros if it has none.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.processes.torch_private.internals import (
+    carries_tangents,
+    dual_level,
+    forward_ad,
+)
+
+
+def in_forward_mode() -> bool:
+    """Return True inside of a `dual_level`, where functions carry tangents."""
+    return dual_level() >= 0 and carries_tangents()
+
+
+def with_tangent(x: Tensor) -> Tensor:
+    """Return `x`; in forward mode with a tangent of zeros, if it has none."""
+    if not in_forward_mode() or not (x.is_floating_point() or x.is_complex()):
+        return x
+    if forward_ad.unpack_dual(x).tangent is not None:
+        return x
+    return forward_ad.make_dual(x, torch.zeros_like(x))
+
+
+def refuse_without_tangents() -> None:
+    """Raise where a function is called in forward mode and its tangents would be lost.
+
+    Raises:
+        UnsupportedOperationError: It is called in the forward of an autograd.Function.
+    """
+    if dual_level() >= 0 and not carries_tangents():
+        raise UnsupportedOperationError(
+            "in forward mode, inside of an autograd.Function; give the Function plain tensors "
+            "(lightning_shard.local_map), or write it in functions of torch"
+        )
+
+
+def refuse_tangent(x: Tensor) -> None:
+    """Raise where memory that travels has a tangent, which would stay behind.
+
+    Raises:
+        UnsupportedOperationError: The tensor is dual, and its rule has no forward mode.
+    """
+    if not in_forward_mode() or not (x.is_floating_point() or x.is_complex()):
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise UnsupportedOperationError(
+            "it has no forward mode; take torch.autograd.functional.jvp, which differentiates "
+            "backwards twice"
+        )

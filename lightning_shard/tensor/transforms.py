@@ -1,0 +1,393 @@
+"""Function transforms of `torch.func` on split tensors: jvp, vjp, grad, Jacobians, vmap.
+
+torch wraps tensors in levels of its own, which no rule could look through. So the four functions on
+which all transforms of torch.func are built are replaced, once a split tensor was made:
+
+- jvp makes dual tensors of the ranks' parts. Inside another forward mode it differentiates
+  backwards twice, for torch has no second level of dual tensors.
+- vjp, and with it grad, records a graph and goes backwards.
+- vmap calls the function for each index, and stacks the results.
+
+Inside torch's own vmap, whose arguments are plain, a split tensor raises; the outermost vmap then
+starts again, index by index. A function under a transform must be pure, as in torch.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.ops.elementwise.autograd import local_gradients, mean_over_ranks
+from lightning_shard.processes.torch_private.internals import (
+    dual_level,
+    forward_ad,
+    in_transform,
+    internal,
+    replace_internal,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
+from lightning_shard.tensor.tensor import DomainTensor, SplitInTransform, domains_met, meet
+
+Function = Callable[..., Any]
+_EAGER = "torch._functorch.eager_transforms."
+
+
+@functools.cache
+def install_transforms() -> None:
+    """Let torch.func take split tensors; called when the first one is made."""
+    for name, make in {
+        "_jvp_with_argnums": _jvp_for,
+        "_vjp_with_argnums": _vjp_for,
+        "grad_and_value_impl": _grad_for,
+        "_chunked_standard_basis_for_": _basis_for,
+        "linearize": _linearize_for,
+    }.items():
+        replace_internal(_EAGER + name, make)
+    torch.func.linearize = _linearize_for(torch.func.linearize)
+    replace_internal("torch._functorch.apis.vmap_impl", _vmap_for)
+
+
+def _jvp_for(plain: Function) -> Function:
+    def jvp(
+        func: Function,
+        primals: Any,
+        tangents: Any,
+        argnums: Any = None,
+        *,
+        strict: bool = False,
+        has_aux: bool = False,
+    ) -> Any:
+        chosen = primals if argnums is None else _chosen(primals, argnums)
+        flat, spec = tree_flatten(chosen)
+        given, of_tangents = tree_flatten(tangents)
+        usual = isinstance(primals, tuple) and spec == of_tangents and bool(flat)
+        tensors = all(isinstance(x, Tensor) for x in (*flat, *given))
+        if in_transform() or not usual or not tensors:  # torch tells what is wrong
+            return plain(func, primals, tangents, argnums, strict=strict, has_aux=has_aux)
+        if dual_level() < 0 and not _any_split((flat, given)):
+            with contextlib.suppress(SplitInTransform):
+                return _kept(
+                    plain, func, primals, tangents, argnums, strict=strict, has_aux=has_aux
+                )
+        run = functools.partial(_called, func, primals, argnums)
+        if dual_level() >= 0:
+            return _backwards_twice(run, flat, given, spec, has_aux)
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(flat, given, strict=True)]
+            result, aux = _with_aux(run(tree_unflatten(duals, spec)), has_aux, "jvp")
+            leaves, of_result = tree_flatten(result)
+            _check_outputs(leaves, "jvp")
+            pairs = [forward_ad.unpack_dual(x) for x in leaves]
+            aux = tree_map_only(Tensor, lambda x: forward_ad.unpack_dual(x).primal, aux)
+        if strict and any(pair.tangent is None for pair in pairs):
+            raise RuntimeError("jvp(f, primals, tangents): an output does not depend on the inputs")
+        values = tree_unflatten([p.primal for p in pairs], of_result)
+        slopes = [torch.zeros_like(p.primal) if p.tangent is None else p.tangent for p in pairs]
+        return (values, tree_unflatten(slopes, of_result), *([aux] if has_aux else []))
+
+    return jvp
+
+
+def _backwards_twice(run: Function, flat: Any, given: Any, spec: Any, has_aux: bool) -> Any:
+    """The jvp as the vjp of the vjp, which is linear in its cotangents."""
+    result, pull, aux = _vjp(run, flat, spec, has_aux=has_aux)
+    leaves, of_result = tree_flatten(result)
+    zeros = [torch.zeros_like(x) for x in leaves]
+    _, push, _ = _vjp(lambda seeds: pull(seeds), zeros, of_result)
+    slopes = push(tree_unflatten(given, spec))
+    return (result, slopes, *([aux] if has_aux else []))
+
+
+def _vjp_for(plain: Function) -> Function:
+    def vjp(func: Function, *primals: Any, argnums: Any = None, has_aux: bool = False) -> Any:
+        if in_transform():
+            return plain(func, *primals, argnums=argnums, has_aux=has_aux)
+        chosen = primals if argnums is None else _chosen(primals, argnums, as_tuple=False)
+        flat, spec = tree_flatten(chosen)
+        run = functools.partial(_called, func, primals, argnums)
+        result, pull, aux = _vjp(run, flat, spec, has_aux=has_aux)
+        return (result, pull, *([aux] if has_aux else []))
+
+    return vjp
+
+
+def _vjp(
+    run: Function, flat: Sequence[Any], spec: Any, *, has_aux: bool = False
+) -> tuple[Any, Function, Any]:
+    """The result of `run`, the function that pulls cotangents of it back, and what it adds."""
+    recorded = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.enable_grad(), _met() as met:
+        roots, inputs = zip(*map(_input_of, flat), strict=True)
+        result, aux = _with_aux(run(tree_unflatten(inputs, spec)), has_aux, "vjp")
+    leaves, of_result = tree_flatten(result)
+    _check_outputs(leaves, "vjp")
+    if not all(x.is_floating_point() or x.is_complex() for x in leaves):
+        raise RuntimeError("vjp(f, ...): all outputs of f must be of floating point or complex")
+
+    def freed(value: Any) -> Any:
+        free = functools.partial(_free, roots=roots, recorded=recorded)
+        return tree_map_only(Tensor, free, value)
+
+    def pull(seeds: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        given, of_seeds = tree_flatten(seeds)
+        if of_seeds != of_result:
+            raise RuntimeError(
+                f"the cotangents have another structure ({of_seeds}) than the outputs ({of_result})"
+            )
+        kept = torch.is_grad_enabled() if create_graph is None else create_graph
+        with torch.inference_mode(False):
+            found = _pulled(leaves, inputs, given, met, retain_graph=retain_graph or kept)
+        free = functools.partial(_free, roots=roots, recorded=kept)
+        return tree_unflatten([free(g) for g in found], spec)
+
+    return freed(result), pull, freed(aux)
+
+
+def _pulled(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    met: list[Any],
+    *,
+    retain_graph: bool,
+) -> list[Tensor]:
+    """Gradients of the inputs, whole on every rank; zeros of those that nothing depends on."""
+    if in_transform() and (met or any(isinstance(x, DomainTensor) for x in (*outputs, *inputs))):
+        raise SplitInTransform
+    pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(inputs)
+    split = any(isinstance(x, DomainTensor) for x in (*outputs, *inputs))
+    alone = bool(met) and not split
+    with torch.enable_grad(), local_gradients() if alone else contextlib.nullcontext():
+        if pairs:
+            kept, given = ([*each] for each in zip(*pairs, strict=True))
+            found = torch.autograd.grad(
+                kept, [*inputs], given, retain_graph=retain_graph, create_graph=True,
+                allow_unused=True,
+            )  # fmt: skip
+        whole = [
+            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)
+        ]
+        if alone:
+            meet(met[0])
+            whole = [mean_over_ranks(g, met[0]) for g in whole]
+    return whole
+
+
+def _input_of(x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """A tensor of the same values to differentiate by, and the leaf that was made for it."""
+    x = x.clone() if x.is_inference() else x
+    if x.requires_grad:
+        return None, x.view_as(x)
+    primal, tangent = forward_ad.unpack_dual(x) if in_forward_mode() else (x, None)
+    leaf = primal.detach().requires_grad_()
+    return leaf, leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
+
+
+def _free(x: Tensor, *, roots: Sequence[Tensor | None], recorded: bool) -> Tensor:
+    """Without the graph that leads to our own leaves only."""
+    if not x.requires_grad or in_forward_mode():
+        return x
+    own = {id(_local(root)) for root in roots if root is not None}
+    return x if recorded and _leads_elsewhere(x, own) else x.detach()
+
+
+def _leads_elsewhere(x: Tensor, own: set[int]) -> bool:
+    if x.grad_fn is None:
+        return id(_local(x)) not in own
+    todo, seen = [_local(x).grad_fn], set[Any]()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            return True
+        todo += [following for following, _ in node.next_functions]
+    return False
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DomainTensor) else x
+
+
+@contextlib.contextmanager
+def _met() -> Generator[list[Any]]:
+    """Collect the domains of the split tensors that functions are called with inside."""
+    met: list[Any] = []
+    token = domains_met.set((*domains_met.get(), met))
+    try:
+        yield met
+    finally:
+        domains_met.reset(token)
+
+
+def _grad_for(plain: Function) -> Function:
+    def grad_and_value(func: Function, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+        if in_transform():
+            return plain(func, argnums, has_aux, args, kwargs)
+        chosen = _chosen(args, argnums, as_tuple=False)
+        flat, spec = tree_flatten(chosen)
+        run = functools.partial(_called, functools.partial(func, **kwargs), args, argnums)
+        result, pull, aux = _vjp(run, flat, spec, has_aux=has_aux)
+        if not isinstance(result, Tensor) or result.ndim:
+            raise RuntimeError(
+                "grad_and_value(f)(*args): f must return a scalar tensor; got "
+                f"{tuple(result.shape) if isinstance(result, Tensor) else type(result)}"
+            )
+        gradients = pull(torch.ones_like(result))
+        return gradients, (result, aux) if has_aux else result
+
+    return grad_and_value
+
+
+def _basis_for(plain: Function) -> Function:
+    """Unit vectors of split tensors are plain: each rank takes its rows."""
+
+    def basis(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        stand_ins = [
+            x.to_local().new_empty(()).expand(x.shape) if isinstance(x, DomainTensor) else x
+            for x in tensors
+        ]
+        return plain(stand_ins, *args, **kwargs)
+
+    return basis
+
+
+def _linearize_for(plain: Function) -> Function:
+    """The function that is returned calls `func` again, with a tangent."""
+
+    @functools.wraps(plain)
+    def linearize(func: Function, *primals: Any) -> Any:
+        if in_transform() or not _any_split(primals):
+            return plain(func, *primals)
+
+        def push(*tangents: Any) -> Any:
+            return torch.func.jvp(func, primals, tangents)[1]
+
+        return func(*primals), push
+
+    return linearize
+
+
+def _vmap_for(plain: Function) -> Function:
+    def vmap(
+        func: Function,
+        in_dims: Any,
+        out_dims: Any,
+        randomness: str,
+        chunk_size: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if in_transform() or not _any_split((args, kwargs)):
+            inner = in_transform()
+            try:
+                return _kept(
+                    plain, func, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
+                )
+            except SplitInTransform:
+                if inner:
+                    raise
+        return _each_index(func, (in_dims, out_dims), randomness, args, kwargs)
+
+    return vmap
+
+
+def _kept(plain: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call torch's own transform; where it meets a split tensor random numbers begin anew."""
+    state = torch.get_rng_state()
+    try:
+        return plain(*args, **kwargs)
+    except SplitInTransform:
+        torch.set_rng_state(state)
+        raise
+
+
+def _each_index(func: Function, dims: Any, randomness: str, args: Any, kwargs: Any) -> Any:
+    """The results of `func` for each index of the mapped dims, stacked."""
+    in_dims, out_dims = dims
+    size, places, flat, spec = internal("torch._functorch.vmap._process_batched_inputs")(
+        in_dims, args, func
+    )
+    for x, dim in zip(flat, places, strict=True):
+        if dim is not None and isinstance(x, DomainTensor):
+            layout = x.subdomain.layout
+            if dim % x.ndim in layout.split_dims:
+                raise _refused(f"vmap over dim {dim}, which is split over ranks ({layout})")
+    if not size:
+        raise _refused("vmap over a dim of extent 0")
+    state = torch.get_rng_state()
+    columns: list[list[Any]] = []
+    of_result: Any = None
+    for i in range(size):
+        if randomness == "same":
+            torch.set_rng_state(state)
+        taken = [x if d is None else x.select(d, i) for x, d in zip(flat, places, strict=True)]
+        leaves, of_result = tree_flatten(func(*tree_unflatten(taken, spec), **kwargs))
+        columns.append(leaves)
+    into = internal("torch.utils._pytree._broadcast_to_and_flatten")(out_dims, of_result)
+    if into is None:
+        raise ValueError(f"vmap: out_dims {out_dims} do not fit the outputs {of_result}")
+    stacked = [
+        each[0] if dim is None or each[0] is None else torch.stack(each, dim)
+        for each, dim in zip(zip(*columns, strict=True), into, strict=True)
+    ]
+    return tree_unflatten(stacked, of_result)
+
+
+def _refused(reason: str) -> UnsupportedOperationError:
+    error = UnsupportedOperationError(
+        f"cannot run {reason}: map a dim that no rank splits, or call "
+        "lightning_shard.gather on the tensor first."
+    )
+    error.is_named = True
+    return error
+
+
+def _chosen(args: Any, argnums: Any, **options: Any) -> Any:
+    return internal(_EAGER + "_slice_argnums")(args, argnums, **options)
+
+
+def _called(func: Function, args: tuple[Any, ...], argnums: Any, given: Any) -> Any:
+    """Call `func` with `given` in the place of the arguments of those numbers."""
+    if argnums is None:
+        return func(*given)
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    values = given if isinstance(argnums, tuple) or _is_wrapped(given, args, argnums) else (given,)
+    new = list(args)
+    for number, value in zip(numbers, values, strict=True):
+        new[number] = value
+    return func(*new)
+
+
+def _is_wrapped(given: Any, args: tuple[Any, ...], argnum: int) -> bool:
+    """Return True of jvp, which takes a tuple for one number, too."""
+    one = tree_flatten((args[argnum],))[1]
+    return tree_flatten(given)[1] == one
+
+
+def _with_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    if not has_aux:
+        return result, None
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise RuntimeError(f"{name}: with has_aux=True the function returns (output, aux)")
+    return result
+
+
+def _check_outputs(leaves: Sequence[Any], name: str) -> None:
+    if not leaves or not all(isinstance(x, Tensor) for x in leaves):
+        raise RuntimeError(f"{name}(f, ...): f must return tensors only, and at least one")
+
+
+def _any_split(value: Any) -> bool:
+    return any(isinstance(x, DomainTensor) for x in tree_leaves(value))
