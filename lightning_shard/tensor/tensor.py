@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.forward_mode import refuse_without_tangents
+from lightning_shard.domain.forward_mode import in_forward_mode, refuse_without_tangents
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of, rule_for
 from lightning_shard.ops.become import Became
@@ -44,6 +44,8 @@ Function = Callable[..., Any]
 _SET_REQUIRES_GRAD = accessors("requires_grad").__set__
 _OF_THE_GRAPH = {Tensor.detach_, torch.detach_, Tensor.requires_grad_}  # they write no values
 aten = torch.ops.aten
+# of what torch raises where it has no tangent
+_NO_TANGENT = ("forward AD", "forward grad", "forward mode AD", "jvp")
 
 # where the domains are noted that functions meet; one list for each transform that is under way
 domains_met: ContextVar[tuple[list[Domain], ...]] = ContextVar("domains_met", default=())
@@ -166,6 +168,14 @@ def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         if error.is_named:
             raise
         raise _refusal(func, [args, kwargs], str(error)) from error
+    except RuntimeError as error:  # NotImplementedError among them
+        if not (in_forward_mode() and any(words in str(error) for words in _NO_TANGENT)):
+            raise
+        reason = (
+            "it has no forward mode in torch; torch.autograd.functional.jvp, which differentiates "
+            "backwards twice, may serve it"
+        )
+        raise _refusal(func, [args, kwargs], reason) from error
 
 
 @untraced  # torch.compiler.disable, which would import the compiler here and now

@@ -32,7 +32,8 @@ def softmax(
 ) -> Subdomain:
     """Softmax or its logarithm; maxima and sums of exponentials travel if `dim` is split."""
     x, d = _operand(x, dim, _stacklevel, dtype)
-    if not x.layout.axes(d) and not in_forward_mode():  # torch loses the graph of its tangent
+    # in forward mode torch's own function loses the graph of its tangent
+    if not x.layout.axes(d) and not (in_forward_mode() and x.shape[d]):
         alone = torch.log_softmax if func in _LOGS else torch.softmax
         return x.like(alone(x.local, d, dtype))
     return _softmax(x, d, log=func in _LOGS)
