@@ -6,6 +6,7 @@ forward mode each tensor that travels gets a tangent, of zeros if it has none.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -21,6 +22,11 @@ def in_forward_mode() -> bool:
     return dual_level() >= 0 and carries_tangents()
 
 
+def ranks_are_threads() -> bool:
+    """Return True on simulated ranks, which share the one level of dual tensors of a process."""
+    return dist.is_initialized() and dist.get_backend() == "threaded"
+
+
 def with_tangent(x: Tensor) -> Tensor:
     """Return `x`; in forward mode with a tangent of zeros, if it has none."""
     if not in_forward_mode() or not (x.is_floating_point() or x.is_complex()):
@@ -34,8 +40,13 @@ def refuse_without_tangents() -> None:
     """Raise where a function is called in forward mode and its tangents would be lost.
 
     Raises:
-        UnsupportedOperationError: It is called in the forward of an autograd.Function.
+        UnsupportedOperationError: It is called in the forward of an autograd.Function, or on
+            simulated ranks, one of which would end the level of the others.
     """
+    if dual_level() >= 0 and ranks_are_threads():
+        raise UnsupportedOperationError(
+            "in a dual_level of simulated ranks, which share one; call torch.func.jvp instead"
+        )
     if dual_level() >= 0 and not carries_tangents():
         raise UnsupportedOperationError(
             "in forward mode, inside of an autograd.Function; give the Function plain tensors "

@@ -3,8 +3,8 @@
 torch wraps tensors in levels of its own, which no rule could look through. So the four functions on
 which all transforms of torch.func are built are replaced, once a split tensor was made:
 
-- jvp makes dual tensors of the ranks' parts. Inside another forward mode it differentiates
-  backwards twice, for torch has no second level of dual tensors.
+- jvp makes dual tensors of the ranks' parts. Inside another forward mode, and on simulated ranks,
+  it differentiates backwards twice, for a process has one level of dual tensors.
 - vjp, and with it grad, records a graph and goes backwards.
 - vmap calls the function for each index, and stacks the results.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.forward_mode import in_forward_mode, ranks_are_threads
 from lightning_shard.ops.elementwise.autograd import local_gradients, mean_over_ranks
 from lightning_shard.processes.torch_private.internals import (
     dual_level,
@@ -34,6 +34,7 @@ from lightning_shard.processes.torch_private.internals import (
     tree_map_only,
     tree_unflatten,
 )
+from lightning_shard.tensor.tangents_of_blocks import hook_tangents_of_blocks
 from lightning_shard.tensor.tensor import DomainTensor, SplitInTransform, domains_met, meet
 
 Function = Callable[..., Any]
@@ -51,6 +52,7 @@ def install_transforms() -> None:
         "linearize": _linearize_for,
     }.items():
         replace_internal(_EAGER + name, make)
+    hook_tangents_of_blocks()
     torch.func.linearize = _linearize_for(torch.func.linearize)
     replace_internal("torch._functorch.apis.vmap_impl", _vmap_for)
 
@@ -78,7 +80,7 @@ def _jvp_for(plain: Function) -> Function:
                     plain, func, primals, tangents, argnums, strict=strict, has_aux=has_aux
                 )
         run = functools.partial(_called, func, primals, argnums)
-        if dual_level() >= 0:
+        if dual_level() >= 0 or ranks_are_threads():
             return _backwards_twice(run, flat, given, spec, has_aux)
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(flat, given, strict=True)]

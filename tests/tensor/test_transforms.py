@@ -92,6 +92,10 @@ def check_jvp(name, mesh, dims):
 
 def test_jvp_and_gradients_through_it(run_each):
     run_each(3, check_jvp, {n: {"name": n, "mesh": (3,), "dims": [2]} for n in FUNCTIONS})
+
+
+@pytest.mark.slow
+def test_jvp_on_two_by_two(run_each):
     two = {
         n: {"name": n, "mesh": (2, 2), "dims": [2, 3]} for n in FUNCTIONS if "attention" not in n
     }
@@ -155,11 +159,14 @@ TRANSFORMS = (
 
 
 def test_transforms(run_each):
-    """Four ranks share five rows, three of two ranks have three; the rest is on two by two."""
     run_each(3, check_transform, {n: {"name": n, "mesh": (3,), "dims": [2]} for n in TRANSFORMS})
-    run_each(
-        4, check_transform, {n: {"name": n, "mesh": (2, 2), "dims": [1, 2]} for n in TRANSFORMS}
-    )
+
+
+@pytest.mark.slow
+def test_transforms_on_two_by_two(run_each):
+    """Four ranks share five rows, two of them three."""
+    two = {n: {"name": n, "mesh": (2, 2), "dims": [1, 2]} for n in TRANSFORMS}
+    run_each(4, check_transform, two)
 
 
 @pytest.mark.spmd(4)
@@ -171,6 +178,25 @@ def test_a_rank_without_rows():
             with sdpa_kernel(SDPBackend.MATH):
                 ends.append(jvp(FUNCTIONS[name], (place(x),), (place(v),)))
         same(ends[1], ends[0])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of torch's own, for its first dual tensor
+def test_simulated_ranks():
+    """They share a process, which has one level of dual tensors."""
+    x, v = made(SHAPE, SHAPE)
+    names = ("conv", "group norm", "mean")
+
+    def run():
+        split, slope = (lightning_shard.shard(t, mesh_of(3), 2) for t in (x, v))
+        with pytest.raises(UnsupportedOperationError, match=r"call torch\.func\.jvp instead"):
+            dual(torch.sin, split, slope)
+        found = [jvp(FUNCTIONS[name], (split,), (slope,)) for name in names]
+        found.append((vmap(torch.sin)(split), grad(lambda t: t.sin().sum())(split)))
+        return [[lightning_shard.gather(t).detach() for t in pair] for pair in found]
+
+    expected = [jvp(FUNCTIONS[name], (x,), (v,)) for name in names] + [(x.sin(), x.cos())]
+    for found in lightning_shard.simulate(run, processes=3):
+        same(found, expected)
 
 
 class Cube(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.func import jvp
 from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.state import full_module_state
@@ -12,8 +13,11 @@ from tests.training import Losses, trainer
 
 
 class MeanFlow(LightningModule):
-    def __init__(self):
+    """Its loss is that of MeanFlow, or of the tangent alone."""
+
+    def __init__(self, tangent=False):
         super().__init__()
+        self.tangent = tangent
         torch.manual_seed(0)
         self.net = Net().double()
         self.net.last = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.SiLU(), self.net.last)
@@ -21,6 +25,10 @@ class MeanFlow(LightningModule):
         self.double()
 
     def training_step(self, batch, _):
+        if self.tangent:
+            r, t = batch["r"], batch["t"]
+            slope = jvp(lambda x: self.net(x, r, t), (batch["x"],), (batch["noise"],))[1]
+            return slope.square().mean()
         return mean_flow(self.net, batch["x"], batch["noise"], batch["r"], batch["t"])
 
     def configure_optimizers(self):
@@ -40,8 +48,8 @@ def samples():
     ]
 
 
-def check_step(domain, replicas):
-    alone = MeanFlow()
+def check_step(domain, replicas, tangent=False):
+    alone = MeanFlow(tangent)
     optimizer, wanted = alone.configure_optimizers(), []
     for i, batch in enumerate(DataLoader(samples(), 2)):
         loss = alone.training_step(batch, i)
@@ -49,7 +57,7 @@ def check_step(domain, replicas):
         wanted.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    module, losses = MeanFlow(), Losses()
+    module, losses = MeanFlow(tangent), Losses()
     trainer(domain, callbacks=[losses]).fit(module, DataLoader(samples(), 2 // replicas))
     mean = torch.tensor(losses.values, dtype=torch.float64)
     torch.distributed.all_reduce(mean)
@@ -64,6 +72,10 @@ def test_a_step_equals_one_process(run_each):
     run_each(
         2,
         check_step,
-        {"1x2": {"domain": (2,), "replicas": 1}, "2x1": {"domain": (1,), "replicas": 2}},
+        {
+            "1x2": {"domain": (2,), "replicas": 1},
+            "2x1": {"domain": (1,), "replicas": 2},
+            "the tangent alone": {"domain": (2,), "replicas": 1, "tangent": True},
+        },
     )
     run_each(4, check_step, {"2x2": {"domain": (2,), "replicas": 2}})

@@ -86,6 +86,10 @@ INTERNALS = {
         "parameters that a rank has not used get zero gradients",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward":
         "the same",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook":
+        "gradients through tangents are reduced",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+    "._register_post_backward_hook": "the same",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs":
         "whole parameters outside of steps have the precision in which they are kept",
     "torch.Tensor._backward_hooks": "hooks of parameters, which FSDP2 drops, are refused",
