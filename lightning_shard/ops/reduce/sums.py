@@ -20,6 +20,7 @@ from lightning_shard.domain.layout import Factor
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import uncast
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.torch_private.internals import is_all_true
 
 Dims = int | Sequence[int] | None
 
@@ -168,7 +169,7 @@ def any_(
     return result(x, _as_truth(x, _count(x, x.local.bool(), dims, keepdim) > 0), dims, keepdim)
 
 
-@implements(torch.all, Tensor.all)
+@implements(torch.all, Tensor.all, is_all_true)
 def all_(
     func: Callable[..., Tensor], x: Subdomain, dim: Dims = None, keepdim: bool = False
 ) -> Subdomain | Tensor:

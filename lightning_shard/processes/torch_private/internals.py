@@ -46,6 +46,7 @@ INTERNALS = {
     "torch._ops.OpOverloadPacket": "pointwise functions are found by their tag",
     "torch._C._nn": "pad and the activations of C++ have rules",
     "torch._C._VariableFunctions.meshgrid": "torch.meshgrid has a rule",
+    "torch._is_all_true": "torch.distributions checks its arguments by it",
     "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
     "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
     "torch.Tensor._is_zerotensor": "gradients that are zeros without memory, as of sgn, are sent",
@@ -210,6 +211,7 @@ is_autocast: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
 modes_on_stack: Callable[[], int] = internal("torch._C._len_torch_dispatch_stack")
 schemas: Callable[[], list[Any]] = internal("torch._C._jit_get_all_schemas")
 functions_of_cpp: Any = internal("torch._C._nn")
+is_all_true: Callable[[Tensor], Tensor] = internal("torch._is_all_true")
 meshgrid: Callable[..., Any] = internal("torch._C._VariableFunctions.meshgrid")
 left_aligned: Callable[..., Any] = internal("torch._nested_tensor_from_mask_left_aligned")
 in_transform: Callable[[], bool] = internal("torch._C._are_functorch_transforms_active")
