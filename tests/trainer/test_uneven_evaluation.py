@@ -239,6 +239,27 @@ def test_predictions(given, limit):
         assert len(set(ordered)) == len(ordered) == 8
 
 
+class Predicts(Evaluated):
+    def predict_step(self, batch, index):
+        return self.network(batch["x"])
+
+
+def check_predictions(*, domain=(1,)):
+    runner = training.trainer(domain)
+    found = predictions_in_order(
+        runner, runner.predict(Predicts(), DataLoader(Numbered(SAMPLES), 2))
+    )
+    alone = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET)
+    batches = alone.predict(Predicts(), DataLoader(Numbered(SAMPLES), 4))
+    wanted = torch.cat([torch.as_tensor(batch) for batch in batches or ()])
+    torch.testing.assert_close(torch.stack(found), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_values_of_predictions(run_each):
+    for ranks, domain in ((2, (1,)), (3, (1,)), (4, (1,)), (4, (2,))):
+        run_each(ranks, check_predictions, {f"{ranks} ranks, domain {domain}": {"domain": domain}})
+
+
 class Communicates(Evaluated):
     def test_step(self, batch, index):
         super().test_step(batch, index)
