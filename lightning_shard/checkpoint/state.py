@@ -82,10 +82,27 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
     Raises:
         ValueError: The state is of other parameters.
     """
-    paired = _pair_parameters(module)
     names = iter(parameter_names(optimizer, module))
     groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     state = by_index(state, groups)
+    optimizer.load_state_dict(_own_state(optimizer, state, _pair_parameters(module)))
+
+
+def split_what_is_loaded(optimizer: Optimizer, module: nn.Module) -> None:
+    """Let `optimizer.load_state_dict` take the state of one process, from now on.
+
+    Args:
+        optimizer: An optimizer of parameters of `module`.
+        module: The module, outside of its steps.
+    """
+    paired = _pair_parameters(module)
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: _own_state(o, state, paired))
+
+
+def _own_state(
+    optimizer: Optimizer, state: Mapping[str, Any], paired: set[Tensor]
+) -> dict[str, Any]:
+    """Return a state with this rank's parts of the whole tensors in it."""
     parameters = _parameters(optimizer)
     entries = {
         index: {
@@ -94,7 +111,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module:
         }
         for index, values in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": entries})
+    return {**state, "state": entries}
 
 
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
@@ -182,7 +199,7 @@ def _gathered(value: DTensor) -> Tensor:
 def _own_part(value: Any, parameter: Tensor, paired: bool) -> Any:
     """Return this rank's part of a tensor in an optimizer's state that belongs to `parameter`."""
     shape = parameter.shape[:-1] if paired else parameter.shape
-    if not isinstance(value, Tensor | StoredTensor):
+    if not isinstance(value, Tensor | StoredTensor) or isinstance(value, DTensor):
         return value
     if not shape or value.shape != shape:
         return value.whole() if isinstance(value, StoredTensor) else value

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.state import split_what_is_loaded
 from lightning_shard.checkpoint.weights import load_weights_together
 from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
@@ -139,3 +140,4 @@ def mend_optimizers(
             )
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(step_one_by_one_if_mixed)
+        split_what_is_loaded(optimizer, module)

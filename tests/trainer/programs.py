@@ -459,6 +459,23 @@ for part in ("stem", "blocks", "blocks.0", "blocks.1.f", "teacher"):
             program(f"load_state_dict of {part} in {hook}", **{hook: load_part(False, part)})
 program("load_state_dict of everything in on_train_start", on_train_start=lambda m: m.load_state_dict(
     {k: torch.full(v.shape, 0.02, dtype=v.dtype) for k, v in m.state_dict().items()}))  # fmt: skip
+
+
+def load_optimizer(m: Any, *_: Any) -> None:
+    """Load the state of one process, into momenta that others have made or not."""
+    optimizer = m.optimizers().optimizer
+    (group,) = optimizer.param_groups
+    momenta = {
+        i: {"momentum_buffer": torch.full(p.shape, 0.01 * (1 + i), dtype=DTYPE)}
+        for i, p in enumerate(group["params"])
+    }
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": momenta})
+
+
+program("load_state_dict of the optimizer in on_train_start", on_train_start=load_optimizer)
+program("load_state_dict of the optimizer in a hook", on_train_batch_end=load_optimizer)
+program("load_state_dict of the optimizer in the step",
+        step=lambda m, batch, loss: (load_optimizer(m), loss)[1])  # fmt: skip
 program("load_state_dict with assign of a frozen part", on_train_start=load_part(True, "teacher"))
 
 
