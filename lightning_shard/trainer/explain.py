@@ -36,7 +36,8 @@ _BY_MESSAGE = {
     "FSDP does not support deepcopy": (
         "A module that was trained by this strategy cannot be copied, which a callback such as "
         "StochasticWeightAveraging does at the start of each stage: give the callback to the first "
-        "fit only, and use another Trainer, or trainer.callbacks without it, for what follows."
+        "fit only, and use another Trainer, or trainer.callbacks without it, for what follows. "
+        "Make a copy of your own, such as an AveragedModel, in __init__."
     ),
 }
 
