@@ -1,4 +1,4 @@
-"""What a strategy writes and reads, without a Trainer."""
+"""What a strategy writes and reads."""
 
 import random
 
@@ -9,12 +9,14 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import init_mesh, parallelize
+from lightning_shard import DomainTensor, init_mesh, parallelize
 from lightning_shard.checkpoint.foreign import OWN
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, complete_io
 from lightning_shard.trainer.saving import Saver
+from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
+from tests.trainer.featured import Featured, fit_alone, fit_sharded, loader
 
 CPU = torch.device("cpu")
 
@@ -128,3 +130,35 @@ def test_files_of_this_package_where_lightning_has_none():
     wrapped = complete_io(AsyncCheckpointIO())
     assert type(wrapped.checkpoint_io) is CheckpointFiles
     wrapped.teardown()
+
+
+class Remembers(Featured):
+    """Keeps the samples that it saw last, as an imputer keeps the mask of missing values."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4, 1, 9, 7, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        self.last = batch["x"]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_buffers_that_became_fields(kind):
+    """They are saved whole, and read by one process and on another mesh, also where they split."""
+    path, strategy = shared_path("fields.ckpt"), {"checkpoint_format": kind}
+    module, alone = Remembers(), Remembers()
+    fit_alone(alone, limit_val_batches=0)
+    runner = fit_sharded(module, (2,), strategy=strategy, limit_val_batches=0)
+    assert isinstance(module.last, DomainTensor)
+    runner.save_checkpoint(path)
+    if kind == "single":
+        state = torch.load(path, weights_only=True)["state_dict"]
+        Remembers().load_state_dict(state)
+        assert torch.equal(state["last"], alone.last)
+    for domain, again in (((2,), module), ((2,), Remembers()), ((1,), Remembers())):
+        runner = training.trainer(domain, strategy=strategy)
+        runner.validate(again, loader(2), ckpt_path=path, verbose=False)
+        assert torch.equal(full_module_state(again)["last"], alone.last)
