@@ -230,7 +230,8 @@ def reuse_groups() -> None:
     def new_group(*args: Any, **kwargs: Any) -> Any:
         if not str(kwargs.get("group_desc")).startswith("mesh_"):
             return make(*args, **kwargs)
-        key = repr((args, sorted(kwargs.items())))
+        # a process may have many ranks, in turns
+        key = repr((dist.get_rank(), args, sorted(kwargs.items())))
         found = made.get(key)
         if found is None or (isinstance(found, dist.ProcessGroup) and found not in open_groups()):
             found = made[key] = make(*args, **kwargs)
