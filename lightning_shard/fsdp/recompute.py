@@ -128,3 +128,8 @@ def compile_forward(modules: Iterable[nn.Module]) -> None:
     """Compile the forward of these modules, inner ones apart, when it first runs."""
     for module in modules:
         mix_in(module, _Compiled)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True for a module that `compile_forward` was given."""
+    return isinstance(module, _Compiled)

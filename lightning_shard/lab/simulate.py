@@ -126,7 +126,10 @@ def _run(
     devices: Sequence[str] = ("cpu",),
 ) -> list[Any]:
     if _running:
-        raise RuntimeError("a simulation is running in this process; call the function itself.")
+        raise RuntimeError(
+            "a simulation is running in this process, by `simulate` or by a call in tiles; call "
+            "the function itself, outside of `simulate` and `in_tiles`."
+        )
     written: dict[str, bytes] = {}
 
     def body(rank: int) -> Any:

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.domain.align import gathered
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.fsdp.recompute import is_compiled
 from lightning_shard.fsdp.split_inputs import split_inputs
 from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
+from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import init_mesh, mesh_names
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.random_state import random_state, set_random_state
@@ -33,6 +36,7 @@ def in_tiles(
     methods: Sequence[str] = ("forward",),
     device: torch.device | str | None = None,
     tile_memory: str | Path | None = None,
+    exact_random: bool = True,
 ) -> Generator[None]:
     """Compute the calls of a module in tiles on one device, one after the other, exactly.
 
@@ -52,17 +56,21 @@ def in_tiles(
         methods: The methods that are computed so, such as "encode" and "decode".
         device: The device; by default that of the module's parameters.
         tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
+        exact_random: False lets each tile draw random numbers of its own, reproducibly, for tensors
+            that are split. By default it draws those of the whole tensor, which are then on the
+            device at once, and keeps its part; see `use_exact_random`.
 
     Raises:
-        ValueError: `tiles` is no number from 1 on, or the module lacks a method. A call in which no
-            tensor is split raises it, too.
-        RuntimeError: A call wants gradients.
+        ValueError: `tiles` is no number from 1 on, or the module lacks a method, is compiled or has
+            sharded parameters. A call in which no tensor is split raises it, too.
+        RuntimeError: A call wants gradients, or is made by a rank of `simulate`.
 
     Example:
         >>> with torch.inference_mode(), in_tiles(network, 8):
         ...     volume = network(volume)  # on the host, as large as it is
     """
     sizes = sizes_of_tiles(tiles)
+    _refuse(module)
     where = _device_of(module) if device is None else torch.device(device)
     OneDevice(where, folder=tile_memory)  # refuses a folder that is none
     plain = {name: _method(module, name) for name in methods}
@@ -85,7 +93,8 @@ def in_tiles(
         work = _Call(module, name, args, kwargs, sizes, shard_dims, where)
         put(before)
         try:
-            return work.run(shared)
+            with use_exact_random(exact_random):
+                return work.run(shared)
         finally:
             put(calls)
 
@@ -104,13 +113,33 @@ def sizes_of_tiles(tiles: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
         ValueError: They are no whole numbers from 1 on.
     """
-    sizes = (tiles,) if isinstance(tiles, int) else tuple(tiles)
+    is_many = isinstance(tiles, Sequence) and not isinstance(tiles, str)
+    sizes = tuple(tiles) if is_many else (tiles,)
     if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ValueError(
             f"tiles must be a number from 1 on, or one for each split dim, such as (2, 4); got "
             f"{tiles!r}."
         )
     return sizes
+
+
+def _refuse(module: nn.Module) -> None:
+    """Refuse what hides its operators from the pager, or whose parameters are of other ranks."""
+    for part in module.modules():
+        # of torch.compile(module) and of module.compile()
+        marks = [getattr(part, name, None) for name in ("_orig_mod", "_compiled_call_impl")]
+        if any(marks) or isinstance(part, torch.jit.ScriptModule) or is_compiled(part):
+            raise ValueError(
+                f"in_tiles must see each operator of {type(module).__name__}, but compiled code "
+                f"hides those of its {type(part).__name__}; give the network as it is before "
+                "torch.compile, torch.jit or compile_blocks."
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"in_tiles needs whole parameters, but {name!r} is sharded over processes; give "
+                "the network as it is before parallelize or fully_shard."
+            )
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -152,7 +181,7 @@ class _Call:
         self.modules = [self.module]  # all before one runs, which changes its own
         for _ in range(1, math.prod(self.sizes)):
             shared_ones = {id(p): p for p in self.module.parameters()}
-            self.modules.append(copy.deepcopy(self.module, shared_ones))
+            self.modules.append(_copied(self.module, shared_ones))
         first, *_ = in_turns(self._in_context(), math.prod(self.sizes), shared)
         set_random_state(self.after, self.device)
         leaves = [x for x in leaves_of((self.args, self.kwargs)) if isinstance(x, Tensor)]
@@ -219,6 +248,15 @@ class _Call:
             place_rows(leaf, self.results, number)
             return _Number(number)
         return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _copied(module: nn.Module, shared: dict[int, Any]) -> nn.Module:
+    """Return a copy with the same parameters, and with what a copy leaves out: the Trainer."""
+    copied = copy.deepcopy(module, shared)
+    for name, value in vars(module).items():
+        if vars(copied).get(name) is None:
+            vars(copied)[name] = value
+    return copied
 
 
 class _Number:

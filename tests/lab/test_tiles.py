@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
-from lightning_shard import in_tiles, init_mesh
+from lightning_shard import in_tiles, init_mesh, parallelize
+from lightning_shard.fsdp.recompute import compile_forward
 from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
 from tests.double_fno import to_double
@@ -33,6 +34,7 @@ class Noisy(nn.Module):
         self.calls += 1
         noise = torch.rand(8, 1, 1, dtype=x.dtype, device=x.device)  # of the field as a whole
         y = self.last(F.gelu(self.norm(self.first(x))) + noise)
+        y = F.dropout(y, 0.3) + torch.rand_like(y)
         return {"field": y * scale, "mean": y.mean()}
 
     def encode(self, x: Tensor) -> Tensor:
@@ -72,8 +74,10 @@ def test_equals_one_process(tiles: int | tuple[int, ...]) -> None:
 
 def test_refuses_what_it_cannot() -> None:
     module, x = network(), field(1, 3, 8, 8)
-    with pytest.raises(ValueError, match=r"tiles must be a number from 1 on.*got 0"):
-        in_tiles(module, 0).__enter__()
+    for tiles in (0, -1, True, 2.5, None, "8x", "8", (2, 0), (2.0, 2), []):
+        with pytest.raises(ValueError, match=r"tiles must be a number from 1 on.*got ") as refused:
+            in_tiles(module, tiles).__enter__()
+        assert str(refused.value).endswith(f"got {tiles!r}.")
     with pytest.raises(ValueError, match="Noisy has no method 'decode'"):
         in_tiles(module, 2, methods=("decode",)).__enter__()
     with pytest.raises(ValueError, match="give a directory that exists"):
@@ -84,8 +88,89 @@ def test_refuses_what_it_cannot() -> None:
         module.forward(x[0, 0])
     with torch.no_grad(), in_tiles(module, 2), pytest.raises(RuntimeError, match="channels"):
         module(x[:, :2])
+    said = "or by a call in tiles; call the function itself"
+    with torch.no_grad(), in_tiles(module, 2), in_tiles(module, 2):
+        with pytest.raises(RuntimeError, match=said) as refused:
+            module(x)
+        assert refused.type is RuntimeError
     with torch.no_grad():  # and it is the module that it was
         assert module(x)["field"].shape == (1, 2, 4, 4)
+        with in_tiles(module, 12):  # more than rows
+            assert module(x)["field"].shape == (1, 2, 4, 4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
+def test_refuses_compiled_modules() -> None:
+    by_method, of_this_package = network(), network()
+    by_method.first.compile()
+    compile_forward([of_this_package.last])
+    traced = torch.jit.trace(nn.Conv2d(3, 3, 3), torch.ones(1, 3, 8, 8))
+    for module, name in (
+        (torch.compile(network()), "OptimizedModule"), (by_method, "Conv2d"),
+        (of_this_package, "Conv2d"), (nn.Sequential(traced), "TopLevelTracedModule"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"compiled code hides those of its {name}"):
+            in_tiles(module, 2).__enter__()
+
+
+@pytest.mark.spmd(2)
+def test_refuses_sharded_parameters() -> None:
+    """A copy of whole weights on each rank computes in tiles beside its process group."""
+    module, x = network().eval(), field(1, 3, 16, 16)
+    parallelize(sharded := network(), init_mesh({"data": 2}))
+    with pytest.raises(ValueError, match=r"needs whole parameters, but 'first.weight' is sharded"):
+        in_tiles(sharded, 2).__enter__()
+    with torch.no_grad():
+        torch.manual_seed(1)
+        wanted = module(x)
+        torch.manual_seed(1)
+        with in_tiles(module, 3):
+            assert_same(module(x)["field"], wanted["field"])
+    assert torch.distributed.get_world_size() == 2
+
+
+def test_own_random_numbers() -> None:
+    """Without exact random numbers they are others than those of one process."""
+    module, x = nn.Dropout(0.5), torch.ones(1, 1, 64, 64)
+    found: dict[bool | None, Tensor] = {}
+    for exact in (None, True, False):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            if exact is None:
+                found[exact] = module(x)
+            else:
+                with in_tiles(module, 4, exact_random=exact):
+                    found[exact] = module(x)
+    assert torch.equal(found[True], found[None])
+    assert not torch.equal(found[False], found[None])
+
+
+class Fails(nn.Module):
+    """A network in whose second tile an error is raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.layer, self.error = nn.Conv2d(3, 3, 3, padding=1).double(), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y = y - y.mean()
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise self.error
+        return y - y.std()
+
+
+@pytest.mark.spmd(1, "xpu")
+def test_after_an_error() -> None:
+    """The module and the random numbers are as before, and the device computes."""
+    for error in (KeyError("mine"), KeyboardInterrupt()):
+        module, x = Fails(error).to("xpu"), field(1, 3, 64, 64)
+        before = vars(module).copy(), torch.get_rng_state()
+        with torch.no_grad(), in_tiles(module, 4), pytest.raises(type(error)):
+            module(x)
+        assert vars(module) == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        assert module(x.to("xpu")).isfinite().all()
 
 
 def test_waits_in_files(tmp_path: object) -> None:
@@ -107,7 +192,7 @@ def _networks() -> dict[str, tuple[nn.Module, Tensor]]:
         "unet": (UNet(16).double(), field(1, 3, 64, 64)),
         "tfno": (tfno, field(1, 3, 48, 48)),
         "vit": (ViT(32, 2, 2).double(), field(1, 3, 64, 64)),
-        "noisy": (network(), field(1, 3, 64, 64)),
+        "noisy": (network().eval(), field(1, 3, 64, 64)),
     }
 
 
@@ -119,18 +204,17 @@ def test_on_a_device() -> None:
         kept: list[Tensor] = []
         module.register_forward_hook(lambda *a, kept=kept: kept.append(a[2]))
         with torch.inference_mode():
-            torch.xpu.manual_seed(3)
+            torch.manual_seed(3)
             wanted = module(x.to("xpu"))
             drawn = torch.rand(2, device="xpu")
-            torch.xpu.manual_seed(3)
-            with in_tiles(module, 4):
+            torch.manual_seed(3)
+            with in_tiles(module, 4 if name == "vit" else (2, 2)):
                 found, on_device = module(x), module(x.to("xpu"))
         pairs = [(found, wanted)] if isinstance(found, Tensor) else []
         pairs += [(found[key], wanted[key]) for key in found] if not pairs else []
         for got, want in pairs:
             assert got.device.type == "cpu"
-            if name != "noisy":  # whose statistics have moved on
-                assert_same(got, want.cpu())
+            assert_same(got, want.cpu())
         for value in on_device.values() if isinstance(on_device, dict) else [on_device]:
             assert value.device.type == "xpu"
             assert value.isfinite().all()
