@@ -1,16 +1,18 @@
 """Counts what a budget of device memory moves over the link, and what the pager costs an operator.
 
-    python -m benchmarks.paging --networks U-Net --resolution 512
+    python -m benchmarks.paging --networks U-Net --resolution 512 --tiles 8
     python -m benchmarks.paging --overhead
 
 The device is the fake XPU of the tests, which counts every storage in the memory of the host: peaks
 and bytes are those of a device, times are not. Peaks are MiB above parameters and gradients.
 "Saved" is `activation_offload`: what autograd keeps leaves, above a budget or all of it. "Paged"
-is the pager of tiles around the whole step, one rank. Needs a C++ compiler and a checkout.
+is the pager of tiles around the whole step, one rank; "tiles" are ranks in turns with it, with
+budgets and without. Needs a C++ compiler and a checkout.
 """
 
 import argparse
 import contextlib
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,10 +31,13 @@ from benchmarks.common import MIB, describe, table
 from benchmarks.memory import T5, Operator
 from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
+from lightning_shard import init_mesh, shard
 from lightning_shard.fsdp import offload
 from lightning_shard.fsdp.paging.memory import Memory
 from lightning_shard.fsdp.paging.pager import Pager
 from lightning_shard.fsdp.paging.pages import Driver
+from lightning_shard.lab.simulate import in_turns
+from lightning_shard.lab.simulated.one_device import OneDevice
 
 Step = Callable[[], Tensor]
 
@@ -71,6 +76,26 @@ def paged(net: nn.Module, budget: int | None) -> Iterator[Any]:
         yield lambda: [pager.pages]
 
 
+@contextlib.contextmanager
+def tiled(net: nn.Module, budget: int | None, tiles: int) -> Iterator[Any]:
+    """Compute each step by ranks in turns, which share the parameters."""
+    device = next(net.parameters()).device
+    shared = OneDevice(device, budget)
+    own = [copy.deepcopy(net, {id(p): p for p in net.parameters()}) for _ in range(tiles)]
+
+    def step(x: Tensor) -> None:
+        def rank() -> None:
+            mesh = init_mesh({"domain": tiles}, device_type=device.type)
+            part = shard(x, mesh, 2).to(device)
+            own[torch.distributed.get_rank()](part).square().mean().backward()
+
+        in_turns(rank, tiles, shared)
+
+    assert shared.pager is not None
+    pages = [shared.pager.pages]
+    yield step, lambda: pages
+
+
 def measured(name: str, resolution: int, way: Any, share: float | None, rounds: int) -> list[float]:
     """Peak MiB, MiB out, MiB back, processor ms of a step in which `share` of plain may stay."""
     torch.manual_seed(0)
@@ -80,13 +105,18 @@ def measured(name: str, resolution: int, way: Any, share: float | None, rounds: 
         p.grad = torch.zeros_like(p)
     before = torch.accelerator.memory_allocated()
     found: list[list[float]] = []
+
+    def alone(x: Tensor) -> None:
+        net(x.to("xpu")).square().mean().backward()
+
     with way(net, None if share is None else int(share)) if way else contextlib.nullcontext() as of:
+        step, of = of if isinstance(of, tuple) else (alone, of)
         for _ in range(rounds + 1):
             pages = of() if of else []
             moved = sum(p.out for p in pages), sum(p.back for p in pages)
             torch.accelerator.reset_peak_memory_stats()
             begin = time.process_time()
-            net(x.to("xpu")).square().mean().backward()
+            step(x)
             spent = time.process_time() - begin
             pages = of() if of else []
             found.append([
@@ -98,14 +128,16 @@ def measured(name: str, resolution: int, way: Any, share: float | None, rounds: 
     return [statistics.median(column) for column in zip(*found[1:], strict=True)]
 
 
-def compare(names: list[str], resolution: int, rounds: int) -> list[list[str]]:
+def compare(names: list[str], resolution: int, rounds: int, tiles: int) -> list[list[str]]:
     """Rows of all ways and of budgets of 54 and 27 % of the plain peak."""
     rows: list[list[str]] = []
+    in_tiles = partial(tiled, tiles=tiles)
+    of_tiles = [(f"{tiles} tiles", in_tiles, part) for part in (0.54, 0.27, None)] if tiles else []
     for name in names:
         plain = measured(name, resolution, None, None, rounds)
         for way, call, part in (
             ("plain", None, None), ("saved", saved, None), ("saved", saved, 0.54),
-            ("saved", saved, 0.27), ("paged", paged, 0.54), ("paged", paged, 0.27),
+            ("saved", saved, 0.27), ("paged", paged, 0.54), ("paged", paged, 0.27), *of_tiles,
         ):  # fmt: skip
             budget = None if part is None else part * plain[0] * MIB
             found = measured(name, resolution, call, budget, rounds) if call else plain
@@ -147,6 +179,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
     parser.add_argument("--resolution", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tiles", type=int, default=0, help="also ranks in turns, so many")
     parser.add_argument("--overhead", action="store_true", help="only the cost of an operator")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -154,7 +187,7 @@ def main() -> None:
     for budget in (None, 2**40, 2**20):
         print(f"budget {budget}: {overhead(budget=budget):.1f} us an operator")
     if not options.overhead:
-        rows = compare(options.networks, options.resolution, options.rounds)
+        rows = compare(options.networks, options.resolution, options.rounds, options.tiles)
         table(["network", "way", "budget", "peak MiB", "out", "back", "CPU ms", "to least"], rows)
 
 

@@ -27,6 +27,7 @@ from lightning_shard.processes.torch_private.internals import (
 )
 
 SMALL_BYTES = 2**14  # a smaller storage stays: it costs more to move than to keep
+MEETING_SHARE = 1 / 8  # of the budget: ranks whose tensors take less exchange them on the device
 
 
 class Pager:
@@ -137,7 +138,8 @@ class Pager:
         """Give tensors of the device as tensors of the host, to be read and written there.
 
         What is known leaves the device, and its tensor on the host is its memory from then on.
-        Others are copied, and copied back if they were written.
+        Others are copied, and copied back if they were written. Within a budget, tensors that take
+        little of it are given as they are, on the device.
 
         Args:
             values: Tensors in lists, tuples and dicts.
@@ -157,6 +159,11 @@ class Pager:
 
         # functional collectives bring tensors inside of an operator
         with self._lock, without_modes(), counting_writes():
+            few = self._few(values)
+            if few:
+                with self._near(few):
+                    yield values
+                return
             moved = tree_map_only(Tensor, move, values)
             versions = [version_of(copy) for _, copy in copies]
             yield moved
@@ -214,6 +221,37 @@ class Pager:
         return self._page(tensor)
 
     # ---- how it is done
+
+    def _few(self, values: Any) -> set[Page]:
+        """Return the storages of tensors, if all together take little of the budget."""
+        pages = set[Page]()
+
+        def find(tensor: Tensor) -> Tensor:
+            page = self._page(tensor)
+            if page is not None:
+                pages.add(page)
+            return tensor
+
+        if self.budget is not None:
+            tree_map_only(Tensor, find, values)
+            if sum(page.count for page in pages) > self.budget * MEETING_SHARE:
+                pages.clear()
+        return pages
+
+    @contextmanager
+    def _near(self, pages: set[Page]) -> Generator[None]:
+        """Keep storages on the device, where they may be written, while this is open."""
+        for page in pages:
+            page.pins += 1
+        self._make_room(sum(page.count for page in pages if page.is_away))
+        for page in pages:
+            self._use(page)
+            self.pages.forget_copy(page)
+        try:
+            yield
+        finally:
+            for page in pages:
+                page.pins -= 1
 
     def _bring_all(self) -> None:
         with self._lock, without_modes():

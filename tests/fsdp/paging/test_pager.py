@@ -13,7 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import paging
 from lightning_shard.fsdp.paging.memory import FileMemory, Memory
 from lightning_shard.fsdp.paging.pager import Pager
-from lightning_shard.processes.torch_private.internals import FakeTensorMode, internal
+from lightning_shard.processes.torch_private.internals import (
+    FakeTensorMode,
+    internal,
+    without_modes,
+)
 
 CPU = torch.device("cpu")
 ROWS = 64  # of fields of 16 float64 each: 8 KiB
@@ -25,6 +29,11 @@ def pager_of(budget=None, **options):
 
 def is_away(tensor):
     return tensor.untyped_storage().nbytes() == 0
+
+
+def send_all(pager):
+    with without_modes():
+        assert pager.send_all()
 
 
 def field(seed=0):
@@ -253,6 +262,27 @@ def test_collectives_are_computed_on_the_host():
             assert hosted["c"] is written
         assert first.sum() == 2 * first[1:].numel()
         assert torch.equal(second[:, 7], torch.arange(ROWS).float())
+
+
+def test_small_collectives_stay_on_the_device_within_a_budget():
+    """What little of the budget is brought is written there, and its old copy is forgotten."""
+    pager = pager_of(16 * field().nbytes)
+    with pager.paging():
+        first, second, large = field() * 0, field() * 2, torch.zeros(3 * ROWS, 16)
+        send_all(pager)
+        with pager.on_host([first, second]) as brought:
+            assert brought[0] is first
+            assert not is_away(first)
+            first.copy_(second)
+            assert is_away(large)
+        send_all(pager)
+        assert torch.equal(first, field() * 2)  # a copy of what was written
+        send_all(pager)
+        with pager.on_host([large, first]) as hosted:
+            assert is_away(large)
+            hosted[0].fill_(1)
+        assert large.sum() == large.numel()
+    assert all(page.pins == 0 for page in pager.pages.known.values())
 
 
 def test_an_operator_that_finds_no_memory_runs_again():
