@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.fsdp.paging.memory import Memory
@@ -196,15 +197,53 @@ class Mover:
                 self._fetch(pages, page)
 
 
+class WhatFits:
+    """A budget of a network, which is chosen when its first forward begins.
+
+    It is half of what the device then has free beside the gradients and the states of Adam that are
+    still to come. The other half is left to what operators make, and to gradients of activations.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        """Choose nothing yet."""
+        self._network, self._bytes = network, -1
+
+    def bytes(self) -> int | None:
+        """Return the budget; None if nothing fits, or where the device does not tell."""
+        if self._bytes < 0:
+            parts = [*self._network.parameters()]
+            device = parts[0].device if parts else torch.device("cpu")
+            own = [p.to_local() if isinstance(p, DTensor) else p for p in parts if p.requires_grad]
+            to_come = 3 * sum(part.nbytes for part in own)
+            self._bytes = max(0, (free_bytes(device) - to_come) // 2)
+        return self._bytes or None
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors may still take on a device; 0 where it does not tell."""
+    if device.type in ("cpu", "meta"):
+        return 0
+    module = torch.get_device_module(device)
+    try:
+        free, _ = module.mem_get_info(device)
+    except (AttributeError, RuntimeError):  # some drivers of Intel GPUs lack the call
+        return 0
+    return free + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+Budget = int | None | WhatFits
+
+
 class OnHost(saved_tensors_hooks):
     """While open, what autograd saves may lie in the host's memory until backward needs it."""
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, budget: Budget = None) -> None:
         """Store with the `Mover` of this process.
 
         Args:
             budget: Bytes of activations that stay on the device; none by default.
         """
+        budget = budget.bytes() if isinstance(budget, WhatFits) else budget
         pack, unpack = (functools.partial(f, budget) for f in (MOVER.pack, MOVER.unpack))
         super().__init__(pack, unpack)
 
@@ -215,7 +254,7 @@ MOVER = Mover(Driver())  # of this process
 class _Offloaded:
     """Mixin of a module whose activations lie on the host from forward to backward."""
 
-    activation_budget: int | None
+    activation_budget: Budget
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Nothing to register: the class stands for its base."""
@@ -229,7 +268,7 @@ class _Offloaded:
             return run(*args, **kwargs)
 
 
-def offload(modules: Iterable[nn.Module], budget: int | None = None) -> None:
+def offload(modules: Iterable[nn.Module], budget: Budget = None) -> None:
     """Keep the activations of these modules on the host.
 
     Args:

@@ -43,9 +43,11 @@ class ShardingOptions:
             of kept; True: those of the blocks.
         checkpoint_keeps: Operators of torch.ops.aten, such as `["convolution", "mm", "addmm"]`,
             whose results activation_checkpointing keeps; what lies between them is computed again.
-        activation_offload: Classes whose activations lie in the host's memory until backward; True:
-            those of the blocks; a size such as "8GB": as much of the network's activations stays
-            on the device, and only what is above it travels, each tensor's memory once.
+        activation_offload: Classes whose activations lie in the host's memory until backward;
+            "0GB": those of all blocks. A size such as "8GB": as much of the network's activations
+            stays on the device, and only what is above it travels, each tensor's memory once. True:
+            a size that fits, half of what is free when the first forward begins. On a CPU nothing
+            travels.
         compile_blocks: True lets torch.compile compile each block, as one graph with its
             collectives. What does not compile runs as it is, after a warning.
 
@@ -121,7 +123,7 @@ class ShardingOptions:
     def activation_budget(self) -> int | None:
         """Bytes of activations that stay on the device with activation_offload; None: no size."""
         if isinstance(self.activation_offload, str):
-            return bytes_of(self.activation_offload, "activation_offload")
+            return bytes_of(self.activation_offload, "activation_offload") or None
         return None
 
     @property

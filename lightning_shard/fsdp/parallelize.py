@@ -34,7 +34,7 @@ from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
 from lightning_shard.fsdp.meeting import meet
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
-from lightning_shard.fsdp.offload import offload
+from lightning_shard.fsdp.offload import WhatFits, offload
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients, without_reduction
 from lightning_shard.fsdp.read_dtensor_numbers import read_whole_numbers
@@ -224,7 +224,8 @@ def _change_forward(work: _Work) -> None:
     if options.compile_blocks:  # first, so that what is recomputed is compiled
         compile_forward(work.chosen)
     again = _fitting(work, "activation_checkpointing")
-    budget = options.activation_budget
+    fits = options.activation_offload is True
+    budget = WhatFits(module) if fits else options.activation_budget
     moved = _fitting(work, "activation_offload") if budget is None else set[nn.Module]()
     inside = {part for block in again for part in block.modules()}
     if lost := inside & moved:

@@ -49,6 +49,7 @@ ROWS = {
         "wrap": ["Block"], "activation_checkpointing": True, "checkpoint_keeps": ["convolution"],
     },
     "activations on the host": {"wrap": ["Block"], "activation_offload": True},
+    "all activations on the host": {"wrap": ["Block"], "activation_offload": "0GB"},
     "activations within a budget": {
         "wrap": ["Block"], "activation_offload": "1 kB", "activation_checkpointing": ["GroupNorm"],
     },

@@ -36,6 +36,17 @@ def test_nothing_moves_on_the_cpu():
     assert mover.unpack(None, mover.pack(None, x)) is x
 
 
+def test_what_fits():
+    """Half of what gradients and Adam leave free when the first forward begins."""
+    net = nn.Linear(9, 1).requires_grad_()  # 40 bytes
+    assert offload.WhatFits(net).bytes() is None  # a CPU does not tell, and moves nothing
+    fits = offload.WhatFits(net)
+    for free in (1000, 0):
+        with mock.patch.object(offload, "free_bytes", return_value=free):
+            assert fits.bytes() == (1000 - 3 * 40) // 2
+            assert offload.WhatFits(net).bytes() == (440 if free else None)
+
+
 def machine_of(program):
     """What ran it; the two newest tensors of 4 KiB are near."""
     return on_machine(program, ahead=2 * 4 * KIB, small=KIB)[0]

@@ -160,9 +160,16 @@ def test_activations_on_the_host(domain, ahead):
         assert sum(moved) > 0
         moved.clear()
         within = trained("64 B")
+        assert sum(moved) > 0
+        moved.clear()
+        fits = trained(True)
+        assert not moved  # the device has room for all
+        with mock.patch.object(offload, "free_bytes", return_value=0):
+            nothing_fits = trained(True)
     assert sum(moved) > 0
     assert all(torch.equal(away[key], kept[key]) for key in kept)
-    assert all(torch.equal(within[key], kept[key]) for key in kept)
+    for found in (within, fits, nothing_fits):
+        assert all(torch.equal(found[key], kept[key]) for key in kept)
 
 
 @pytest.mark.spmd(2, "xpu")
