@@ -43,6 +43,11 @@ options
 examples
   {program} {command} --config tfno_darcy --ckpt_path outputs/tfno_darcy/last.ckpt
 """
+TILES = """\
+  --tiles N          a field that is too large for the one device: in N tiles, one after the other,
+                     exactly; [2,4] for tiles along two dims
+  --tile_memory DIR  waiting tiles lie in files of DIR, not in the host's memory
+"""
 PAGES = {
     "fit": """\
 usage: {program} fit --config FILE [options]
@@ -68,7 +73,8 @@ examples
   {program} fit --config tfno_darcy --trainer.strategy.domain_parallel_size 2
   {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
 """,
-    **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
+    **dict.fromkeys(("validate", "test"), EVALUATION),
+    "predict": EVALUATION.replace("  --help all", f"{TILES}  --help all"),
     "check": """\
 usage: {program} check --config FILE [options of fit]
 

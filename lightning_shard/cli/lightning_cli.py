@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
+from lightning_shard.cli.tiles import add_tiles, check_tiles, predicting
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, is_first_rank, note, origin
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
@@ -100,6 +102,7 @@ class ShardCLI(LightningCLI):
         for name, (default, text) in SWITCHES.items():
             how = {"type": bool, "nargs": "?", "const": True, "default": default, "help": text}
             parser.add_argument(f"--{name}", **how)
+        add_tiles(parser)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the words and check the result; every mistake becomes a UsageError."""
@@ -119,6 +122,7 @@ class ShardCLI(LightningCLI):
         if command != "fit" and not config.get("ckpt_path"):
             note("without ckpt_path the weights are those of a new model")
         check_numbers(config, given)
+        check_tiles(command, config)
         self.after_parsing(config.trainer)
         find_device(config.trainer)
         path = config.get("ckpt_path")
@@ -149,6 +153,13 @@ class ShardCLI(LightningCLI):
                 for key, value in options.items()
                 if key != "config"
             }
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        config, tiles = self.config[subcommand], nullcontext()
+        if config.tiles:
+            tiles = predicting(self.model, self.datamodule, self.trainer, config)
+        with tiles:
+            super()._run_subcommand(subcommand)
 
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""

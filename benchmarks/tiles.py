@@ -1,0 +1,188 @@
+"""Inference in tiles beside MONAI's sliding windows and diffusers' tiled decoding, on one device.
+
+    python -m benchmarks.tiles volume --picture docs/images/tiles.png
+    python -m benchmarks.tiles coder
+    python -m benchmarks.tiles largest
+    python -m benchmarks.tiles cap
+
+The device is the fake XPU of the tests, which counts every storage in the memory of the host: peaks
+are those of a device, times are not. Peaks are MiB above the weights. The error is the largest
+difference from the whole field, relative to the largest value. "largest" counts a training step of
+a U-Net at 512² in each way, and computes the largest square that fits in 1 GiB, for peaks grow with
+the number of pixels. "cap" trains a step in 16 tiles on a device that has no room for more. Needs a
+C++ compiler and a checkout.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    from tests import fake_xpu
+
+    fake_xpu.install(devices=1, memory_bytes=56 * 2**20 if "cap" in sys.argv else 2**34)
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import MIB, describe, table
+from benchmarks.paging import saved, tiled
+from benchmarks.unet_step import UNet
+from lightning_shard import in_tiles
+from lightning_shard.fsdp.recompute import recompute
+
+GIB = 2**30
+OPTIMIZER = 4  # parameters, gradients, and two states of Adam
+Way = Callable[[], Tensor]
+
+
+def volume() -> dict[str, Way]:
+    """Ways to segment a volume on the host with MONAI's BasicUNet; windows have 32³ voxels."""
+    from monai.inferers.utils import sliding_window_inference
+    from monai.networks.nets.basic_unet import BasicUNet
+
+    net = BasicUNet(3, 1, 2, features=(16, 16, 32, 64, 128, 16)).to("xpu").eval()
+    x = torch.randn(1, 1, 64, 64, 64)
+
+    def tiles(sizes: Any) -> Tensor:
+        with in_tiles(net, sizes):
+            return net(x)
+
+    def windows(overlap: float) -> Tensor:
+        found = sliding_window_inference(
+            x, (32, 32, 32), 1, net, overlap, mode="gaussian", sw_device="xpu", device="cpu"
+        )
+        assert isinstance(found, Tensor)
+        return found
+
+    return {
+        "whole": lambda: net(x.to("xpu")).cpu(),
+        "8 tiles": lambda: tiles(8),
+        "2 x 4 tiles": lambda: tiles((2, 4)),
+        "windows, 0.25": lambda: windows(0.25),
+        "windows, 0.5": lambda: windows(0.5),
+    }
+
+
+def coder() -> dict[str, Way]:
+    """Ways to decode an image with an AutoencoderKL of diffusers."""
+    from benchmarks.decode import CODERS
+
+    make, dim = CODERS["image"]
+    net, latents = make()
+    net = net.to("xpu").eval()
+
+    def tiles() -> Tensor:
+        with in_tiles(net, 8, dim, methods=["decode"]):
+            return net.decode(latents).sample
+
+    def blended() -> Tensor:
+        net.enable_tiling()
+        return net.decode(latents.to("xpu")).sample.cpu()
+
+    return {
+        "whole": lambda: net.decode(latents.to("xpu")).sample.cpu(),
+        "8 tiles": tiles,
+        "diffusers' tiles": blended,
+    }
+
+
+def compare(ways: dict[str, Way], picture: Path | None) -> None:
+    """Print what each way needs and how far it is from the whole; draw where it differs."""
+    found: dict[str, Any] = {}
+    rows: list[list[str]] = []
+    for name, way in ways.items():
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        begin = time.process_time()
+        with torch.inference_mode():
+            found[name] = way().numpy()
+        spent = time.process_time() - begin
+        peak = (torch.accelerator.max_memory_allocated() - before) / MIB
+        error = abs(found[name] - found["whole"]).max() / abs(found["whole"]).max()
+        rows.append([name, f"{peak:.1f}", f"{spent:.1f}", f"{error:.0e}"])
+    table(["way", "peak MiB", "CPU s", "error"], rows)
+    if picture is not None:
+        from benchmarks.decode import draw
+
+        draw({name: image for name, image in found.items() if "2 x 4" not in name}, picture)
+
+
+@contextmanager
+def recomputed(net: Any, _: int | None) -> Any:
+    """Compute each pair of convolutions again in backward."""
+    recompute([*net.down, *net.up])
+    yield None
+
+
+def peak_of(way: Any, resolution: int) -> float:
+    """Return the bytes that a training step needs beside parameters and gradients."""
+    net, x = UNet(32).to("xpu"), torch.randn(1, 3, resolution, resolution)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    base = torch.accelerator.memory_allocated()
+    opened: AbstractContextManager[Any] | None = way(net, None) if way else None
+    made = opened.__enter__() if opened else None
+    torch.accelerator.reset_peak_memory_stats()
+    if isinstance(made, tuple):
+        made[0](x)
+    else:
+        net(x.to("xpu")).square().mean().backward()
+    peak = torch.accelerator.max_memory_allocated() - base
+    if opened:
+        opened.__exit__(None, None, None)
+    return peak
+
+
+def of_tiles(tiles: int) -> Any:
+    """Return the way that trains in so many tiles."""
+    return lambda net, _: tiled(net, None, tiles)
+
+
+def largest(resolution: int) -> None:
+    """Print the largest square that trains within 1 GiB, of each way."""
+    own = OPTIMIZER * sum(p.nbytes for p in UNet(32).parameters())
+    rows: list[list[str]] = []
+    ways = {"plain": None, "recomputed": recomputed, "offloaded": saved}
+    ways |= {f"{n} tiles": of_tiles(n) for n in (8, 16)}
+    for name, way in ways.items():
+        peak = peak_of(way, resolution)
+        side = resolution * ((GIB - own) / peak) ** 0.5
+        rows.append([name, f"{peak / MIB:.1f}", f"{side:,.0f}²"])
+    table([f"U-Net, {resolution}²", "peak MiB", "largest under 1 GiB"], rows)
+
+
+def cap() -> None:
+    """Train one step at 768² in 16 tiles within 56 MiB, where the whole finds no memory."""
+    try:
+        peak_of(None, 768)
+        print("plain: trained")
+    except torch.OutOfMemoryError as error:
+        print("plain:", str(error).splitlines()[0])
+    print(f"16 tiles: trained, {peak_of(of_tiles(16), 768) / MIB:.1f} MiB beside the gradients")
+
+
+def main() -> None:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["volume", "coder", "largest", "cap"])
+    parser.add_argument("--picture", type=Path, help="the file that is written")
+    parser.add_argument("--resolution", type=int, default=512, help="at which a step is counted")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    describe()
+    if options.part in ("volume", "coder"):
+        compare(volume() if options.part == "volume" else coder(), options.picture)
+    elif options.part == "largest":
+        largest(options.resolution)
+    else:
+        cap()
+
+
+if __name__ == "__main__":
+    main()
