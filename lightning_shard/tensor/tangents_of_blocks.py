@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.processes.torch_private.internals import (
     forward_ad,
+    pre_backward_of,
     replace_internal,
     tree_leaves,
 )
@@ -37,7 +38,7 @@ def _of_outputs(plain: Hook) -> Hook:
         if in_forward_mode():
             for x in tree_leaves(output):
                 if isinstance(x, Tensor) and (tangent := _tangent_of(x)) is not None:
-                    tangent.register_hook(state._pre_backward)
+                    tangent.register_hook(pre_backward_of(state))
         return output
 
     return register

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import local_part
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements
+from lightning_shard.processes.torch_private.internals import make_dual, unpack_dual
 
 
-@implements(torch._make_dual, checked=False)  # pyright: ignore[reportPrivateImportUsage] # torch has no other name
-def make_dual(
+@implements(make_dual, checked=False)
+def dual(
     func: Callable[..., Any], x: Subdomain, tangent: Subdomain | Tensor, level: int
 ) -> Subdomain:
     """Join a split tensor and its tangent; rows of a tangent that is split otherwise travel."""
@@ -23,8 +23,8 @@ def make_dual(
     return x.like(func(x.local, local_part(tangent, x.layout), level=level))
 
 
-@implements(torch._unpack_dual, checked=False)  # pyright: ignore[reportPrivateImportUsage] # torch has no other name
-def unpack_dual(func: Callable[..., Any], x: Subdomain, level: int) -> Any:
+@implements(unpack_dual, checked=False)
+def primal_and_tangent(func: Callable[..., Any], x: Subdomain, level: int) -> Any:
     """Take a split tensor and its tangent apart; nothing travels."""
     primal, tangent = func(x.local, level=level)
     return x.like(primal), None if tangent is None else x.like(tangent)

@@ -47,6 +47,8 @@ INTERNALS = {
     "torch._C._nn": "pad and the activations of C++ have rules",
     "torch._C._VariableFunctions.meshgrid": "torch.meshgrid has a rule",
     "torch._is_all_true": "torch.distributions checks its arguments by it",
+    "torch._make_dual": "dual tensors of forward mode are split",
+    "torch._unpack_dual": "the same",
     "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
     "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
     "torch.Tensor._is_zerotensor": "gradients that are zeros without memory, as of sgn, are sent",
@@ -91,6 +93,7 @@ INTERNALS = {
         "gradients through tangents are reduced",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
     "._register_post_backward_hook": "the same",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward": "the same",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs":
         "whole parameters outside of steps have the precision in which they are kept",
     "torch.Tensor._backward_hooks": "hooks of parameters, which FSDP2 drops, are refused",
@@ -211,6 +214,8 @@ is_autocast: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
 modes_on_stack: Callable[[], int] = internal("torch._C._len_torch_dispatch_stack")
 schemas: Callable[[], list[Any]] = internal("torch._C._jit_get_all_schemas")
 functions_of_cpp: Any = internal("torch._C._nn")
+make_dual: Callable[..., Tensor] = internal("torch._make_dual")
+unpack_dual: Callable[..., tuple[Tensor, Tensor | None]] = internal("torch._unpack_dual")
 is_all_true: Callable[[Tensor], Tensor] = internal("torch._is_all_true")
 meshgrid: Callable[..., Any] = internal("torch._C._VariableFunctions.meshgrid")
 left_aligned: Callable[..., Any] = internal("torch._nested_tensor_from_mask_left_aligned")
@@ -370,6 +375,11 @@ def parameter_groups(module: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
     groups = [state._fsdp_param_group] if groups is None else groups
     return [group for group in groups if group is not None]
+
+
+def pre_backward_of(state: Any) -> Callable[[Tensor], Tensor]:
+    """Return FSDP2's hook that gathers a block's parameters before its backward pass."""
+    return state._pre_backward
 
 
 def gather_of(group: Any) -> Any:
