@@ -103,12 +103,12 @@ def measured(step: Callable[[], Any], warm_up: Callable[[], Any]) -> Cost:
         warm_up: The same on little data: what libraries allocate once is not counted.
     """
     warm_up()
-    _map_blocks_from(MIB)  # holes between kept blocks would count as memory in use
-    before = _reset_peak()
+    map_blocks_from(MIB)  # holes between kept blocks would count as memory in use
+    before = reset_peak()
     with counted() as traffic:
         step()
-    peak = _memory("VmHWM") - before
-    _map_blocks_from(32 * MIB)  # what glibc comes to by itself
+    peak = memory("VmHWM") - before
+    map_blocks_from(32 * MIB)  # what glibc comes to by itself
     wall, cpu = [], []
     for _ in range(REPEATS):
         dist.barrier()
@@ -123,7 +123,7 @@ def measured(step: Callable[[], Any], warm_up: Callable[[], Any]) -> Cost:
     return Cost(float(worst[0]), float(worst[1]), int(worst[2]), int(worst[3]))
 
 
-def _map_blocks_from(size: int) -> None:
+def map_blocks_from(size: int) -> None:
     """Let glibc give blocks of at least `size` bytes back when they are freed."""
     m_trim_threshold, m_mmap_threshold = -1, -3
     libc = ctypes.CDLL(None)
@@ -131,15 +131,16 @@ def _map_blocks_from(size: int) -> None:
     libc.mallopt(m_trim_threshold, 2 * size)
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Make Linux forget the process's peak of memory; returns what is in use."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later would hide new memory
     Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
+    return memory("VmRSS")
 
 
-def _memory(name: str) -> int:
+def memory(name: str) -> int:
+    """Read how many bytes this process uses ("VmRSS"), or has used at most ("VmHWM")."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 

@@ -11,8 +11,9 @@ the largest number of its tensor, but to no less than a thousandth of the larges
 `python -m benchmarks.programs` runs all, and takes an hour on 2 cores. `--package torchgeo` runs
 those of a package, `--name unet` those with a word in their name, `--mesh 1x2` those of a mesh.
 `--record` writes the results into benchmarks/programs.csv, `--page` the table of
-docs/gallery.md from that file. A program whose package is not installed is named and left out:
-`pip install -r benchmarks/program_zoo/requirements.txt` brings all.
+docs/gallery.md from that file. `--memory` trains those with larger inputs, and prints by how much
+one process grew, and each of two domain ranks. A program whose package is not installed is named
+and left out: `pip install -r benchmarks/program_zoo/requirements.txt` brings all.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_shard
+from benchmarks.common import map_blocks_from, memory, reset_peak
 from benchmarks.program_zoo import Program, programs
 from lightning_shard.checkpoint.state import full_module_state
 
@@ -61,6 +63,9 @@ def main() -> None:
     parser.add_argument(
         "--page", action="store_true", help="write docs/gallery.md, and run nothing"
     )
+    parser.add_argument(
+        "--memory", action="store_true", help="weigh the ranks, and compare nothing"
+    )
     options = parser.parse_args()
     if options.page:
         PAGE.write_text(with_table(PAGE.read_text(), recorded()))
@@ -71,6 +76,10 @@ def main() -> None:
             continue
         if program.missing:
             print(f"{program.name}: left out, since {program.missing} is not installed", flush=True)
+            continue
+        if options.memory:
+            if program.large:
+                print(f"{program.package} {program.name}: {weighed(program)}", flush=True)
             continue
         row = results(program, [m for m in program.meshes if m in options.mesh])
         for mesh in program.meshes:
@@ -104,19 +113,35 @@ def results(program: Program, meshes: Sequence[str]) -> dict[str, str]:
     return row
 
 
+def weighed(program: Program) -> str:
+    """Train with larger inputs; word by how much one process grew, and each of two ranks."""
+    warm(program)
+    grown = [
+        [
+            r["grown"] >> 20
+            for r in lightning_shard.launch(
+                run, program.name, mesh, True, processes=ranks, timeout_s=WAIT_S
+            )
+        ]
+        for mesh, ranks in (("", 1), ("1x2", 2))
+    ]
+    (alone,), each = grown
+    return f"{alone} -> {', '.join(map(str, each))} MiB, {max(each) / max(alone, 1):.2f}"
+
+
 def warm(program: Program) -> None:
     """Import here what the processes would each import."""
     for name in (*program.imports, program.host):
         importlib.import_module(name)
 
 
-def run(name: str, mesh: str) -> dict[str, Any]:
+def run(name: str, mesh: str, large: bool = False) -> dict[str, Any]:
     """Train in this process, or on this rank: its losses, what it logs, and its weights."""
     program = programs()[name]
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float32 if program.float32 else torch.float64)
     torch.manual_seed(5)
-    parts = program.make()
+    parts = program.make(**program.large if large else {})
     pl = importlib.import_module(program.host)
     losses = _Losses()
     keeping = {
@@ -145,12 +170,20 @@ def run(name: str, mesh: str) -> dict[str, Any]:
     data = parts.loader(parts.batch // int(replicas or 1))
     torch.manual_seed(6)
     logged: dict[str, float] = {}
+    if large:
+        map_blocks_from(2**20)  # holes between kept blocks would count as memory in use
+    before = reset_peak()
     for stage in parts.stages:
         given = (data, data) if stage == "fit" and parts.validates else (data,)
         getattr(trainer, stage)(parts.module, *given)
         logged |= {f"{stage} {k}": float(v) for k, v in _trainer(trainer).callback_metrics.items()}
+    grown = memory("VmHWM") - before
+    if large:
+        return {"grown": grown}
+    logged = dict(zip(logged, _over_ranks([*logged.values()]), strict=True))
     return {
-        "losses": losses.means(), "logged": logged, "weights": _weights(parts.module, bool(mesh)),
+        "losses": _over_ranks(losses.values), "logged": logged,
+        "weights": _weights(parts.module, bool(mesh)),
         "split": _split(_trainer(trainer)) if mesh else "",
     }  # fmt: skip
 
@@ -167,13 +200,14 @@ class _Losses:
         if isinstance(outputs, dict) and "loss" in outputs:
             self.values.append(float(outputs["loss"]))
 
-    def means(self) -> list[float]:
-        """Average over the ranks; those of a domain are equal."""
-        values = torch.tensor(self.values, dtype=torch.float64)
-        if dist.is_initialized() and len(values):
-            dist.all_reduce(values)
-            values /= dist.get_world_size()
-        return values.tolist()
+
+def _over_ranks(given: Sequence[float]) -> list[float]:
+    """Average over the ranks, since replicas log their own values; those of a domain are equal."""
+    values = torch.tensor(given, dtype=torch.float64)
+    if dist.is_initialized() and len(values):
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values.tolist()
 
 
 def _weights(module: Any, is_sharded: bool) -> dict[str, torch.Tensor]:

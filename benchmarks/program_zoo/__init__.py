@@ -78,17 +78,19 @@ class Program:
         float32: True if some part of it computes in float32.
         refused: Words of the sentence in which it ends, or "".
         host: The package whose Trainer it is given.
+        large: Arguments of `make` for inputs that are large enough to weigh.
     """
 
     package: str
     name: str
-    make: Callable[[], Parts]
+    make: Callable[..., Parts]
     imports: tuple[str, ...]
     changed: str = ""
     meshes: tuple[str, ...] = ("1x2",)
     float32: bool = False
     refused: str = ""
     host: str = "lightning.pytorch"
+    large: dict[str, Any] = field(default_factory=dict)
 
     @property
     def missing(self) -> str:
@@ -109,7 +111,7 @@ PROGRAMS: dict[str, Program] = {}
 SPLIT = ("1x2", "2x1", "2x2")
 
 
-def program(package: str, *imports: str, **attributes: Any) -> Callable[..., Callable[[], Parts]]:
+def program(package: str, *imports: str, **attributes: Any) -> Callable[..., Callable[..., Parts]]:
     """Add the function below to `PROGRAMS`.
 
     Args:
@@ -118,7 +120,7 @@ def program(package: str, *imports: str, **attributes: Any) -> Callable[..., Cal
         attributes: Others of `Program`; `name` is by default the name of the function.
     """
 
-    def add(make: Callable[[], Parts]) -> Callable[[], Parts]:
+    def add(make: Callable[..., Parts]) -> Callable[..., Parts]:
         name = attributes.pop("name", make.__name__)
         assert name not in PROGRAMS, name
         needed = imports or (package.replace("-", "_"),)

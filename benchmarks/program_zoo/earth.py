@@ -211,13 +211,19 @@ def terratorch_prithvi_classification() -> Parts:
     return Parts(task, labelled(lambda i: torch.tensor(i % 3)), stages=("fit", "test"))
 
 
-@program("dgmr", float32=True, changed='shard_dims={"0": 3, "1": 3}', host="pytorch_lightning")
-def dgmr_nowcasting() -> Parts:
+@program(
+    "dgmr",
+    float32=True,
+    changed='shard_dims={"0": 3, "1": 3}',
+    host="pytorch_lightning",
+    large={"channels": 768},
+)
+def dgmr_nowcasting(channels: int = 384) -> Parts:
     from dgmr import DGMR
 
     module = DGMR(
-        forecast_steps=2, output_shape=128, latent_channels=96, context_channels=48,
-        generation_steps=2,
+        forecast_steps=2, output_shape=128, latent_channels=channels,
+        context_channels=channels // 2, generation_steps=2,
     )  # fmt: skip
     data = fields(
         2, lambda i: (numbers(4, 1, 128, 128, seed=i), numbers(2, 1, 128, 128, seed=i + 9))

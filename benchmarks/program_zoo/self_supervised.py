@@ -46,23 +46,25 @@ class TwoViews(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.06)
 
 
-def views(module: Any) -> Parts:
-    samples = fields(8, lambda i: (numbers(3, 32, 32, seed=i), numbers(3, 32, 32, seed=i + 99)))
-    return Parts(module, samples, batch=4, validates=False)
+def views(module: Any, size: int = 32, batch: int = 4) -> Parts:
+    each = fields(4 * batch, lambda i: numbers(3, size, size, seed=i))
+    samples = list(zip(each[: 2 * batch], each[2 * batch :], strict=True))
+    return Parts(module, samples, batch=batch, validates=False)
 
 
 def predicted(module: Any, x: Tensor) -> Tensor:
     return module.heads["prediction"](module.embed(x))
 
 
-@program("lightly")
-def lightly_barlow_twins() -> Parts:
+@program("lightly", large={"size": 128, "batch": 16})
+def lightly_barlow_twins(size: int = 32, batch: int = 4) -> Parts:
     from lightly.loss import BarlowTwinsLoss
     from lightly.models.modules import BarlowTwinsProjectionHead
 
     criterion = BarlowTwinsLoss()
     heads = {"projection": BarlowTwinsProjectionHead(512, 64, 64)}
-    return views(TwoViews(heads, lambda m, a, b: criterion(m.embed(a), m.embed(b)), teach=False))
+    module = TwoViews(heads, lambda m, a, b: criterion(m.embed(a), m.embed(b)), teach=False)
+    return views(module, size, batch)
 
 
 @program("lightly")
