@@ -173,9 +173,10 @@ def test_after_an_error() -> None:
         assert module(x.to("xpu")).isfinite().all()
 
 
-def test_waits_in_files(tmp_path: object) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_waits_in_files(tmp_path: object, mode: type[torch.no_grad]) -> None:
     module, x = network().eval(), field(1, 3, 64, 48)
-    with torch.no_grad():
+    with mode():
         torch.manual_seed(2)
         wanted = module(x)["field"]
         torch.manual_seed(2)

@@ -51,7 +51,8 @@ class Memory:
 
     def take(self, count: int) -> Room:
         """Return room for so many bytes."""
-        return Room(self, self._bytes(count))
+        with torch.inference_mode(False):  # where a turn ends, nobody is in that mode
+            return Room(self, self._bytes(count))
 
     def give_back(self, room: Tensor) -> None:
         """Note that nobody reads these bytes any more."""
