@@ -113,8 +113,9 @@ def sizes_of_tiles(tiles: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
         ValueError: They are no whole numbers from 1 on.
     """
-    is_many = isinstance(tiles, Sequence) and not isinstance(tiles, str)
-    sizes = tuple(tiles) if is_many else (tiles,)
+    given: Any = tiles
+    is_many = isinstance(given, Sequence) and not isinstance(given, str)
+    sizes = tuple[Any, ...](given if is_many else (given,))
     if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ValueError(
             f"tiles must be a number from 1 on, or one for each split dim, such as (2, 4); got "
