@@ -26,6 +26,8 @@ _aten = torch.ops.aten
 _UNREAD = {_aten.detach.default, _aten.alias.default, _aten.view.default}
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 _LISTS = {list, tuple}
+# which batch norms write, though their schemas do not say so
+_STATISTICS = {"running_mean", "running_var"}
 
 
 class Facts:
@@ -45,8 +47,11 @@ class Facts:
     def __init__(self, operator: Any) -> None:
         """Read the operator's schema."""
         schema = schema_of(operator)
-        written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         names = [a.name for a in schema.arguments]
+        written = [
+            a.name in _STATISTICS or (a.alias_info is not None and a.alias_info.is_write)
+            for a in schema.arguments
+        ]
         self.reads = operator not in _UNREAD
         self.makes = any(a.alias_info is None for a in schema.returns)
         self.writes = tuple(n for n, is_written in enumerate(written) if is_written)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -140,6 +141,8 @@ WRITES = {
     "lists": (lambda x: torch._foreach_add_([x, torch.ones(ROWS, 16)], 1.0), 2),
     "lists, read": (lambda x: torch._foreach_add([x], 1.0), 1),
     "copy": (lambda x: x.copy_(torch.zeros(16)), 2),
+    "statistics": (lambda x: F.batch_norm(field()[:, :1].expand(64, x.numel()), x.flatten(),
+                                          x.flatten() ** 2, training=True), 2),
     "indices": (
         lambda x: x.index_put_((torch.tensor([1]),), torch.zeros(16, dtype=x.dtype)), 2,
     ),
