@@ -231,10 +231,12 @@ def test_all_arguments_on_four_ranks(name):
 
 
 # need a device that is not there; that of torch is tested with torch's test of the device patched;
-# knn and radius are tested in tests/points, forward mode in tests/tensor/test_transforms.py
+# knn and radius are tested in tests/points, forward mode in tests/tensor/test_transforms.py,
+# and is_all_true in test_distributions.py
 ELSEWHERE = {
     torch._make_dual,
     torch._unpack_dual,
+    torch._is_all_true,
     Tensor.cuda,
     Tensor.xpu,
     SyncBatchNorm,
