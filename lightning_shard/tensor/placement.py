@@ -13,7 +13,7 @@ from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install
 from lightning_shard.tensor.rows import Rows
-from lightning_shard.tensor.strangers import computes
+from lightning_shard.tensor.strangers import computes, dispatches
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.tensor.transforms import install_transforms
 
@@ -38,8 +38,11 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
     install_transforms()
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
-    stranger = type(tensor) not in (Tensor, Rows) and not computes(type(tensor))
-    part = take_part(tensor.as_subclass(Tensor) if stranger else tensor, layout)
+    known = type(tensor) in (Tensor, Rows)
+    stranger = not known and not computes(type(tensor))
+    # the part is plain: MONAI's MetaTensor, for one, makes new tensors by other arguments
+    plain = tensor if known or dispatches(type(tensor)) else tensor.as_subclass(Tensor)
+    part = take_part(plain, layout)
     # the strides of a part of one row, which a view of the whole has, would say nothing
     stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
     split = DomainTensor(Subdomain(part.clone(memory_format=stored), layout, domain))

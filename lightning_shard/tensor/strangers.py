@@ -87,6 +87,11 @@ def computes(cls: type[Tensor]) -> bool:
     Parameters; classes that dispatch, as DTensor and FakeTensor do; classes that copy all
     attributes of one tensor to another, the part of a split tensor too, as MONAI's MetaTensor.
     """
+    own = issubclass(cls, torch.nn.Parameter) or hasattr(cls, "copy_meta_from")
+    return own or dispatches(cls)
+
+
+def dispatches(cls: type[Tensor]) -> bool:
+    """Return True for classes of tensors that compute below autograd themselves."""
     between = cls.__mro__[: cls.__mro__.index(Tensor)]
-    dispatches = any("__torch_dispatch__" in vars(c) for c in between)
-    return dispatches or issubclass(cls, torch.nn.Parameter) or hasattr(cls, "copy_meta_from")
+    return any("__torch_dispatch__" in vars(c) for c in between)

@@ -98,6 +98,18 @@ def test_the_strangers_function_is_called():
 
 
 @pytest.mark.spmd(2)
+def test_metatensors_are_split_as_plain_tensors():
+    """MONAI's class copies the attributes of all arguments, and has another `new_empty`."""
+    data = pytest.importorskip("monai.data", reason="monai is an extra")
+    image = data.MetaTensor(torch.randn(2, 1, 9, 8))
+    split = lightning_shard.shard(image, mesh_of(2), 2)
+    assert type(split) is DomainTensor
+    assert type(split.subdomain.local) is Tensor
+    # windows of rows that lie on one rank, so that the other sends nothing
+    assert_same(lightning_shard.gather(split[:, :, :3]), image.as_tensor()[:, :, :3])
+
+
+@pytest.mark.spmd(2)
 def test_a_class_that_dispatches_is_refused():
     split = lightning_shard.shard(torch.randn(2, 3, 9, 8), mesh_of(2), 2)
     with pytest.raises(UnsupportedOperationError, match="dispatches"):
