@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lightning_shard.lab.search import best as best
     from lightning_shard.lab.simulate import simulate as simulate
     from lightning_shard.lab.simulated.turns import StuckError as StuckError
+    from lightning_shard.lab.tiled_strategy import TiledStrategy as TiledStrategy
     from lightning_shard.lab.tiles import in_tiles as in_tiles
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
@@ -125,6 +126,7 @@ __all__ = [
     "StopOnNonFinite",
     "StuckError",
     "Subdomain",
+    "TiledStrategy",
     "UnsafeFileError",
     "UnsupportedOperationError",
     "VolumeDataset",
@@ -246,6 +248,7 @@ _MODULES = {
     "LightningShardError": "processes.errors",
     # one device, a field many times its memory
     "in_tiles": "lab.tiles",
+    "TiledStrategy": "lab.tiled_strategy",
     # a step, rehearsed on this machine
     "check": "lab.compare",
     "certify": "lab.compare",

@@ -171,6 +171,10 @@ class SimulatedGroup(_AnyGroup):
         rank = self._members[self._place]
         return _Work(rank, met, what, self._open_ones.turns, result)
 
+    def __deepcopy__(self, memo: Any) -> "SimulatedGroup":
+        """Return the group itself, to which a Trainer's next stage may still point."""
+        return self
+
     def size(self) -> int:
         """Return the number of ranks."""
         return len(self._members)

@@ -12,7 +12,7 @@ from lightning_shard.fsdp.paging.memory import FileMemory
 from lightning_shard.fsdp.paging.pager import Pager, with_index
 from lightning_shard.lab.simulated.group import OpenCollectives
 from lightning_shard.lab.simulated.state import State
-from lightning_shard.lab.simulated.turns import Turns
+from lightning_shard.lab.simulated.turns import Ready, Turns
 
 
 class OneDevice:
@@ -21,6 +21,7 @@ class OneDevice:
     Attributes:
         device: The device.
         pager: None on a CPU without files, where nothing is moved.
+        wait: Lets other ranks run until something is there; set by `turns`.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class OneDevice:
             ValueError: There is no such directory.
         """
         self.device = device = with_index(device)
+        self.wait: Callable[[int, Ready, str], None]
         memory = None if folder is None else FileMemory(folder)
         pages = device.type != "cpu" or folder is not None
         self.pager = Pager(device, budget, memory) if pages else None
@@ -51,10 +53,14 @@ class OneDevice:
         pager, cores = self.pager, torch.get_num_threads()
         paged = [partial(self._paged, body) for body in bodies]
         if pager is None:
-            return (turns := Turns(paged, cores=cores)), OpenCollectives(turns)
-        pager.ranks = len(bodies)
-        turns = Turns(paged, pager.hand_over, cores=cores)
-        return turns, OpenCollectives(turns, pager.on_host)
+            turns = Turns(paged, cores=cores)
+            open_ones = OpenCollectives(turns)
+        else:
+            pager.ranks = len(bodies)
+            turns = Turns(paged, pager.hand_over, cores=cores)
+            open_ones = OpenCollectives(turns, pager.on_host)
+        self.wait = turns.wait
+        return turns, open_ones
 
     def _paged(self, body: Callable[[], Any]) -> Any:
         if self.device.type != "cpu":

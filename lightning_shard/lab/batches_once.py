@@ -1,0 +1,128 @@
+"""Lets ranks that share a process train on batches that the first of them alone reads."""
+
+import signal
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_shard.data.tree import leaves_of
+from lightning_shard.processes.torch_private.internals import version_of
+from lightning_shard.trainer.random_state import random_state, set_random_state
+
+_CPU = torch.device("cpu")
+_END = object()  # comes after the last batch
+_STOP = object()  # comes in place of a batch after Ctrl-C
+
+
+class BatchesOnce:
+    """The batches of all loaders of a run.
+
+    The first rank reads, with its workers. The others are given the same tensors, and go on with
+    its random numbers, since a dataset may have drawn some.
+
+    Attributes:
+        wait: Lets other ranks run until there is a batch; set once the ranks are there.
+        is_stopping: True after Ctrl-C, until the ranks have heard of it.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """Begin without a loader."""
+        self.wait: Callable[[int, Callable[[], bool], str], None]
+        self.is_stopping = False
+        self._ranks = ranks
+        self._given = defaultdict[Any, deque[Any]](deque)
+        self._loaders = defaultdict[int, int](int)  # by rank, counted alike on all
+
+    def of(self, loader: Any) -> Any:
+        """Return a loader, or any iterable, that the first rank alone reads."""
+        rank = dist.get_rank()
+        number = self._loaders[rank]
+        self._loaders[rank] += 1
+        passes = 0
+        if isinstance(loader, DataLoader) and (plain := getattr(loader, "read_by_all", None)):
+            # of an earlier stage
+            loader.__class__ = plain  # pyright: ignore[reportAttributeAccessIssue] - its own class
+        kind, source = type(loader), loader
+
+        def batches(loader: Any) -> Iterator[Any]:
+            nonlocal passes
+            passes += 1
+            key = (number, passes)
+            read = kind.__iter__ if isinstance(loader, DataLoader) else lambda _: iter(source)
+            return self._read(read(loader), key) if rank == 0 else self._taken(rank, key)
+
+        if isinstance(loader, DataLoader):
+            loader.__class__ = type(kind.__name__, (kind,), {"__iter__": batches,
+                                                             "read_by_all": kind})  # fmt: skip
+            return loader
+        more = {"__len__": lambda _: len(source)} if hasattr(kind, "__len__") else {}
+        return type("Once", (), {"__iter__": batches, **more})()
+
+    def _read(self, batches: Iterator[Any], key: Any) -> Iterator[Any]:
+        while True:
+            try:
+                batch = _STOP if self.is_stopping else next(batches, _END)
+            except RuntimeError:
+                if not self.is_stopping:  # else Ctrl-C has ended the workers, too
+                    raise
+                batch = _STOP
+            numbers = random_state(_CPU)
+            for rank in range(1, self._ranks):
+                self._given[rank, key].append((batch, numbers))
+            if batch is _STOP:
+                raise KeyboardInterrupt
+            if batch is _END:
+                return
+            yield batch
+
+    def _taken(self, rank: int, key: Any) -> Iterator[Any]:
+        given = self._given[rank, key]
+        while True:
+            self.wait(rank, lambda: bool(given), "a batch that the first rank reads")
+            batch, numbers = given.popleft()
+            set_random_state(numbers, _CPU)
+            if batch is _STOP:
+                raise KeyboardInterrupt
+            if batch is _END:
+                del self._given[rank, key]
+                return
+            yield batch
+
+    @contextmanager
+    def stopping_between_steps(self) -> Generator[None]:
+        """End all ranks before their next batch after Ctrl-C, while open; at once after another."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(*_: Any) -> None:
+            self.is_stopping = True
+            signal.signal(signal.SIGINT, before)
+
+        before = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def versions(batch: Any) -> list[int]:
+    """Count the writes to each tensor of a batch."""
+    return [version_of(x) for x in leaves_of(batch) if isinstance(x, Tensor)]
+
+
+def datasets_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the datasets of loaders, which ranks that do not read need not copy."""
+    for value in values:
+        if isinstance(value, DataLoader):
+            yield value.dataset
+        elif isinstance(value, list | tuple | dict):
+            yield from datasets_in(value.values() if isinstance(value, dict) else value)

@@ -1,0 +1,422 @@
+"""Trains on one device in tiles: the ranks of a domain take turns in one process."""
+
+import copy
+import inspect
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.checkpoint.state import (
+    full,
+    full_optimizer_state,
+    module_state,
+    parameter_names,
+)
+from lightning_shard.data.split import shard_batch
+from lightning_shard.data.tree import map_leaves
+from lightning_shard.fsdp.materialize import is_deferred
+from lightning_shard.lab.batches_once import BatchesOnce, datasets_in, versions
+from lightning_shard.lab.simulate import in_turns
+from lightning_shard.lab.simulated.one_device import OneDevice
+from lightning_shard.lab.tiles import sizes_of_tiles
+from lightning_shard.processes.process_info import launcher, process_info
+from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer import process_mesh
+from lightning_shard.trainer.environment import LauncherEnvironment
+from lightning_shard.trainer.host import Launcher, ParallelStrategy, callbacks_of
+from lightning_shard.trainer.random_state import random_state, set_random_state
+from lightning_shard.trainer.split_summary import split_summary
+from lightning_shard.trainer.strategy import HybridShardStrategy
+
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+_VALUES = (bool, int, float, str, type(None))
+
+
+class TiledStrategy(HybridShardStrategy):
+    """Trains on fields many times larger than the one device, exactly, in tiles that take turns.
+
+    Each tile is a rank of a domain, with a Trainer and a module of its own; all take turns in this
+    process. While one computes, what the others hold lies in the host's memory. The first one has
+    the callbacks, the loggers and the progress bar of the Trainer, and alone reads data, prints and
+    writes checkpoints. The module has whole weights again once the run ends.
+    """
+
+    strategy_name = "tiles"
+
+    def __init__(
+        self,
+        tiles: int | Sequence[int] = 8,
+        tile_memory: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Describe the tiles.
+
+        Args:
+            tiles: The number of tiles along the first spatial dim, or along each split dim, such as
+                `[2, 4]`.
+            tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
+            options: Further arguments of `HybridShardStrategy`.
+
+        Raises:
+            ValueError: `tiles` is no number from 1 on, or an argument does not go with tiles.
+        """
+        sizes = sizes_of_tiles(tiles)
+        for name in ("domain_parallel_size", "data_parallel_size"):
+            if options.pop(name, 1) not in (1, "auto"):
+                raise ValueError(
+                    f"tiles share one device, so they do not go with {name}; leave it out, or use "
+                    "HybridShardStrategy on several devices."
+                )
+        super().__init__(data_parallel_size=1, domain_parallel_size=sizes, **options)
+        if self.sharding_options.compile_blocks:
+            raise ValueError(
+                "compile_blocks hides from tiles what is computed inside of a graph, so it cannot "
+                "wait in the host's memory; leave it out."
+            )
+        OneDevice(torch.device("cpu"), folder=tile_memory)  # refuses a folder that is none
+        self.tiles, self.tile_memory = sizes, tile_memory
+        self.batches: BatchesOnce | None = None
+        self.has_failed = False  # so that the module is not what it was trained to be
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks: of tiles while they take turns, of one process otherwise."""
+        return math.prod(self.tiles) if self.batches is not None else 1
+
+    @override
+    def _configure_launcher(self) -> None:
+        started = launcher()
+        more = started.starts_all and process_info().world_size > 1
+        if len(self.parallel_devices or ()) != 1 or self.num_nodes != 1 or more:
+            raise ValueError(
+                f"tiles share one device in one process; got {len(self.parallel_devices or ())} "
+                f"devices on {self.num_nodes} nodes"
+                f"{f', started by {started.title}' if more else ''}. Use devices=1, or "
+                "HybridShardStrategy on several devices."
+            )
+        self._launcher = TilesLauncher()
+
+    # Data.
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.batches is not None
+        return super().process_dataloader(self.batches.of(dataloader))
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Split a batch on the host, and move this tile's part of it."""
+        before = versions(batch)
+        whole = ParallelStrategy.batch_to_device(self, batch, torch.device("cpu"), dataloader_idx)
+        if versions(batch) != before:
+            raise RuntimeError(
+                "a hook wrote in place into the batch that all tiles share, which would be done "
+                "once for each tile; let on_before_batch_transfer or on_after_batch_transfer "
+                "return new tensors, such as x / 2 for x.div_(2)."
+            )
+        batch = shard_batch(whole, self.domain_mesh, self.shard_dims)
+        self._announced.say(split_summary(batch), self._module.trainer.state.fn, self.domain_size)
+
+        def moved(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.to(self.root_device, copy=not isinstance(leaf, DomainTensor))
+
+        return map_leaves(moved, batch)
+
+    # After the run there is one process, whose module and optimizers are whole.
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.batches is None:
+            return self._module.state_dict()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.batches is None:
+            return optimizer.state_dict()
+        return super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self.has_failed:
+            print(f"{filepath} was not saved: the tiles ended within a step.", file=sys.stderr)
+        elif self.batches is None:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
+class TilesLauncher(Launcher):
+    """Runs a stage of a Trainer on ranks in turns: the Trainer itself, and copies of it."""
+
+    _former: nn.Module | None = None  # sharded by an earlier stage, to which the Trainer may point
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Leave it to the process, whose threads the ranks are."""
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run `function` on all ranks; return what it returns on the first.
+
+        Raises:
+            NotImplementedError: The stage is a prediction.
+            Exception: The error of the first rank that failed.
+        """
+        strategy: Any = trainer.strategy if trainer is not None else None
+        if not isinstance(strategy, TiledStrategy) or trainer is None:
+            return function(*args, **kwargs)
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            raise NotImplementedError(
+                "TiledStrategy trains, validates and tests; predict in tiles by the command "
+                "`predict --tiles 8`, or call the module within in_tiles(module, 8)."
+            )
+        module, ranks = strategy.lightning_module, math.prod(strategy.tiles)
+        assert isinstance(module, LightningModule)
+        shared = OneDevice(strategy.root_device, folder=strategy.tile_memory)
+        strategy.batches, strategy.has_failed = BatchesOnce(ranks), False
+        calls = _calls(function, args, kwargs, module, [*self._kept(strategy, trainer)], ranks)
+        self._former = calls[0][3]
+        before = {(id(part), name) for part, name in _replaced_methods(trainer)}
+        run = _Run(strategy, calls, fits=trainer.state.fn == TrainerFn.FITTING)
+        environment = strategy.cluster_environment
+        try:
+            with (
+                _printing_once(),
+                _reading_together(trainer),
+                strategy.batches.stopping_between_steps(),
+            ):
+                strategy.batches.wait = lambda *how: shared.wait(*how)
+                first, *_ = in_turns(run.on_rank, ranks, shared)
+        except BaseException:
+            strategy.has_failed = not run.is_whole
+            raise
+        finally:
+            strategy.batches = None
+            strategy.cluster_environment = environment
+            strategy.processes.mesh = None
+            process_mesh.print_on_first_only(0)
+            run.bring_back(module)
+            for part, name in [*_replaced_methods(trainer)]:
+                if (id(part), name) not in before:  # of this stage, which copies would call
+                    delattr(part, name)
+        set_random_state(run.after, strategy.root_device)
+        return first
+
+    def _kept(self, strategy: TiledStrategy, trainer: Trainer) -> Iterator[Any]:
+        """Yield what all ranks share, and what an earlier stage has left, which has no copies."""
+        yield from (self, strategy.batches, *trainer.loggers)
+        yield from vars(trainer.profiler).values()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._former is not None:
+            yield from self._former.modules()
+        for part in (strategy, *vars(strategy).values()):
+            values = vars(part).values() if hasattr(part, "__dict__") else ()
+            yield from (value for value in values if isinstance(value, DeviceMesh))
+
+
+class _Run:
+    """One stage of a Trainer on all ranks.
+
+    Attributes:
+        is_whole: True once the weights of all ranks have been put together.
+        after: The random numbers with which the caller goes on.
+    """
+
+    def __init__(self, strategy: TiledStrategy, calls: list[Any], *, fits: bool) -> None:
+        self.is_whole = False
+        self.after: Any = None
+        self._strategy, self._calls, self._fits = strategy, calls, fits
+        self._weights: dict[str, Any] = {}
+        self._optimizers: list[tuple[Optimizer, list[str], dict[str, Any]]] = []
+
+    def on_rank(self) -> Any:
+        """Run the stage on one rank."""
+        rank = dist.get_rank()
+        function, args, kwargs, module = self._calls[rank]
+        strategy = function.__self__.strategy
+        strategy.cluster_environment = LauncherEnvironment(process_info())
+        strategy.set_world_ranks()
+        try:
+            result = function(*args, **kwargs)
+        except KeyboardInterrupt:  # between two steps, on all ranks
+            self._gather(strategy, module, first=rank == 0)
+            raise
+        self._gather(strategy, module, first=rank == 0)
+        if rank == 0:
+            self.after = random_state(strategy.root_device)
+        return result
+
+    def _gather(self, strategy: TiledStrategy, module: nn.Module, *, first: bool) -> None:
+        if not self._fits:
+            return
+        weights = full(module_state(module), keep=first)
+        for optimizer in strategy.optimizers:
+            state = full_optimizer_state(optimizer, module)
+            if first:
+                self._optimizers.append((optimizer, parameter_names(optimizer, module), state))
+        if first:
+            self._weights, self.is_whole = weights, True
+
+    def bring_back(self, module: LightningModule) -> None:
+        """Let the caller's module be what the first rank's has become, and the Trainer know it."""
+        trained = self._calls[0][3]
+        self._strategy.connect(module)
+        trainer = trained._trainer  # pyright: ignore[reportPrivateUsage]
+        if trainer is not None:
+            module.trainer = trainer
+        own_parts = dict(module.named_modules())
+        for part, other in trained.named_modules():
+            for name, value in vars(other).items():
+                if part in own_parts and name[0] != "_" and _is_value(value):
+                    setattr(own_parts[part], name, value)
+        if not self.is_whole:
+            return
+        with self._strategy.precision_plugin.module_init_context():
+            module.configure_model()  # layers that only the ranks have yet
+        module.load_state_dict(self._weights, strict=False, assign=is_deferred(module))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for optimizer, names, state in self._optimizers:
+            left = iter(names)
+            for group in optimizer.param_groups:
+                group["params"] = [parameters[next(left)] for _ in group["params"]]
+            optimizer.state.clear()
+            optimizer.load_state_dict(state)
+
+
+def _calls(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: LightningModule,
+    known: list[Any],
+    ranks: int,
+) -> list[tuple[Any, Any, Any, LightningModule]]:
+    """Return what each rank calls: the first one the Trainer itself, with a copy of the module."""
+    shared: dict[int, Any] = {id(x): x for x in datasets_in((args, kwargs))}
+    shared |= {id(each): each for each in known}
+    found: list[tuple[Any, Any, Any, LightningModule]] = []
+    for _ in range(1, ranks):
+        memo = dict(shared)
+        try:
+            called, values, named, own = copy.deepcopy((function, args, kwargs, module), memo)
+        except (TypeError, RuntimeError) as error:  # of a lock, an open file, a part of a graph
+            raise TypeError(
+                "each tile has a copy of the module, its data module and the callbacks, but one of "
+                f"them holds what cannot be copied ({error}); make it in setup, or give its class "
+                "a __deepcopy__ that returns itself."
+            ) from error
+        found.append((called, values, named, own))
+    own = copy.deepcopy(module, {id(x): x for x in (*shared.values(), function.__self__)})
+    values = tuple(own if x is module else x for x in args)
+    named = {name: own if x is module else x for name, x in kwargs.items()}
+    function.__self__.strategy.connect(own)
+    return [(function, values, named, own), *found]
+
+
+def _replaced_methods(trainer: Trainer) -> Iterator[tuple[Any, str]]:
+    """Yield the parts of a Trainer that have a method other than their class's, with its name."""
+    left, seen = list[Any]([trainer, *callbacks_of(trainer)]), set[int]()
+    while left:
+        part = left.pop()
+        if id(part) in seen or isinstance(part, LightningModule | TiledStrategy):
+            continue
+        seen.add(id(part))
+        for name, value in vars(part).items():
+            if callable(value) and inspect.isfunction(getattr(type(part), name, None)):
+                yield part, name
+            elif type(value).__module__.startswith(_LIGHTNING) and hasattr(value, "__dict__"):
+                left.append(value)
+
+
+@contextmanager
+def _printing_once() -> Generator[None]:
+    """Let the first rank alone print and log, while open."""
+    handle, streams = logging.Logger.handle, (sys.stdout, sys.stderr)
+
+    def first_only(self: logging.Logger, record: logging.LogRecord) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            handle(self, record)
+
+    logging.Logger.handle = first_only
+    sys.stdout, sys.stderr = (_OfFirst(stream) for stream in streams)
+    try:
+        yield
+    finally:
+        logging.Logger.handle = handle
+        sys.stdout, sys.stderr = streams
+
+
+@contextmanager
+def _reading_together(trainer: Trainer) -> Generator[None]:
+    """Let ranks wait for each other while they read a checkpoint, where Lightning holds a lock.
+
+    The lock keeps names of Lightning 1.2, for files that need code; ours are read without code.
+    """
+    connector = trainer._checkpoint_connector  # pyright: ignore[reportPrivateUsage]
+    names: dict[str, Any] = vars(sys.modules[type(connector).__module__])
+    before, names["pl_legacy_patch"] = names["pl_legacy_patch"], nullcontext
+    try:
+        yield
+    finally:
+        names["pl_legacy_patch"] = before
+
+
+class _OfFirst:
+    """A stream into which the first rank alone writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write on the first rank."""
+        return self._stream.write(text) if os.environ.get("RANK", "0") == "0" else len(text)
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether a value is made of numbers, texts and plain tensors of the host alone."""
+    if isinstance(value, dict):
+        return all(_is_value(x) for x in (*value.keys(), *value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_value, value))
+    return isinstance(value, _VALUES) or (type(value) is Tensor and value.device.type == "cpu")
+
+
+if TiledStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(
+        TiledStrategy.strategy_name, TiledStrategy, description="one device, in tiles"
+    )
