@@ -3,6 +3,7 @@
 The line above a block says how it runs:
 
     <!-- run: script -->       by itself, in a process of its own
+    <!-- run: with NAME -->    the same, if that package is installed
     <!-- run: ranks 2 -->      on ranks, after `ON_RANKS`
     <!-- run: alone -->        in one process, after `ALONE`
     <!-- run: xpu -->          by tests/trainer/xpu/test_features.py, after README's program
@@ -71,7 +72,7 @@ def blocks(*kinds):
 def test_it_runs_or_says_why_not(mark, code):
     assert mark is not None, "no word says how this block is run"
     how, _, what = mark.partition(": ")
-    known = {"script", "ranks", "alone", "xpu", "commands", "parse"}
+    known = {"script", "with", "ranks", "alone", "xpu", "commands", "parse"}
     assert (how == "run" and what.split()[0] in known) or (how == "not run" and len(what) > 10)
 
 
@@ -104,6 +105,14 @@ def run(command):
 def test_script(folder, mark, code):
     (folder / "program.py").write_text(code)
     assert "split over the domain" in run([sys.executable, "program.py"])
+
+
+@pytest.mark.slow
+@blocks("with")
+def test_with_a_package(folder, mark, code):
+    name = mark.split()[-1]
+    pytest.importorskip(name, reason=f"{name} is none of the test dependencies")
+    test_script(folder, mark, code)
 
 
 def execute(code):
