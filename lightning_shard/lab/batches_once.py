@@ -59,8 +59,9 @@ class BatchesOnce:
             return self._read(read(loader), key) if rank == 0 else self._taken(rank, key)
 
         if isinstance(loader, DataLoader):
-            loader.__class__ = type(kind.__name__, (kind,), {"__iter__": batches,
-                                                             "read_by_all": kind})  # fmt: skip
+            methods = {"__iter__": batches, "read_by_all": kind}
+            own: Any = type(kind.__name__, (kind,), methods)
+            loader.__class__ = own
             return loader
         more = {"__len__": lambda _: len(source)} if hasattr(kind, "__len__") else {}
         return type("Once", (), {"__iter__": batches, **more})()
