@@ -74,7 +74,8 @@ def slab_of(
     whole = Slab(shape, tuple(slice(0, n) for n in shape), is_split=False)
     mesh: DeviceMesh | None = trainer if isinstance(trainer, DeviceMesh) else None
     strategy: Any = getattr(trainer, "strategy", None)
-    if getattr(strategy, "domain_size", 1) > 1:
+    # in tiles the first rank reads for all
+    if getattr(strategy, "domain_size", 1) > 1 and not hasattr(strategy, "tiles"):
         if strategy.device_mesh is None:
             raise RuntimeError(
                 f"which part of {entry!r} a rank reads is known once the trainer has started its "

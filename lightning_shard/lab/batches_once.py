@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import leaves_of
 from lightning_shard.processes.torch_private.internals import version_of
 from lightning_shard.trainer.random_state import random_state, set_random_state
@@ -48,7 +49,7 @@ class BatchesOnce:
         passes = 0
         if isinstance(loader, DataLoader) and (plain := getattr(loader, "read_by_all", None)):
             # of an earlier stage
-            loader.__class__ = plain  # pyright: ignore[reportAttributeAccessIssue] - its own class
+            loader.__class__ = plain  # pyright: ignore[reportAttributeAccessIssue]
         kind, source = type(loader), loader
 
         def batches(loader: Any) -> Iterator[Any]:
@@ -74,6 +75,11 @@ class BatchesOnce:
                 if not self.is_stopping:  # else Ctrl-C has ended the workers, too
                     raise
                 batch = _STOP
+            if any(isinstance(leaf, LocalPart) for leaf in leaves_of(batch)):
+                raise NotImplementedError(
+                    "a batch holds the part of one tile, but the first tile reads for all; give "
+                    "slab_of the trainer, and no mesh, so that it reads the whole field."
+                )
             numbers = random_state(_CPU)
             for rank in range(1, self._ranks):
                 self._given[rank, key].append((batch, numbers))

@@ -94,7 +94,7 @@ WORKLOADS: dict[str, Callable[[], tuple[LightningModule, Any, Any]]] = {
     "segmentation": _segmentation,
     "t5": _t5,
 }
-QUICK = [("unet", (2, 2)), ("tfno", 2), ("vit", 2)]
+QUICK = [("unet", (2, 2)), ("tfno", 2), ("vit", 2), ("segmentation", 2)]
 CASES = [
     pytest.param(name, tiles, marks=() if (name, tiles) in QUICK else pytest.mark.slow)
     for name in WORKLOADS
