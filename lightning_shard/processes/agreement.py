@@ -17,7 +17,7 @@ from lightning_shard.processes.store import no_answer
 STAY_S = 2.0  # of rank 0, after a difference was found
 SHOWN = 200  # characters of a value
 POLL_S = 0.1  # at most, between two looks for what another rank writes
-WORD_S = 15.0  # before the first word on who is waited for; each later pause is longer
+WORD_S = 60.0  # until the first word on who is waited for: starts on busy machines take 30 s
 CHECK_S = 1.0  # between two looks for its failure
 Check = Callable[[Sequence[int]], None]
 
