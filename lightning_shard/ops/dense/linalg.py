@@ -4,10 +4,11 @@ The places (batch dims) may be split; each rank works on its own.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import broadcasting, common_layout, local_part, subdomains
@@ -94,6 +95,61 @@ def diagonal(
     local = torch.diagonal(x.local, offset, one, two)
     kept = [factors for d, factors in enumerate(x.layout.dims) if d not in (one, two)]
     return x.view(local, Layout((*kept, (Factor(local.shape[-1]),)), x.layout.grid))
+
+
+@composes(torch.diag_embed, Tensor.diag_embed)
+def diag_embed(
+    func: Callable[..., Tensor], x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> Tensor:
+    """Make matrices with the last dim on a diagonal; rows move to its place."""
+    size = x.shape[-1] + abs(offset)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return _on_diagonal(zero, (size, size), x, offset).movedim((-2, -1), (dim1, dim2))
+
+
+@composes(torch.diagonal_scatter, Tensor.diagonal_scatter)
+def diagonal_scatter(
+    func: Callable[..., Tensor], x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
+    """Copy a tensor with other values on a diagonal; these travel to their rows."""
+    matrices = x.movedim((dim1, dim2), (-2, -1))
+    found = _on_diagonal(matrices, matrices.shape[-2:], src, offset)
+    return found.movedim((-2, -1), (dim1, dim2))
+
+
+@composes(torch.diag, Tensor.diag, torch.diagflat, Tensor.diagflat,
+          limits="a diagonal of a matrix that is split")  # fmt: skip
+def diag(
+    func: Callable[..., Tensor],
+    x: Any,
+    diagonal: int = 0,
+    **named: int,
+) -> Tensor:
+    """Make a matrix of a vector, whose values travel to their rows; or take a matrix's diagonal."""
+    offset = named.get("offset", diagonal)
+    if func in (torch.diagflat, Tensor.diagflat):
+        x = x.flatten()
+    return x.diag_embed(offset) if x.ndim == 1 else x.diagonal(offset)
+
+
+@composes(torch.block_diag)
+def block_diag(func: Callable[..., Tensor], *tensors: Any) -> Tensor:
+    """Put matrices one below the other, each right of the one before; rows move to their place."""
+    blocks = [t if t.ndim == 2 else t.reshape(1, -1) for t in tensors]
+    total, left, rows = sum(b.shape[1] for b in blocks), 0, list[Tensor]()
+    for block in blocks:
+        rows.append(F.pad(block, (left, total - left - block.shape[1])))
+        left += block.shape[1]
+    return torch.cat(rows)
+
+
+def _on_diagonal(others: Any, shape: Sequence[int], values: Any, offset: int) -> Tensor:
+    """Return matrices of a shape (R, C) with `values` (..., K) on a diagonal, else `others`."""
+    above, (rows, columns) = max(-offset, 0), shape
+    padded = F.pad(values, (above, rows - above - values.shape[-1]))
+    row = torch.arange(rows, device=values.device).unsqueeze(-1)
+    chosen = torch.arange(columns, device=values.device) - row == offset
+    return torch.where(chosen, padded.unsqueeze(-1), others)
 
 
 @composes(torch.trace, Tensor.trace)
