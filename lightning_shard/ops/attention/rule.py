@@ -53,6 +53,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.attention.layout import (
     Operand,
     Operands,
@@ -63,7 +64,8 @@ from lightning_shard.ops.attention.layout import (
 )
 from lightning_shard.ops.attention.ring import Ring, ring_attention
 from lightning_shard.ops.autocast import cast_for
-from lightning_shard.ops.elementwise.random import own_random_state
+from lightning_shard.ops.elementwise.dropout import dropout
+from lightning_shard.ops.elementwise.random import is_exact, own_random_state
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.internals import left_aligned
 
@@ -147,32 +149,32 @@ def _with_all_keys(
     scores = with_last(inner, 1, k.shape[-2])
     if is_causal and inner.axes(inner.ndim - 2):
         mask, is_causal = _causal(scores, q.device), False
-    if 0 in inner.local_shape:
-        learned = mask is not None and mask.requires_grad
-        return empty_attached(inner.local_shape, q, k, v, mask if learned else None)
     weights = operands.owner.like(operands.owner.local, scores)
-    if in_forward_mode():
-        return _formula(q, k, v, mask, dropout_p, is_causal=is_causal, **options)
-    with own_random_state(weights) if dropout_p else nullcontext():
+    is_empty = 0 in inner.local_shape
+    if in_forward_mode() and dropout_p:
+        raise UnsupportedOperationError("dropout in forward mode; take a dropout of 0")
+    if in_forward_mode() and not is_empty:
+        return _weights(q, k, mask, is_causal=is_causal, **options) @ _of_each_head(v, q)
+    if dropout_p and is_exact():
+        return _dropped_as_one(weights, (q, k, v, mask), dropout_p, is_causal=is_causal, **options)
+    with own_random_state(weights) if dropout_p else nullcontext():  # also on a rank without rows
+        if is_empty:
+            learned = mask is not None and mask.requires_grad
+            return empty_attached(inner.local_shape, q, k, v, mask if learned else None)
         grouped = operands.grouped
         return func(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped, **options)
 
 
-def _formula(
+def _weights(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     mask: Tensor | None,
-    dropout_p: float,
     *,
     is_causal: bool,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention in functions that carry tangents, as torch's kernels do not."""
-    if dropout_p:
-        raise UnsupportedOperationError("dropout in forward mode; take a dropout of 0")
-    if q.ndim > 2 and k.shape[-3] != q.shape[-3]:  # grouped queries
-        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    """Weights of the values, in functions that carry tangents, as torch's kernels do not."""
+    k = _of_each_head(k, q)
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -182,7 +184,34 @@ def _formula(
     top = scores.detach().amax(-1, keepdim=True)
     powers = (scores - torch.where(top.isinf(), 0, top)).exp()
     total = powers.sum(-1, keepdim=True)
-    return powers / torch.where(total == 0, 1, total) @ v
+    return powers / torch.where(total == 0, 1, total)
+
+
+def _of_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys, or values, of each head of queries, of which a group shares one head of keys."""
+    grouped = q.ndim > 2 and q.shape[-3] > x.shape[-3]
+    return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) if grouped else x
+
+
+def _dropped_as_one(
+    like: Subdomain,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    dropout_p: float,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend by torch's plain formula, which draws for all weights in the order of their memory."""
+    q, k, v, mask = parts
+    if q.device.type != "cpu":
+        raise UnsupportedOperationError(
+            "its kernels for this device draw dropout in orders of their own, which "
+            "use_exact_random cannot follow; compare on the CPU, or without dropout in attention"
+        )
+    weights = _weights(q, k, mask, is_causal=is_causal, scale=scale)
+    weights = weights.expand(like.layout.local_shape).contiguous()
+    kept = dropout(F.dropout, like.like(weights, like.layout), dropout_p)
+    return (kept.local @ _of_each_head(v, q)).to(q.dtype)
 
 
 def _causal(scores: Layout, device: torch.device) -> Tensor:

@@ -84,6 +84,11 @@ class use_exact_random:  # noqa: N801 - read as a function
             )
 
 
+def is_exact() -> bool:
+    """Return whether random numbers are those of one process, see `use_exact_random`."""
+    return _exact
+
+
 def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:
     """A generator for this rank's part of a tensor that is split as `x`."""
     _refuse_in_a_graph()

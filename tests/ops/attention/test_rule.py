@@ -18,7 +18,7 @@ from lightning_shard.ops.attention import rule as attention
 from lightning_shard.ops.attention.layout import Operands
 from lightning_shard.trainer.profile.traffic import counted
 from tests.pairs import choose
-from tests.parity import assert_double_backward, assert_parity, mesh_of
+from tests.parity import assert_double_backward, assert_parity, assert_same, mesh_of
 
 Q, K = (2, 4, 7, 6), (2, 4, 5, 6)
 SDPA = F.scaled_dot_product_attention
@@ -226,6 +226,52 @@ def test_dropped_weights(algorithm):
     of_first = state.clone()
     dist.broadcast(of_first, 0)
     assert torch.equal(state, of_first)  # the ranks stay in step
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("rows", [8, 2])
+def test_dropped_weights_of_one_process(rows):
+    """Also with masks, grouped heads, and on a rank without rows; all ranks stay in step."""
+    learned = torch.randn(rows, rows, dtype=torch.float64)
+    masks = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "of numbers": {"attn_mask": learned, "scale": 0.3},
+        "with an empty row": {"attn_mask": (learned > 0) & (torch.arange(rows) > 0).unsqueeze(1)},
+        "grouped": {"enable_gqa": True},
+    }
+
+    def attend(x, options):
+        torch.manual_seed(1)
+        keys = x[:, :2] if "enable_gqa" in options else x
+        with lightning_shard.use_exact_random():
+            out = SDPA(x, keys * 2, keys, dropout_p=0.4, **options)
+        return out, torch.rand(1)
+
+    for name, options in masks.items():
+        whole = torch.randn(2, 4, rows, 3, dtype=torch.float64, requires_grad=True)
+        expected, after = attend(whole, options)
+        (wanted,) = torch.autograd.grad(expected.square().sum(), whole)
+        for dim in (1, 2):
+            if dim == 1 and name == "grouped":
+                continue
+            split = lightning_shard.shard(whole.detach(), mesh_of(3), dim).requires_grad_()
+            out, later = attend(split, options)
+            assert torch.equal(after, later)
+            assert_same(lightning_shard.gather(out.detach()), expected.detach())
+            (gradient,) = torch.autograd.grad(out.square().sum(), split)
+            assert_same(lightning_shard.gather(gradient), wanted)
+
+
+@pytest.mark.spmd(3)
+def test_dropout_keeps_a_rank_without_rows_in_step():
+    split = lightning_shard.shard(torch.randn(1, 2, 2, 4), mesh_of(3), 2)
+    torch.manual_seed(0)
+    SDPA(split, split, split, dropout_p=0.5)
+    number = torch.rand(1)
+    of_first = number.clone()
+    dist.broadcast(of_first, 0)
+    assert torch.equal(number, of_first)
 
 
 @pytest.mark.spmd(3)
