@@ -31,6 +31,7 @@ from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
+from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.processes.mesh import Sharding, share_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
@@ -39,6 +40,7 @@ from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
+from lightning_shard.trainer.hook_values import HookValues
 from lightning_shard.trainer.host import (
     NotCompiled,
     optimizers_to_device,
@@ -169,6 +171,7 @@ class HybridShardStrategy(NotCompiled):
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
         self._announced = Announcements()
+        self.hook_values: HookValues | None = None  # of the newest stage with a domain
 
     # The mesh.
 
@@ -406,6 +409,9 @@ class HybridShardStrategy(NotCompiled):
         self._while_set_up.close()
         if self.exact_random is not None:
             self._while_set_up.enter_context(use_exact_random(self.exact_random))
+        if self.domain_size > 1:
+            self.hook_values = HookValues(self._module)
+            self._while_set_up.callback(READS.reset, READS.set(self.hook_values))
         self.barrier("HybridShardStrategy.setup")
 
     @override

@@ -6,6 +6,7 @@ those that end in a sentence, with words of the sentence.
 # ruff: noqa: E501 - a table, one program in a line or two
 
 import copy
+import io
 import math
 import types
 import weakref
@@ -14,12 +15,19 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
+import PIL.Image
+import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import save_image
 
 from lightning_shard import whole_parameters
 
@@ -998,6 +1006,67 @@ program(
     step=lambda m, b, loss: loss * math.exp(float(m.scale.mean())),
 )
 
+# values of split tensors on their way to a logger
+
+
+def logged(hook: str, read: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Methods that read values of the last field in a hook, which may not write into them."""
+    return {
+        "step": lambda m, b, loss: (setattr(m, "last", (m(b["x"]) - b["y"]).detach()), loss)[1],
+        hook: lambda m, *_: m.note(*np.ravel(read(m.last))[:90]),
+    }
+
+
+def drawn(x: Tensor) -> Any:
+    """The pixels of a figure of the first sample."""
+    figure = Figure(figsize=(2, 2), dpi=40)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.imshow(x[0, 0].cpu())
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return np.asarray(PIL.Image.open(file)).mean((0, 1))
+
+
+def saved(x: Tensor) -> Any:
+    file = io.BytesIO()
+    save_image(x, file, format="png")
+    return np.asarray(PIL.Image.open(file)).mean((0, 1))
+
+
+class Pictures(Callback):
+    """As loggers do that take pictures."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.note(np.asarray(pl_module.last.cpu()).std())
+
+
+def not_writable(x: Tensor) -> Any:
+    array = x.numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array -= array.min()
+    return array
+
+
+for name, hook, read in (
+    ("numpy()", "on_train_batch_end", lambda x: x.cpu().numpy()),
+    ("tolist()", "on_train_epoch_end", lambda x: x.mean((0, 1)).tolist()),
+    ("np.asarray", "on_after_backward", np.asarray),
+    ("a figure of matplotlib", "on_train_epoch_end", drawn),
+    (
+        "to_pil_image",
+        "on_train_batch_end",
+        lambda x: np.asarray(to_pil_image(x[0].float().sigmoid())),
+    ),
+    ("save_image", "on_train_epoch_end", saved),
+    ("an array that is written", "on_before_zero_grad", not_writable),
+):
+    program(f"{name} of a split field in {hook}", per_replica=True, **logged(hook, read))
+program("an array of a split field in a callback", per_replica=True, **logged("unused", len)
+    | {"configure_callbacks": lambda m: [Pictures()]})  # fmt: skip
+program("numpy() of a split field in the step", refused="cannot run Tensor.numpy",
+    step=lambda m, b, loss: (b["x"].numpy(), loss)[1])  # fmt: skip
+
 
 THEMES = {
     "Parameters that are remembered since `__init__`": "a list made in __init__, in the loss",
@@ -1006,6 +1075,7 @@ THEMES = {
     "Manual optimization": "manual optimization",
     "Optimizers and schedulers": "torch.optim.Adam",
     "Numbers, buffers, metrics, outputs, hooks": "numel of all parameters",
+    "Values of split fields on their way to a logger": "numpy() of a split field in on_train_batch_end",
 }
 
 

@@ -1,16 +1,20 @@
 """Programs train as in one process, or end in a sentence: the table is in programs.py."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.fsdp import meeting
+from lightning_shard.trainer.report.facts import mesh_table
 from tests.reference import computed_once
-from tests.trainer.featured import fit_alone, fit_sharded
+from tests.trainer.featured import Featured, fit_alone, fit_sharded
 from tests.trainer.programs import PER_REPLICA, PROGRAMS, REFUSED, make, page
 
 MESHES = {"1x2": (2, (2,)), "2x1": (2, (1,)), "2x2": (4, (2,))}
@@ -54,7 +58,11 @@ def cases(mesh: str) -> dict[str, dict[str, Any]]:
     return {n: {"name": n, "domain": domain} for n in names}
 
 
-ONLY_SPLIT = {"FLOPs are counted in the step", "torch.func.grad over parameters"}
+ONLY_SPLIT = {
+    "FLOPs are counted in the step",
+    "torch.func.grad over parameters",
+    "numpy() of a split field in the step",
+}
 
 
 def in_turn(mesh: str, every: bool) -> dict[str, dict[str, Any]]:
@@ -73,6 +81,32 @@ def test_programs(mesh: str, run_each: Callable[..., None]) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_all_programs_on_each_mesh(mesh: str, run_each: Callable[..., None]) -> None:
     run_each(MESHES[mesh][0], check, in_turn(mesh, every=True))
+
+
+class Draws(Featured):
+    """Reads an array on all ranks, and one more on rank 0 alone."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert batch["x"].numpy().shape == (4, 1, 9, 7)
+        if dist.get_rank() == 0:
+            with (
+                mock.patch.object(meeting, "WAIT_S", 0.3),
+                pytest.raises(
+                    RuntimeError, match=r"on_train_batch_end.*ranks \[1\] did not.*numpy"
+                ),
+            ):
+                batch["y"].tolist()
+        dist.barrier()
+
+
+@pytest.mark.spmd(2)
+def test_arrays_of_split_fields_are_counted_and_read_by_all_ranks() -> None:
+    words = "on_train_batch_end reads the values of a split tensor"
+    told = pytest.warns(UserWarning, match=words) if dist.get_rank() == 0 else nullcontext()
+    with told:
+        runner = fit_sharded(Draws(), (2,), limit_train_batches=1, limit_val_batches=0)
+    rows = mesh_table(runner, Draws(), "")[0]
+    assert "on_train_batch_end: 1 times, 2,016 bytes on every rank" in rows
 
 
 def test_there_are_many_programs() -> None:

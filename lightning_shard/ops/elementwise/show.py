@@ -1,16 +1,21 @@
 """Turns split tensors into text, numbers and truth, but never into an array of one part."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import whole
+from lightning_shard.domain.align import gathered, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.reduce.sums import any_
 from lightning_shard.ops.registry import implements, implements_lazily
+
+# asked on each rank before values of a split tensor are handed out; True if they may be gathered
+READS: ContextVar[Callable[[Subdomain], bool]] = ContextVar("READS", default=lambda x: False)
 
 
 @implements(Tensor.__repr__, checked=False)
@@ -59,6 +64,29 @@ def contains(func: Callable[..., bool], x: Subdomain, element: Any) -> bool:
     Tensor.numpy,
     Tensor.__array__,
     Tensor.tolist,
+    limits="outside of a Trainer's hooks and evaluation: the values lie on several ranks",
+    checked=False,
+)
+def values(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
+    """Gather the whole tensor where a run hands out its values, as to a logger.
+
+    An array is read-only: a write into it would not reach the split tensor.
+
+    Raises:
+        UnsupportedOperationError: Nobody hands out values here, as in a training step.
+    """
+    if not READS.get()(x):
+        refuse_values(func)
+    local, device = x.local, x.domain.mesh.device_type
+    held = local.device.type == "cpu" != device  # x.cpu() of a device whose ranks talk
+    full = gathered(replace(x, local=local.to(device)) if held else x)
+    result = func(full.to(local.device), *args, **kwargs)
+    if func is not Tensor.tolist:
+        result.flags.writeable = False
+    return result
+
+
+@implements(
     Tensor.__dlpack__,
     Tensor.apply_,
     Tensor.map_,

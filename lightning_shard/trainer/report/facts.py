@@ -85,6 +85,8 @@ def mesh_table(trainer: Trainer, module: LightningModule, split: str) -> list[st
         sizes = " x ".join(map(str, strategy.domain_mesh.shape))
         rows.append(("mesh", f"{replicas} data x {sizes} domain ranks"))
         rows += [("batch", split)] if strategy.domain_size > 1 and split else []
+        if strategy.hook_values is not None and strategy.hook_values.reads:
+            rows.append(("split tensors read as arrays", str(strategy.hook_values)))
         rows.append(("parameters", f"sharding {strategy.sharding_options.mode}"))
     rows += [
         ("strategy", type(strategy).__name__),
