@@ -459,6 +459,8 @@ class HybridShardStrategy(NotCompiled):
         if read != self._last_checked:
             self._last_checked = read
             self._announced.say(split_summary(batch), trainer.state.fn, self.domain_size)
+            if self.shard_dims is None:
+                self._announced.guess(batch, self._module)
         return batch
 
     @override
@@ -536,6 +538,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain(exception)
+        self._announced.explain(exception)
         self.peers.is_disconnected()
 
     # Checkpoints, and the end of a stage.

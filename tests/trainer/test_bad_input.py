@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -51,6 +54,62 @@ def test_declared_dims_that_a_batch_does_not_have():
         ValueError, match=r"shard_dims \[5\] of a batch entry must lie in its shape"
     ):
         shard_batch(batch, mesh, 5)
+
+
+class Siamese(BoringModel):
+    """Convolves each time of (B, T, C, H, W)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(2, 1, 3, padding=1)
+
+    def training_step(self, batch, batch_idx):
+        found = sum(self.layer(batch["x"][:, t]) for t in range(2))
+        return F.mse_loss(found.squeeze(1), batch["y"][:, 0])
+
+
+class Recurrent(BoringModel):
+    """Reads (B, T, C)."""
+
+    def __init__(self, kind=nn.GRU):
+        super().__init__()
+        self.layer = kind(6, 4, batch_first=True) if kind is nn.GRU else kind(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        found = self.layer(batch["x"])
+        return (found[0] if isinstance(found, tuple) else found).square().mean()
+
+
+SEQUENCES = {
+    "x of several times": (Siamese, {"x": (2, 2, 9, 7), "y": (1, 9, 7)}, {"x": 3, "y": 2}),
+    "a recurrence": (Recurrent, {"x": (5, 6)}, {"x": 0}),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_refusal_of_default_dims_names_others_that_work(name):
+    kind, shapes, wanted = SEQUENCES[name]
+    rows = [{k: torch.randn(shape) for k, shape in shapes.items()} for _ in range(4)]
+    with pytest.raises(UnsupportedOperationError) as caught:
+        trainer((2,), limit_val_batches=0).fit(kind(), DataLoader(rows, 2))
+    notes = " ".join(caught.value.__notes__)
+    assert "shard_dims was not given" in notes
+    assert f"such as shard_dims={wanted}." in notes
+    mended = trainer((2,), limit_val_batches=0, strategy={"shard_dims": wanted})
+    mended.fit(kind(), DataLoader(rows, 2))
+
+
+@pytest.mark.spmd(2)
+def test_split_features_are_told_before_the_first_step():
+    data = DataLoader([{"x": torch.randn(5, 6)} for _ in range(2)], 2)
+    words = r"take it for features.*shard_dims={'x': 1}"
+    with pytest.warns(UserWarning, match=words) if dist.get_rank() == 0 else nullcontext():
+        trainer((2,), limit_val_batches=0).fit(Recurrent(nn.Linear), data)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*take it for features")
+        mended = trainer((2,), limit_val_batches=0, strategy={"shard_dims": {"x": 1}})
+        mended.fit(Recurrent(nn.Linear), data)
 
 
 @pytest.mark.parametrize("step", ["fit", "validate", "test", "predict"])
