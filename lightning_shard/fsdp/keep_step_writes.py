@@ -23,6 +23,7 @@ from lightning_shard.processes.torch_private.internals import (
     shard_memory_of,
     storage_key,
     version_of,
+    writes_seen,
 )
 
 GATHERED = "_gathered"  # attribute of a module
@@ -50,6 +51,8 @@ class Gathered:
         self._versions: dict[Tensor, int] = {}  # of the shards
         self._open = False
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # of the whole, by shard
+        self._by_memory: dict[int, tuple[nn.Module, str, Any]] = {}  # places of shards
+        self.steps = False  # whether an optimizer steps: all is gathered after it
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Give each whole parameter that its shard is a part of, with that shard."""
@@ -67,7 +70,8 @@ class Gathered:
         self.begin()
         self.remembered.show({shard: whole for whole, shard in self.pairs()})
         try:
-            yield
+            with writes_seen(self.take_written):
+                yield
         finally:
             self.remembered.hide()
             self._open = outer
@@ -87,12 +91,59 @@ class Gathered:
 
     def begin(self) -> None:
         """Note how the parameters are before a step."""
+        self._by_memory = {}
         for whole, shard in self.pairs():
             if whole not in self._memory:
                 self._memory[whole] = whole.detach()
                 copy_attributes(shard, whole)
             self._begun[whole] = whole.requires_grad, version_of(whole)
             self._versions[shard] = version_of(shard)
+
+    @torch.no_grad()
+    def take_written(self, target: Any) -> None:
+        """Gather shards that were written, as of optimizer.param_groups, where they are whole.
+
+        All ranks write the same shards.
+
+        Args:
+            target: A tensor that was written, or a list of them.
+
+        Raises:
+            RuntimeError: The whole parameter was written too.
+        """
+        if self.steps:
+            return
+        if not self._by_memory:
+            self._by_memory = {storage_key(place[2].to_local()): place for place in self._places}
+        for tensor in target if isinstance(target, list | tuple) else [target]:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if storage_key(local) not in self._by_memory:
+                continue
+            module, name, shard = self._by_memory[storage_key(local)]
+            now = own_parameters(module).get(name)
+            whole = None if isinstance(now, DTensor) else now
+            if whole is None:
+                continue  # its block gathers it when it runs
+            if version_of(whole) != self._begun.get(whole, (True, -1))[1]:
+                raise self._refusal(shard)
+            whole.copy_(shard.full_tensor())
+            self._begun[whole] = whole.requires_grad, version_of(whole)
+
+    def is_shard_written(self) -> bool:
+        """Return whether a shard was written in a way that `take_written` has not seen."""
+        return any(
+            version_of(shard) != self._versions[shard]
+            and self._differs(whole, shard, shard.to_local())  # pyright: ignore[reportAttributeAccessIssue]
+            for whole, shard in self.pairs()
+            if shard in self._versions
+        )
+
+    def _refusal(self, shard: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"a step wrote into the shard of a parameter of shape {tuple(shard.shape)}, "
+            "such as those of optimizer.param_groups, while the parameter is whole: write "
+            "into those of self.parameters() instead, or in a hook."
+        )
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -108,11 +159,7 @@ class Gathered:
             trained, version = self._begun[whole]
             local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
             if version_of(shard) != self._versions[shard] and self._differs(whole, shard, local):
-                raise RuntimeError(
-                    f"a step wrote into the shard of a parameter of shape {tuple(whole.shape)}, "
-                    "such as those of optimizer.param_groups, while the parameter is whole: write "
-                    "into those of self.parameters() instead, or in a hook."
-                )
+                raise self._refusal(shard)
             written = version_of(whole) != version
             if whole.requires_grad != trained:
                 shard.requires_grad_(whole.requires_grad)
@@ -131,8 +178,8 @@ class Gathered:
 
     def _differs(self, whole: Tensor, shard: Any, local: Tensor) -> bool:
         """Return True unless the parameter was gathered again after its shard was written."""
-        now = whole[self._slice(shard)].to(local.dtype)
-        return not torch.equal(now.nan_to_num(), local.nan_to_num())
+        now = whole[self._slice(shard)]
+        return not torch.equal(now.nan_to_num(), local.to(now.dtype).nan_to_num())
 
     def _keep_memory(self, whole: nn.Parameter) -> bool:
         """Put back the memory into which FSDP2 gathers; True if `p.data = value` gave other memory.

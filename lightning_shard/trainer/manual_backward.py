@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
-from lightning_shard.processes.torch_private.internals import version_of
 
 
 class ManualBackward:
@@ -31,20 +30,17 @@ class ManualBackward:
         self.gathered: Gathered = root.__dict__[GATHERED]
         self._loss: Tensor | None = None
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
-        self._versions: dict[Tensor, int] = {}  # of the shards, when they were gathered
+        self._has_begun = False
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._check())
-            optimizer.register_step_post_hook(lambda *_: self._gather_again())
+            optimizer.register_step_post_hook(lambda *_: self._has_stepped())
         object.__setattr__(root, "return_loss", self._return_loss)
         register_fsdp_forward_method(root, "return_loss")
 
     def begin_step(self) -> None:
         """Gather what hooks between two steps have changed in the parameters."""
-        if self._versions:  # a first step gathers by itself
+        if self._has_begun:  # a first step gathers by itself
             self._gather_again()
-
-    def _are_shards_changed(self) -> bool:
-        return any(version_of(shard) != version for shard, version in self._versions.items())
 
     @contextmanager
     def of(self, loss: Tensor) -> Generator[Tensor]:
@@ -81,7 +77,7 @@ class ManualBackward:
                     shard.grad = whole.grad
                 whole.grad = None
         self._shown = []
-        if self._are_shards_changed():
+        if self.gathered.is_shard_written():
             raise RuntimeError(
                 "the step has changed parameters through optimizer.param_groups, which its forward "
                 "pass does not see: change those of self.parameters() instead."
@@ -103,6 +99,11 @@ class ManualBackward:
                 "the optimizer would step without the gradients of loss.backward(); call "
                 "self.manual_backward(loss) instead, which reduces them over all ranks."
             )
+        self.gathered.steps = True
+
+    def _has_stepped(self) -> None:
+        self.gathered.steps = False
+        self._gather_again()
 
     def _gather_again(self) -> None:
         self.root.reshard()
@@ -111,5 +112,5 @@ class ManualBackward:
             if name in self.names and p not in self.optimized:
                 p.requires_grad_(True)  # it may be switched on before it is gathered next
         self.gathered.begin()
-        self._versions = {shard: version_of(shard) for _, shard in self.gathered.pairs()}
+        self._has_begun = True
         self._show_gradients()

@@ -7,6 +7,7 @@ this module raises one ImportError that lists all of them.
 import functools
 import importlib
 import operator
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -407,6 +408,55 @@ def handle_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
     """Let `handle(operator, args, kwargs)` compute an operator of torch that is given DTensors."""
     path = "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"
     internal(path)[operator] = handle
+
+
+_WRITES = """
+    add_ sub_ mul_ div_ copy_ lerp_ addcmul_ addcdiv_ clamp_ clamp_min_ clamp_max_ zero_ fill_ neg_
+    sqrt_ pow_ abs_ sign_ round_ masked_fill_ _foreach_add_ _foreach_sub_ _foreach_mul_
+    _foreach_div_ _foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_zero_ _foreach_neg_
+""".split()
+_open_sights: list[Any] = []  # of writes into DTensors; all threads share torch's table
+
+
+@functools.cache
+def _writing_operators() -> list[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in _WRITES]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+@contextmanager
+def writes_seen(see: Callable[[Any], None]) -> Generator[None]:
+    """Call `see(target)` after each common operator that writes into a DTensor, or a list of them.
+
+    Args:
+        see: The function; it is called in the thread that has written.
+    """
+    handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
+    thread = threading.get_ident()
+
+    def handle(writing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handlers.pop(writing, None)
+        try:
+            result = writing(*args, **kwargs)
+        finally:
+            if _open_sights:
+                handlers[writing] = handle
+        for own_thread, own in tuple(_open_sights):
+            if own_thread == threading.get_ident():
+                own(args[0])
+        return result
+
+    sight = (thread, see)
+    _open_sights.append(sight)
+    for writing in _writing_operators():
+        handlers.setdefault(writing, handle)
+    try:
+        yield
+    finally:
+        _open_sights.remove(sight)
+        if not _open_sights:
+            for writing in _writing_operators():
+                handlers.pop(writing, None)
 
 
 def write_data_of_dtensors(write: Callable[[Any, Any], bool]) -> None:
