@@ -8,7 +8,6 @@ import hashlib
 import math
 import sys
 from collections import Counter
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -40,8 +39,8 @@ class HookValues:
 
     def __call__(self, x: Subdomain) -> bool:
         """Return True in a hook, once all ranks of the domain have come to read the tensor."""
-        hook: Any = self._module._current_fx_name  # pyright: ignore[reportPrivateUsage]
-        if not hook or not (hook.startswith("on_") or hook in _EVALUATION):
+        hook = str(getattr(self._module, "_current_fx_name", ""))  # as Lightning names a hook
+        if not (hook.startswith("on_") or hook in _EVALUATION):
             return False
         axes = range(x.domain.mesh.ndim)
         ranks = tuple(dist.get_process_group_ranks(x.domain.group(tuple(axes))))
