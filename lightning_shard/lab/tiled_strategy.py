@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,12 @@ from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer.environment import LauncherEnvironment
-from lightning_shard.trainer.host import Launcher, ParallelStrategy, callbacks_of
+from lightning_shard.trainer.host import (
+    Launcher,
+    ParallelStrategy,
+    callbacks_of,
+    trainer_of,
+)
 from lightning_shard.trainer.random_state import random_state, set_random_state
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -215,7 +221,7 @@ class TilesLauncher(Launcher):
         try:
             with (
                 _printing_once(),
-                _reading_together(trainer),
+                _reading_together(),
                 strategy.batches.stopping_between_steps(),
             ):
                 strategy.batches.wait = lambda *how: shared.wait(*how)
@@ -293,8 +299,7 @@ class _Run:
         """Let the caller's module be what the first rank's has become, and the Trainer know it."""
         trained = self._calls[0][3]
         self._strategy.connect(module)
-        trainer = trained._trainer  # pyright: ignore[reportPrivateUsage]
-        if trainer is not None:
+        if (trainer := trainer_of(trained)) is not None:
             module.trainer = trainer
         own_parts = dict(module.named_modules())
         for part, other in trained.named_modules():
@@ -379,18 +384,17 @@ def _printing_once() -> Generator[None]:
 
 
 @contextmanager
-def _reading_together(trainer: Trainer) -> Generator[None]:
+def _reading_together() -> Generator[None]:
     """Let ranks wait for each other while they read a checkpoint, where Lightning holds a lock.
 
     The lock keeps names of Lightning 1.2, for files that need code; ours are read without code.
     """
-    connector = trainer._checkpoint_connector  # pyright: ignore[reportPrivateUsage]
-    names: dict[str, Any] = vars(sys.modules[type(connector).__module__])
-    before, names["pl_legacy_patch"] = names["pl_legacy_patch"], nullcontext
+    reader: Any = checkpoint_connector
+    before, reader.pl_legacy_patch = reader.pl_legacy_patch, nullcontext
     try:
         yield
     finally:
-        names["pl_legacy_patch"] = before
+        reader.pl_legacy_patch = before
 
 
 class _OfFirst:

@@ -143,6 +143,11 @@ def tell_device(module: LightningModule, device: torch.device) -> None:
     module._device = device
 
 
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """Return the Trainer of a module, or None where `module.trainer` raises."""
+    return module._trainer
+
+
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The Trainer's own list, which can be added to; Lightning does not declare it."""
     found: list[Callback] = vars(trainer)["callbacks"]
