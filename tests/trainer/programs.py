@@ -629,7 +629,7 @@ program("a product with the Hessian", step=hessian_vector, per_replica=True)
 program("a gradient with allow_unused", step=unused, per_replica=True)
 program(
     "torch.func.grad over parameters",
-    refused="grad",
+    per_replica=True,
     step=lambda m, batch, loss: (
         loss
         + sum(

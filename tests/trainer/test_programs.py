@@ -60,7 +60,6 @@ def cases(mesh: str) -> dict[str, dict[str, Any]]:
 
 ONLY_SPLIT = {
     "FLOPs are counted in the step",
-    "torch.func.grad over parameters",
     "numpy() of a split field in the step",
 }
 
