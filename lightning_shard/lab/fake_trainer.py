@@ -241,14 +241,17 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
 class _OnHost(saved_tensors_hooks):
     """Counts what `OnHost` would move to a host whose memory is not the device's."""
 
-    def __init__(self, ledger: Ledger, budget: int | None = None) -> None:
+    def __init__(self, ledger: Ledger, budget: offload.Budget = None) -> None:
+        # what fits is known on the device alone; counted as if nothing did
+        least = budget if isinstance(budget, int) else 0
+
         def is_moved(x: Tensor) -> bool:
             is_wrapper = isinstance(x, DTensor | DomainTensor)
             return not is_wrapper and not isinstance(base_of(x), nn.Parameter)
 
         def pack(x: Tensor) -> Tensor:
             if is_moved(x):
-                ledger.to_host_above(budget or 0, x)
+                ledger.to_host_above(least, x)
             return x
 
         def unpack(x: Tensor) -> Tensor:
