@@ -411,7 +411,8 @@ class HybridShardStrategy(NotCompiled):
             self._while_set_up.enter_context(use_exact_random(self.exact_random))
         if self.domain_size > 1:
             self.hook_values = HookValues(self._module)
-            self._while_set_up.callback(READS.reset, READS.set(self.hook_values))
+            self._while_set_up.callback(READS.set, READS.get())  # a teardown may be in a thread
+            READS.set(self.hook_values)
         self.barrier("HybridShardStrategy.setup")
 
     @override
