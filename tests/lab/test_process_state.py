@@ -27,6 +27,7 @@ SHARED = {
     "lab/simulated/state:_attributes": "lists what each rank has of its own",
     "lab/simulated/state:_count": "counts modules, which ranks share",
     "lab/simulated/state:_looked_at": "lists modules, which ranks share",
+    "processes/torch_private/internals:_open_sights": "all threads share torch's table",
     "ops/registry:_OPERATORS": "rules are the same for all",
     "ops/view/write_back:lost_writes": "the rank that comes next raises, and that ends all ranks",
     "ops/view/reshape:_kept": "a layout follows from another layout alone",
