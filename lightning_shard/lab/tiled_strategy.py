@@ -371,7 +371,7 @@ def _printing_once() -> Generator[None]:
     handle, streams = logging.Logger.handle, (sys.stdout, sys.stderr)
 
     def first_only(self: logging.Logger, record: logging.LogRecord) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if _is_first():
             handle(self, record)
 
     logging.Logger.handle = first_only
@@ -408,7 +408,12 @@ class _OfFirst:
 
     def write(self, text: str) -> int:
         """Write on the first rank."""
-        return self._stream.write(text) if os.environ.get("RANK", "0") == "0" else len(text)
+        return self._stream.write(text) if _is_first() else len(text)
+
+
+def _is_first() -> bool:
+    """Return True on the first rank, and where no rank has its turn."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _is_value(value: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
 from tests.parity import assert_same, mesh_of
+from tests.tensor.test_escape import Cube
 
 SHAPE = (2, 4, 7, 3)
 
@@ -218,17 +219,6 @@ def test_simulated_ranks():
     expected = [jvp(FUNCTIONS[name], (x,), (v,)) for name in names] + [(x.sin(), x.cos())]
     for found in lightning_shard.simulate(run, processes=3):
         same(found, expected)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3 * ctx.saved_tensors[0] ** 2
 
 
 @pytest.mark.spmd(2)
