@@ -25,8 +25,8 @@ CHOICE = "LIGHTNING_SHARD_LAUNCHER"  # the variable that names the launcher to b
 _OWN = ("notebook", "lightning")  # by which `launch` and a Trainer start processes
 NOTEBOOK = "lightning_shard.launch"  # TORCHELASTIC_RUN_ID of ranks that a notebook starts
 # variables by which launchers tell a process its rank, also launchers that have no row
-_SIGN = re.compile(r"(?!.*LOCAL)([A-Z0-9]+_)+(RANKID|TASK_RANK|COMM_WORLD_RANK|NAMESPACE_RANK)"
-                   r"|(PMI|PMIX|MPI|HOROVOD)_RANK|ALPS_APP_PE")  # fmt: skip
+_SIGN = re.compile(r"([A-Z0-9]+_)+(RANKID|TASK_RANK|(COMM_WORLD|NAMESPACE)(_[A-Z]+)?_RANK)"
+                   r"|(PMI|PMIX|MPI|HOROVOD)(_[A-Z]+)?_RANK|ALPS_APP_PE")  # fmt: skip
 
 
 def process_info() -> ProcessInfo:
@@ -71,7 +71,8 @@ def _check_outer_script(found: Launcher, info: ProcessInfo) -> None:
     """
     env = os.environ
     if found.name != "environment":
-        differs = env.get("RANK", str(info.rank)) != str(info.rank)
+        places = (("RANK", info.rank), ("WORLD_SIZE", info.world_size))
+        differs = any(env.get(name, str(told)) != str(told) for name, told in places)
         if differs and found.starts_all and not found.marker:
             raise _contradiction(found, info)
         return
@@ -97,10 +98,11 @@ def _contradiction(row: Launcher, told: ProcessInfo | None) -> ValueError:
     env, names = os.environ, [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     values = " and ".join(f"{name} is {env[name]}" for name in names)
     of = f" of {told.world_size}" if told is not None else ""
+    believe = f", or set {CHOICE}=environment to believe them" if "RANK" in env else ""
     return ValueError(
         f"the variable {values}, but {row.title} says that this is rank {env[row.rank]}{of} "
         f"({row.rank}); unset {' and '.join(names)}, which a script around the launcher may have "
-        f"set, or set {CHOICE}=environment to believe them."
+        f"set{believe}."
     )
 
 
@@ -116,12 +118,38 @@ def launcher() -> Launcher:
     env = os.environ
     marked = [row for row in _choice(env) if row.marked(env)]
     by_trainer = {*_LIGHTNING.needed} <= {*env}
-    for row in marked:
+    complete = [row for row in marked if {*row.needed} <= {*env}]
+    found = ALONE
+    for row in complete:
         one = env.get(row.world_size) == "1" and row.starts_all and not row.marker
-        if all(name in env for name in row.needed) and not (one and by_trainer):
-            return row
-    for row in marked:
-        there = [name for name in (*row.needed, row.local_rank) if name in env]
+        if not (one and by_trainer):
+            found = row
+            break
+    if not found.starts_all:
+        _refuse_incomplete([row for row in marked if row not in complete], found, env)
+        outside = any(row.starts_all for row in complete)
+        if not outside and not env.get(CHOICE) and joined() is None:
+            _refuse_signs(env)
+    return found
+
+
+def _refuse_incomplete(rows: list[Launcher], found: Launcher, env: Mapping[str, str]) -> None:
+    """Raise a ValueError if variables of a row are set, but not all that it needs.
+
+    Args:
+        rows: The rows that lack a variable.
+        found: The row that counts, whose own variables are no sign of another.
+        env: The variables of the environment.
+    """
+    own = {*found.variables()}
+    first = [(row, (*row.needed, row.local_rank)) for row in rows]  # tell launchers apart best
+    more = [
+        (row, (row.world_size, row.local_world_size, row.nodes, *row.node))
+        for row in rows
+        if row.starts_all
+    ]
+    for row, names in (*first, *more):
+        there = [name for name in names if name in env and name not in own]
         if there and not row.says_alone(env):
             missing = [name for name in row.needed if name not in env]
             raise ValueError(
@@ -130,9 +158,6 @@ def launcher() -> Launcher:
                 f"this is; set {' and '.join(missing)} as {row.title} does, or unset {there[0]} to "
                 "run one process."
             )
-    if not env.get(CHOICE) and joined() is None:
-        _refuse_signs(env)
-    return ALONE
 
 
 def _refuse_signs(env: Mapping[str, str]) -> None:
@@ -193,7 +218,10 @@ _ENVIRONMENT = Launcher(
     rank="RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK",
     local_world_size="LOCAL_WORLD_SIZE", node=("GROUP_RANK", "NODE_RANK"),
     needed=("RANK", "WORLD_SIZE"), needs_address=True,
-    says_alone=lambda env: env.get("WORLD_SIZE") == "1" and not {"RANK", "LOCAL_RANK"} & {*env},
+    says_alone=lambda env: (
+        env.get("WORLD_SIZE") == "1" == env.get("LOCAL_WORLD_SIZE", "1")
+        and not {"RANK", "LOCAL_RANK", "GROUP_RANK"} & {*env}
+    ),
 )  # fmt: skip
 _LIGHTNING = Launcher(
     "lightning", "Lightning", of_lightning,
@@ -282,7 +310,9 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_world_size="SLURM_STEP_TASKS_PER_NODE", node=("SLURM_NODEID",),
         needed=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
         command="srun",
-        says_alone=lambda env: "SLURM_JOB_ID" in env and env.get("SLURM_PROCID") == "0",
+        says_alone=lambda env: "SLURM_JOB_ID" in env and env.get("SLURM_PROCID") == "0" and all(
+            env.get(name, "0") == "0" for name in ("SLURM_LOCALID", "SLURM_NODEID")
+        ),
         known_to_lightning=True, tells_nodes=True, source="https://slurm.schedmd.com/srun.html",
     ),
     Launcher(

@@ -3,8 +3,11 @@
 import os
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
@@ -90,12 +93,25 @@ def test_pals_believes_mpi_that_runs(environment, monkeypatch, nodes):
         ({"NEW_RANKID": "0"}, "nothing tells how many there are"),
         ({"NEW_TASK_RANK": "0"}, "nothing tells how many there are"),
         ({"HOROVOD_RANK": "0"}, "nothing tells how many there are"),
+        ({"OMPI_COMM_WORLD_NODE_RANK": "0"}, "nothing tells how many there are"),
+        ({"HOROVOD_LOCAL_RANK": "0"}, "nothing tells how many there are"),
+        ({"GROUP_RANK": "0"}, "RANK and WORLD_SIZE are not set"),
+        ({"GROUP_RANK": "0", "WORLD_SIZE": "1"}, "but RANK is not set"),
+        ({"PALS_NODEID": "0"}, "PALS_RANKID"),
+        ({"PMIX_SIZE": "2"}, "PMIX_RANK"),
+        ({"NODE_RANK": "0", "PMIX_RANK": "0"}, "set WORLD_SIZE"),
+        ({"NODE_RANK": "0", "GROUP_RANK": "0"}, "RANK and WORLD_SIZE are not set"),
+        ({"NODE_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"NODE_RANK": "0", "NEW_RANKID": "0"}, "nothing tells how many there are"),
     ],
-    ids="pals pals-rank pmix alps flux jsrun pmi mvapich rankid task-rank horovod".split(),
+    ids="pals pals-rank pmix alps flux jsrun pmi mvapich rankid task-rank horovod openmpi-node "
+    "horovod-local group group-world pals-node pmix-size node-pmix node-group node-openmpi "
+    "node-rankid".split(),
 )
 def test_a_sign_that_no_row_completes(environment, variables, missing, rank):
     """Rank 0 is refused, too: it would train alone, and write the checkpoint of one."""
-    environment({k: rank if v == "0" or k.endswith("RANKID") else v for k, v in variables.items()})
+    ranks = {k for k, v in variables.items() if v == "0" or k.endswith("RANKID")} - {"NODE_RANK"}
+    environment(variables | dict.fromkeys(ranks, rank))
     for ask in (process_info, lambda: environment_of_launcher(LightningEnvironment())):
         with pytest.raises(ValueError, match=missing) as raised:
             ask()
@@ -121,6 +137,22 @@ def test_an_outer_script_that_contradicts_the_launcher(environment, launched, ra
     assert ". " not in str(text.value)
     environment({CHOICE: "environment"})
     assert process_info().launcher == "environment"
+
+
+@pytest.mark.parametrize("size", ["1", "3", "8"])
+@pytest.mark.parametrize("launched", [OPENMPI, HYDRA, PMI, JSRUN, SLURM],
+                         ids="openmpi hydra pmi jsrun slurm".split())  # fmt: skip
+def test_a_size_alone_that_contradicts_the_launcher(environment, launched, size):
+    environment(launched | {"MASTER_ADDR": "host", "WORLD_SIZE": size})
+    with pytest.raises(ValueError, match=f"the variable WORLD_SIZE is {size}, but .* unset WORLD"):
+        process_info()
+    environment({"WORLD_SIZE": str(launcher_size(launched))})
+    assert process_info().world_size == launcher_size(launched)
+
+
+def launcher_size(launched):
+    names = {row.world_size for row in LAUNCHERS} & {*launched}
+    return int(launched[names.pop()])
 
 
 def test_a_rank_alone_that_contradicts_the_launcher(environment):
@@ -180,3 +212,61 @@ def test_an_environment_of_lightning_that_contradicts_the_launcher(environment, 
     for name in JSRUN:  # MPI alone knows it
         del os.environ[name]
     assert environment_of_launcher(by_lightning) is by_lightning
+
+
+RANKS = {"RANK", *(row.rank for row in LAUNCHERS if row.name != "lightning"), "NEW_RANKID",
+         "NEW_TASK_RANK", "HOROVOD_RANK"} - {""}  # fmt: skip
+ON_NODE = {row.local_rank for row in LAUNCHERS} | {"HOROVOD_LOCAL_RANK"} - {""}
+ON_NODE |= {"OMPI_COMM_WORLD_NODE_RANK"}
+NODES = {name for row in LAUNCHERS for name in row.node}
+WORLDS = {name for row in LAUNCHERS for name in (row.world_size, *row.sizes)} - {""}
+OTHERS = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "MASTER_ADDR": "host", "MASTER_PORT": "2000"}
+KNOWN = sorted(
+    {name for row in LAUNCHERS for name in row.variables()} | RANKS | ON_NODE | {*OTHERS}
+)
+
+
+def of_two(name, rank, nodes):
+    """Return what a launcher of two processes, on one node or on two, sets `name` to."""
+    if name in RANKS | NODES | ON_NODE:
+        on_node, node = (rank, 0) if nodes == 1 else (0, rank)
+        return str(rank if name in RANKS else on_node if name in ON_NODE else node)
+    if name == "SLURM_STEP_TASKS_PER_NODE":
+        return "2" if nodes == 1 else "1(x2)"
+    if "NNODES" in name:
+        return str(nodes)
+    if "LOCAL" in name:
+        return str(2 // nodes)
+    return "2" if name in WORLDS else OTHERS.get(name, "none")
+
+
+def attempt(function):
+    """Return what the function returns, or the ValueError that it raises."""
+    try:
+        return function()
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.usefixtures("_no_mpi4py")
+@settings(max_examples=1000, deadline=None)
+@given(st.sets(st.sampled_from(KNOWN), max_size=6), st.integers(0, 1), st.integers(1, 2))
+def test_no_set_of_variables_leaves_a_rank_alone(names, rank, nodes):
+    """Any part of what launchers of two processes set gives the rank, or one sentence."""
+    env = {name: of_two(name, rank, nodes) for name in names}
+    with mock.patch("os.environ", env):
+        found = attempt(process_info)
+    if isinstance(found, ValueError):
+        assert ". " not in str(found), "one sentence"
+        return
+    if found.launcher == "lightning" and "LOCAL_RANK" not in env:  # it will start the second
+        rank = 0
+    if found.world_size == 2:
+        assert found.rank == rank
+        return
+    signs = {name for name in names if name in RANKS | ON_NODE | NODES | WORLDS or "LOCAL" in name}
+    script = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"}  # 0 in the script of a job
+    if signs & script:
+        assert "SLURM_JOB_ID" in names
+        assert {env[name] for name in signs & script} == {"0"}
+    assert signs - script <= {"NODE_RANK"} | ({"LOCAL_RANK"} if "NODE_RANK" in names else set())
