@@ -8,6 +8,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from lightning_shard import hosts
+
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
@@ -270,29 +272,31 @@ _MODULES = {
 _FOR_OPT_EINSUM = {"einsum", "tensordot", "transpose"}
 
 
+# functions that take a LightningModule, which may be of either package
+_BY_MODULE = {"check", "certify", "plan", "predict", "best"}
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name in _FOR_OPT_EINSUM and "opt_einsum" in sys.modules:
         return getattr(importlib.import_module("opt_einsum.backends.torch"), name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    if _MODULES[name].startswith("trainer."):
-        _tell_lightning()
-    value = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
-    globals()[name] = value
-    return value
+    path = f"{__name__}.{_MODULES[name]}"
+    if not _MODULES[name].startswith("trainer."):
+        module = importlib.import_module(path)
+        value: Any = getattr(module, name, None) or importlib.import_module(f"{path}.{name}")
+        globals()[name] = value = hosts.by_module(value) if name in _BY_MODULE else value
+        return value
+    path = hosts.of_chosen(path)  # each time: the other package may be imported later
+    hosts.tell(hosts.OLDER if hosts.OLDER in path else hosts.LIGHTNING)
+    return getattr(importlib.import_module(path), name)
 
 
 def __dir__() -> list[str]:
     return sorted(_MODULES)
 
 
-def _tell_lightning() -> None:
-    """Let Lightning's registries know "xpu" and "hybrid_shard"; it has no entry point for them."""
-    importlib.import_module(f"{__name__}.trainer.xpu.accelerator")
-    importlib.import_module(f"{__name__}.trainer.strategy")
-
-
+hosts.install()
 if "lightning.pytorch" in sys.modules:
-    _tell_lightning()
+    hosts.tell(hosts.LIGHTNING)

@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lightning_shard import hosts
 from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.help import PAGES, PROGRAM, page
 from lightning_shard.cli.positions import Given, read_given
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, nearest
 from lightning_shard.cli.words import BESIDE_FIT, WORDS, read_words
 
+ROOM = "lightning_shard.cli"
 LIGHTNING = ("fit", "validate", "test", "predict")
 COMMANDS = (*LIGHTNING, *BESIDE_FIT, *WORDS)
 
@@ -50,15 +52,18 @@ def main(args: Sequence[str] | None = None) -> None:
     except UsageError as err:
         exit_with(err)
     if command in WORDS:
-        tool = importlib.import_module(f"lightning_shard.cli.{command}")
+        tool = importlib.import_module(f"{ROOM}.{command}")
         try:
             getattr(tool, command)(own)
         except UsageError as err:
             exit_with(err)
-    elif command in BESIDE_FIT:
-        importlib.import_module("lightning_shard.cli.lab_commands").run(words, given, own)
+        return
+    named = (o.text for o in given.options if o.key.endswith(("model", "class_path")))
+    hosts.choose_by(named)
+    if command in BESIDE_FIT:
+        importlib.import_module(hosts.of_chosen(f"{ROOM}.lab_commands")).run(words, given, own)
     else:
-        importlib.import_module("lightning_shard.cli.lightning_cli").run(words, given)
+        importlib.import_module(hosts.of_chosen(f"{ROOM}.lightning_cli")).run(words, given)
 
 
 def _is_command(words: Sequence[str]) -> bool:

@@ -186,9 +186,8 @@ class _WithoutValidation(Callback):
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
     """Silence what Trainers print about themselves, while open."""
-    loggers = [
-        logging.getLogger(f"lightning.pytorch{part}") for part in ("", ".utilities.rank_zero")
-    ]
+    package = LightningModule.__module__.removesuffix(".core.module")
+    loggers = [logging.getLogger(f"{package}{part}") for part in ("", ".utilities.rank_zero")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -89,6 +89,7 @@ class TiledStrategy(HybridShardStrategy):
                     "HybridShardStrategy on several devices."
                 )
         super().__init__(data_parallel_size=1, domain_parallel_size=sizes, **options)
+        self._arguments = {"tiles": tiles, "tile_memory": tile_memory, **options}
         if self.sharding_options.compile_blocks:
             raise ValueError(
                 "compile_blocks hides from tiles what is computed inside of a graph, so it cannot "
@@ -138,7 +139,7 @@ class TiledStrategy(HybridShardStrategy):
                 "return new tensors, such as x / 2 for x.div_(2)."
             )
         batch = shard_batch(whole, self.domain_mesh, self.shard_dims)
-        self._announced.say(split_summary(batch), self._module.trainer.state.fn, self.domain_size)
+        self.announced.say(split_summary(batch), self._module.trainer.state.fn, self.domain_size)
 
         def moved(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):

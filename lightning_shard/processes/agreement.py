@@ -21,6 +21,9 @@ WORD_S = 60.0  # until the first word on who is waited for: starts on busy machi
 CHECK_S = 1.0  # between two looks for its failure
 Check = Callable[[Sequence[int]], None]
 
+_names = 0
+PROCESS_STATE = {"_names": _names}
+
 
 class DisagreementError(LightningShardError, ValueError):
     """Says that ranks differ in something that must be equal; every rank raises it."""
@@ -28,6 +31,13 @@ class DisagreementError(LightningShardError, ValueError):
 
 def only_wait(ranks: Sequence[int]) -> None:
     """Look for no failure of the ranks that are waited for: nobody watches yet."""
+
+
+def next_name(what: str) -> str:
+    """Name the next comparison of this process; the ranks make theirs in the same order."""
+    global _names
+    _names += 1
+    return f"lightning_shard/{what}_{_names}"
 
 
 def agree(

@@ -54,6 +54,10 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
+# Without it a module of the other package of Lightning is refused, as "`model` must be a
+# `LightningModule`", which it is.
+from lightning.pytorch.trainer import trainer as trainers
+
 # Without these a rank that has no samples of an evaluation has no metrics of it.
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -68,6 +72,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
+
+from lightning_shard import hosts
 
 __all__ = [
     "Launcher",
@@ -102,6 +108,31 @@ __all__ = [
     "throughputs",
     "with_sampler",
 ]
+
+
+_UNWRAP = "_maybe_unwrap_optimized"
+
+
+def _explaining(unwrap: Callable[[object], LightningModule]) -> Callable[[object], LightningModule]:
+    """Wrap what a Trainer checks its module with: one of the other package is named as that."""
+
+    def checked(model: object) -> LightningModule:
+        """Return the module, if it is one of this package."""
+        mine, given = hosts.package_of(Trainer), hosts.package_of(model)
+        if given in (None, mine):
+            return unwrap(model)
+        name = type(model).__name__
+        raise TypeError(
+            f"{name} is a LightningModule of the package {given}, but the Trainer is of {mine}, "
+            f"which is the same code under another name; import both from one of them, such as "
+            f"`from {LightningModule.__module__.removesuffix('.core.module')} import "
+            f"LightningModule, Trainer`."
+        )
+
+    return checked
+
+
+setattr(trainers, _UNWRAP, _explaining(getattr(trainers, _UNWRAP)))
 
 
 class NotCompiled(ParallelStrategy):

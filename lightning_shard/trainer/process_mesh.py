@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.processes.agreement import Check, agree, only_wait
+from lightning_shard.processes.agreement import Check, agree, next_name, only_wait
 from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
 from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sizes_of, sub_mesh
 from lightning_shard.processes.process_info import process_info
@@ -43,9 +43,6 @@ TRAINER_OPTIONS = (
 
 # lightning and lightning_utilities have a decorator each, which is told the rank by an attribute
 _RANK_ZERO: list[Any] = [fabric_rank_zero.rank_zero_only, utilities_rank_zero.rank_zero_only]
-
-_comparisons = 0  # the ranks make theirs in the same order
-PROCESS_STATE = {"_comparisons": _comparisons}
 
 
 class ProcessMesh:
@@ -208,12 +205,10 @@ class ProcessMesh:
         Raises:
             ValueError: Two ranks differ.
         """
-        global _comparisons
         if dist.get_world_size() > 1:
-            _comparisons += 1
             agree(
                 store_of_attempt(),
-                f"lightning_shard/{what}_{_comparisons}",
+                next_name(what),
                 same,
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),

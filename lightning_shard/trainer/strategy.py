@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
+from lightning_shard import hosts
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import ShardDims, shard_batch, split_dims
 from lightning_shard.fsdp.materialize import is_deferred
@@ -43,6 +44,7 @@ from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.hook_values import HookValues
 from lightning_shard.trainer.host import (
     NotCompiled,
+    callbacks_of,
     optimizers_to_device,
     tell_device,
     tell_mesh,
@@ -136,6 +138,8 @@ class HybridShardStrategy(NotCompiled):
         Raises:
             ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
+        given = locals()  # it is made of them again for the package of Lightning that asks
+        self._arguments = {n: v for n, v in given.items() if n not in ("self", "__class__")}
         options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
         self.sharding_options = options
         self.processes = ProcessMesh(
@@ -238,6 +242,19 @@ class HybridShardStrategy(NotCompiled):
     # The Trainer assigns its plug-ins, and reads back what it then works with.
 
     @property
+    def accelerator(self) -> Accelerator | None:
+        """The accelerator; a Trainer assigns it first, and so tells its package."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if hosts.become_of(self, hosts.caller()):
+            arguments = self._arguments
+            vars(self).clear()
+            self.__init__(**arguments)
+        self._accelerator = accelerator
+
+    @property
     def cluster_environment(self) -> ClusterEnvironment | None:
         """The environment of the launcher, also of launchers that Lightning does not know."""
         return self._environment
@@ -301,6 +318,8 @@ class HybridShardStrategy(NotCompiled):
             self.cluster_environment, self.root_device, offloads=self.sharding_options.cpu_offload
         )
         self.peers.watch(self.processes.timeout_s)
+        for callback in callbacks_of(self._module.trainer):
+            hosts.become_of(callback, hosts.package_of(self))
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         tell_mesh(self._module, mesh)
@@ -629,6 +648,7 @@ def register() -> None:
             HybridShardStrategy,
             description="FSDP2 and spatial domain decomposition on one device mesh",
         )
+        hosts.introduce(HybridShardStrategy, "lightning.pytorch.strategies.ParallelStrategy")
 
 
 register()

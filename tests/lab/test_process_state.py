@@ -23,6 +23,8 @@ CHANGES = {
 # values that all ranks of a process may share, and why
 SHARED = {
     "domain/subdomain:_uncounted": "a write is looked for by its memory, which one rank has",
+    "hosts:_chosen": "a program uses one package of Lightning",
+    "hosts:_taken_for": "lists classes, which ranks share",
     "lab/simulate:_running": "there is one simulation in a process",
     "lab/simulated/state:_attributes": "lists what each rank has of its own",
     "lab/simulated/state:_count": "counts modules, which ranks share",
