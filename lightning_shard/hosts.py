@@ -38,7 +38,11 @@ _INSTEAD = {
     **{name: name for name in SHARED},
     **{room: room.replace(_OWN, _TWIN) for room in _ROOMS},
 }
-_NAMES = ("trainer.xpu.accelerator", "trainer.strategy")  # what registers our names
+_NAMES = (
+    "trainer.xpu.accelerator",
+    "trainer.strategy",
+    "trainer.fabric",
+)  # what registers our names
 
 _chosen: list[str] = []  # by the command line
 _taken_for: list[tuple[type, str]] = []  # classes of ours, each with the base that a Trainer asks
@@ -139,10 +143,10 @@ def become_of(instance: Any, package: str | None) -> bool:
     return True
 
 
-def caller(depth: int = 2) -> str | None:
-    """Return the package of Lightning whose code calls the function that asks, if any."""
-    name: str = sys._getframe(depth).f_globals.get("__name__", "").partition(".")[0]  # pyright: ignore[reportPrivateUsage] - of Python, documented
-    return name if name in (LIGHTNING, OLDER) else None
+def caller(depth: int = 2) -> str:
+    """Name the module whose code calls the function that asks, as if Fabric were in Lightning."""
+    name: str = sys._getframe(depth).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage] - of Python, documented
+    return name.replace("lightning_fabric", f"{OLDER}.fabric")
 
 
 def by_module(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,13 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
+# Without these Fabric can neither start the processes of a script by itself nor leave gradients
+# unsynchronized while it accumulates them.
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as FabricScriptLauncher,
+)
+from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+
 # Without it torch warns at the exit of a run on NVIDIA GPUs of groups that were not ended;
 # Lightning ignores Ctrl-C meanwhile.
 from lightning.fabric.utilities.distributed import (
@@ -76,6 +83,8 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_shard import hosts
 
 __all__ = [
+    "BackwardSyncControl",
+    "FabricScriptLauncher",
     "Launcher",
     "MultiProcessingLauncher",
     "NotCompiled",

@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.fabric.plugins import Precision
+from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins import Precision as TrainerPrecision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
@@ -76,7 +80,7 @@ def use_device(plugin: Precision, device_type: str) -> None:
     Lightning 2.6 makes its plug-in of mixed precision for CUDA where the accelerator is no CPU; on
     other devices autocast would then do nothing, and the scaler would be disabled.
     """
-    if isinstance(plugin, MixedPrecision):
+    if isinstance(plugin, MixedPrecision | FabricMixedPrecision):
         plugin.device = device_type
         scaler = plugin.scaler
         if scaler is not None and not (
@@ -92,7 +96,7 @@ def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None
         ValueError: `plugin` would do that.
     """
     dropped = [name for name, p in module.named_parameters() if p.is_complex()]
-    if dropped and isinstance(plugin, HalfPrecision):
+    if dropped and isinstance(plugin, HalfPrecision | FabricHalfPrecision):
         raise ValueError(
             f"precision {plugin.precision!r} would drop the imaginary part of complex parameters "
             f"({', '.join(dropped[:3])}); use precision 'bf16-mixed', or '32-true' with "
@@ -100,7 +104,7 @@ def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None
         )
 
 
-def clip_over_shards(plugin: Precision) -> None:
+def clip_over_shards(plugin: TrainerPrecision) -> None:
     """Let the plug-in clip gradients by their norm over all shards.
 
     Lightning asks the plug-in, of which it makes one of several classes, not the strategy.

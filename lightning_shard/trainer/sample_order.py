@@ -135,14 +135,14 @@ class SampleOrder:
         if isinstance(sampler, RandomSampler) and not self._trainer.training:
             seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning: no one agrees
             return with_sampler(loader, DistributedSampler(data, *place, seed=seed))
-        return with_sampler(loader, _Stride(sampler, *place))
+        return with_sampler(loader, Stride(sampler, *place))
 
     def _read_each_once(self, loader: DataLoader[Any]) -> None:
         """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
         batches: Any = loader.batch_sampler
         batches = getattr(batches, "_batch_sampler", batches)  # Lightning numbers predictions
         sampler: Any = getattr(batches, "sampler", None)
-        if type(sampler) in (DistributedSampler, _Stride) and type(batches) is BatchSampler:
+        if type(sampler) in (DistributedSampler, Stride) and type(batches) is BatchSampler:
             batches.sampler = EachOnce(sampler, whole_batches=batches.drop_last)
             self._until_end.callback(setattr, batches, "sampler", sampler)
 
@@ -162,7 +162,7 @@ class SampleOrder:
                 batches.agreed = numbers[0]
 
 
-class _Stride(DistributedSampler[Any]):
+class Stride(DistributedSampler[Any]):
     """Yields the samples of one replica, in the order that a sampler draws for all."""
 
     def __init__(self, whole: Any, replicas: int, replica: int) -> None:

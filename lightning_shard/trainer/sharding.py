@@ -55,7 +55,7 @@ def _of_type(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 
 def shard_with_copies(
-    module: LightningModule,
+    module: nn.Module,
     copied: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
@@ -79,8 +79,9 @@ def shard_with_copies(
         The new parameter for each old one.
     """
     loaded = ("",) if files is None else tuple(files)
+    steps = [name for name in STEPS if hasattr(module, name)]  # Fabric's modules may have none
     how: Any = {"dims": dims, "options": options}
-    moved = parallelize(module, mesh, **how, methods=STEPS, loaded=loaded)
+    moved = parallelize(module, mesh, **how, methods=steps, loaded=loaded)
     if moved and options.mode in ("full", "hybrid") and (sentence := advice(module)):
         rank_zero_info(sentence)
     if files is not None:
@@ -136,7 +137,8 @@ def mend_optimizers(
         if any(p not in mine for p in group["params"]):
             raise RuntimeError(
                 "an optimizer holds parameters that are not the module's, so it would train "
-                "nothing; create it in configure_optimizers from self.parameters()."
+                "nothing; create it in configure_optimizers from self.parameters(), or from those "
+                "of a module that fabric.setup has or is given."
             )
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(step_one_by_one_if_mixed)

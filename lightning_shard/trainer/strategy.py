@@ -83,6 +83,7 @@ class HybridShardStrategy(NotCompiled):
     """
 
     strategy_name = "hybrid_shard"
+    _precision = None  # Fabric looks whether a strategy brings its precision
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class HybridShardStrategy(NotCompiled):
         self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
-        self._announced = Announcements()
+        self.announced = Announcements()
         self.hook_values: HookValues | None = None  # of the newest stage with a domain
 
     # The mesh.
@@ -243,13 +244,18 @@ class HybridShardStrategy(NotCompiled):
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """The accelerator; a Trainer assigns it first, and so tells its package."""
+        """The accelerator; a Trainer or Fabric assigns it first, and so tells what it is."""
         return self._accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if hosts.become_of(self, hosts.caller()):
-            arguments = self._arguments
+        asks, arguments = hosts.caller(), self._arguments
+        became = hosts.become_of(self, asks.partition(".")[0])
+        if ".fabric." in asks:
+            from lightning_shard.trainer.fabric import become_fabric
+
+            became = become_fabric(self)
+        if became:
             vars(self).clear()
             self.__init__(**arguments)
         self._accelerator = accelerator
@@ -478,9 +484,9 @@ class HybridShardStrategy(NotCompiled):
         batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
         if read != self._last_checked:
             self._last_checked = read
-            self._announced.say(split_summary(batch), trainer.state.fn, self.domain_size)
+            self.announced.say(split_summary(batch), trainer.state.fn, self.domain_size)
             if self.shard_dims is None:
-                self._announced.guess(batch, self._module)
+                self.announced.guess(batch, self._module)
         return batch
 
     @override
@@ -558,7 +564,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def on_exception(self, exception: BaseException) -> None:
         explain(exception)
-        self._announced.explain(exception)
+        self.announced.explain(exception)
         self.peers.is_disconnected()
 
     # Checkpoints, and the end of a stage.

@@ -1,0 +1,468 @@
+"""Serves Lightning Fabric: a HybridShardStrategy that Fabric is given becomes a FabricStrategy.
+
+The parts are the Trainer's: `ProcessMesh`, `Peers`, `Saver`, the sharding of parameters. The loop
+is the user's, so nothing here counts steps.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
+
+from lightning_shard import hosts
+from lightning_shard.checkpoint.state import full, load_optimizer_state
+from lightning_shard.checkpoint.weights import load_module_state
+from lightning_shard.data.same_batch import check_same_batch
+from lightning_shard.data.split import shard_batch, split_dims
+from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
+from lightning_shard.fsdp.plain_gradients import no_sync
+from lightning_shard.ops.elementwise.random import use_exact_random
+from lightning_shard.processes.errors_together import together
+from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.trainer import sharding as parameters
+from lightning_shard.trainer.environment import check_processes
+from lightning_shard.trainer.host import BackwardSyncControl, FabricScriptLauncher, with_sampler
+from lightning_shard.trainer.metrics_once import count_metrics_over
+from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts, use_device
+from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
+from lightning_shard.trainer.sample_order import Stride
+from lightning_shard.trainer.split_summary import split_summary
+from lightning_shard.trainer.strategy import HybridShardStrategy
+
+
+class FabricStrategy(ParallelStrategy):
+    """Shards parameters and splits batches in a loop of Fabric; a HybridShardStrategy becomes one.
+
+    Each method does for a loop of one's own what HybridShardStrategy does for the Trainer.
+    """
+
+    def __init__(
+        self,
+        *mesh: Any,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **options: Any,
+    ) -> None:
+        """Take the arguments of HybridShardStrategy.
+
+        Raises:
+            ValueError: A checkpoint is to be a directory, which is the Trainer's.
+        """
+        self.like = HybridShardStrategy(*mesh, **options)  # holds the options and the parts
+        self.processes, self.peers, self.saver = (
+            self.like.processes,
+            self.like.peers,
+            self.like.saver,
+        )
+        self._environment: ClusterEnvironment | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision_plugin,
+        )
+        if self.saver.format not in ("auto", "single"):
+            raise ValueError(
+                f"checkpoint_format {self.saver.format!r} is a directory of the Trainer's; Fabric "
+                "writes one file: use checkpoint_format='single'."
+            )
+        self._num_nodes = 1
+        self._backward_sync_control = _NoSync()
+        self._modules: list[nn.Module] = []
+        self._moved: Any = WeakTensorKeyDictionary()
+        self._samplers_wanted = False
+        self._until_end = ExitStack()
+
+    # The mesh.
+
+    device_mesh: Any = HybridShardStrategy.device_mesh
+    domain_mesh: Any = HybridShardStrategy.domain_mesh
+    domain_size: Any = HybridShardStrategy.domain_size
+    domain_rank: Any = HybridShardStrategy.domain_rank
+    data_group: Any = HybridShardStrategy.data_group
+    num_processes: Any = HybridShardStrategy.num_processes
+    root_device: Any = HybridShardStrategy.root_device
+    cluster_environment: Any = HybridShardStrategy.cluster_environment
+    checkpoint_io: Any = HybridShardStrategy.checkpoint_io
+    set_world_ranks: Any = HybridShardStrategy.set_world_ranks
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes, which Fabric sets."""
+        return self._num_nodes
+
+    @property
+    def replicas(self) -> int:
+        """The number of data replicas, which read different samples."""
+        return self.world_size // self.domain_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> None:
+        """Return None: `process_dataloader` chooses the samples, in the order of one process.
+
+        Fabric asks for it unless a loader is to keep its sampler, and says so in no other way.
+        """
+        self._samplers_wanted = True
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._precision = precision
+        if precision is not None:
+            convert = precision.convert_module
+
+            def checked(module: nn.Module) -> nn.Module:
+                refuse_to_drop_imaginary_parts(module, precision)
+                return convert(module)
+
+            vars(precision)["convert_module"] = checked
+
+    @override
+    def _configure_launcher(self) -> None:
+        environment, nodes = self.cluster_environment, self.num_nodes
+        self.set_world_ranks()
+        check_processes(environment, self.num_processes, nodes)
+        if not environment.creates_processes_externally and self.num_processes * nodes > 1:
+            self._launcher = FabricScriptLauncher(environment, self.num_processes, nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        options = self.like.sharding_options
+        use_device(self.precision, self.root_device.type)
+        self.set_world_ranks()
+        self.processes.join(
+            self.cluster_environment, self.root_device, offloads=options.cpu_offload
+        )
+        self.peers.watch(self.processes.timeout_s)
+        alike = {
+            "domain_parallel_size": str(self.processes.domain_sizes),
+            "data_parallel_size": str(self.processes.data_parallel_size),
+            "precision": type(self.precision).__name__,
+            "shard_dims": str(self.like.shard_dims),
+            "exact_random": str(self.like.exact_random),
+            **options.described(),
+        }
+        self.processes.compare("options", alike, check=self.peers.check)
+        self.processes.arrange(self.root_device, per_node=self.num_processes)
+        share_seeded_state(self.root_device)
+        if self.like.exact_random is not None:
+            self._until_end.enter_context(use_exact_random(self.like.exact_random))
+
+    @override
+    def teardown(self) -> None:
+        self._until_end.close()
+        self.peers.pause_watch()
+        super().teardown()
+
+    # Modules and optimizers.
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Make parameters on the meta device with `empty_init`; setup gives them memory."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        parameters.to_device(module, self.root_device)
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        described = parameters.described(module)
+        self.processes.compare("module", described, check=self.peers.check)
+        moved = parameters.shard_with_copies(
+            module,
+            (),
+            self.device_mesh,
+            dims=split_dims(self.like.shard_dims),
+            options=self.like.sharding_options,
+            files=self.like.first_weights,
+            device=self.root_device,
+        )
+        self._moved.update(moved)
+        self._modules.append(module)
+        share_random_state(self.domain_mesh, self.root_device)
+        alive = weakref.ref(self)
+        count_metrics_over(self.data_group, self.domain_mesh, lambda: alive() is not None)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if optimizer.state:
+            raise RuntimeError(
+                "the optimizer has a state of parameters before they are sharded; give "
+                "fabric.setup a new optimizer, and load its state with fabric.load."
+            )
+        parameters.mend_optimizers([optimizer], nn.ModuleList(self._modules), self._moved)
+        return optimizer
+
+    def _module_of(self, optimizer: Optimizer) -> nn.Module:
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        found = (m for m in self._modules if held <= set(m.parameters()))
+        return next(found, nn.ModuleList(self._modules))
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, and shard again what was gathered before it, say to validate."""
+        for module in self._modules:
+            self.like.steps.reshard(module)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        with replica_world(self.device_mesh):
+            super().backward(tensor, module, *args, **kwargs)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self.precision.unscale_gradients(optimizer)
+        found: Any = self.precision.main_params(optimizer)
+        return clip_grad_norm_(found, max_norm, norm_type, error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        self.precision.unscale_gradients(optimizer)
+        found: Any = self.precision.main_params(optimizer)
+        clip_grad_value_(found, clip_val)
+
+    # Batches.
+
+    @override
+    def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader of this rank's samples, whose batches are split over the domain."""
+        wanted, self._samplers_wanted = self._samplers_wanted, False
+        loader = copy.copy(dataloader)
+        sampler: Any = loader.sampler
+        replica = self.processes.replica(self.global_rank)
+        whole = isinstance(sampler, DistributedSampler) or isinstance(
+            loader.dataset, IterableDataset
+        )
+        if self.replicas > 1 and wanted and not whole:
+            alike = _Alike(sampler, self.broadcast)
+            loader = with_sampler(loader, Stride(alike, self.replicas, replica))
+        seed: Any = loader.worker_init_fn
+        if isinstance(seed, partial) and seed.func is pl_worker_init_function:
+            loader.worker_init_fn = partial(seed.func, rank=replica)
+        if self.domain_size > 1:
+            kind, split = type(loader), self._split
+
+            class Split(kind):
+                """Splits the batches of a loader over the domain."""
+
+                def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+                    return split(super().__iter__)
+
+                def __reduce_ex__(self, protocol: Any) -> Any:
+                    """Save the user's loader, where a checkpoint holds this one."""
+                    plain = object.__new__(kind)
+                    vars(plain).update(vars(self))
+                    return copy.copy, (plain,)
+
+            loader.__class__ = Split
+        return loader
+
+    def _split(self, begin: Callable[[], Iterator[Any]]) -> Generator[Any]:
+        share_random_state(self.domain_mesh, self.root_device)
+        for number, batch in enumerate(begin()):
+            if number == 0:
+                check_same_batch(batch, self.domain_mesh)
+            batch = move_data_to_device(batch, self.root_device)
+            batch = shard_batch(batch, self.domain_mesh, self.like.shard_dims)
+            if number == 0:
+                self.like.announced.say(split_summary(batch), None, self.domain_size)
+            yield batch
+
+    # Collectives.
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.peers.barrier(self.root_device)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.peers.broadcast(obj, src)
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks; "sum" counts the ranks that share samples once."""
+        group = None if group is dist.group.WORLD else group
+        return self.peers.reduce(
+            tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
+        )
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather one entry per data replica, along a new first dim; of one replica as it is."""
+        every = group in (None, dist.group.WORLD)
+        gathered = self.peers.all_gather(
+            tensor,
+            self.root_device,
+            group=self.data_group if every else group,
+            sync_grads=sync_grads,
+        )
+        return gathered[0] if every and self.replicas == 1 else gathered
+
+    # Checkpoints.
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        self.like.steps.reshard(module)
+        return self.saver.gather_module(module)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.saver.gather_optimizer(optimizer, self._module_of(optimizer))
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write the file that Fabric writes in one process; any mesh loads it."""
+        path, first = self.broadcast(path), self.is_global_zero
+        whole = full(self._convert_stateful_objects_in_state(state, filter or {}), keep=first)
+        together(lambda: first and self.checkpoint_io.save_checkpoint(whole, path, storage_options))
+
+    @override
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        self.like.steps.reshard(module)
+        load_module_state(module, state_dict, strict)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        path = self.broadcast(path)
+        if isinstance(state, Optimizer):
+            loaded = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            load_optimizer_state(state, loaded, self._module_of(state))
+            return {}
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        held: dict[str, Any] = {
+            key: _Shards(value, self._module_of(value)) if isinstance(value, Optimizer) else value
+            for key, value in state.items()
+        }
+        rest = super().load_checkpoint(path, held, strict, weights_only)
+        state.update({k: v for k, v in held.items() if not isinstance(v, _Shards)})
+        return rest
+
+
+class _Shards:
+    """Loads the state of an optimizer part by part, in place of `optimizer.load_state_dict`."""
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        self._optimizer, self._module = optimizer, module
+        self.state_dict = optimizer.state_dict  # Fabric loads what has both methods
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's parts."""
+        load_optimizer_state(self._optimizer, state, self._module)
+
+
+class _Alike:
+    """Yields on all ranks the samples in the order that the first rank has drawn."""
+
+    def __init__(self, sampler: Any, broadcast: Callable[[Any], Any]) -> None:
+        self._sampler, self._broadcast = sampler, broadcast
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._broadcast(list(self._sampler)))
+
+    def __reduce__(self) -> Any:
+        """Save the user's sampler, where a checkpoint holds its loader."""
+        return copy.copy, (self._sampler,)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch to a sampler that draws by it."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+
+class _NoSync(BackwardSyncControl):
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_sync(module) if enabled else nullcontext()
+
+
+def become_fabric(strategy: HybridShardStrategy) -> bool:
+    """Turn the Trainer's strategy, before it is used, into Fabric's; it is to be made again.
+
+    Raises:
+        TypeError: Its class extends HybridShardStrategy, which is the Trainer's.
+    """
+    if type(strategy) is not HybridShardStrategy:
+        raise TypeError(
+            f"{type(strategy).__name__} extends HybridShardStrategy, whose methods are the "
+            "Trainer's; give Fabric a HybridShardStrategy itself."
+        )
+    found: Any = strategy
+    found.__class__ = FabricStrategy
+    return True
+
+
+def register() -> None:
+    """Give the strategy its name, once, and let Fabric take a HybridShardStrategy."""
+    if HybridShardStrategy.strategy_name not in STRATEGY_REGISTRY:
+        STRATEGY_REGISTRY.register(
+            HybridShardStrategy.strategy_name,
+            FabricStrategy,
+            description="FSDP2 and spatial domain decomposition on one device mesh",
+        )
+        hosts.introduce(HybridShardStrategy, "lightning.fabric.strategies.ParallelStrategy")
+
+
+register()
