@@ -40,6 +40,7 @@ class BatchesOnce:
         self._ranks = ranks
         self._given = defaultdict[Any, deque[Any]](deque)
         self._loaders = defaultdict[int, int](int)  # by rank, counted alike on all
+        self._own_classes: list[tuple[Any, type]] = []  # of loaders of the first rank
 
     def of(self, loader: Any) -> Any:
         """Return a loader, or any iterable, that the first rank alone reads."""
@@ -48,7 +49,7 @@ class BatchesOnce:
         self._loaders[rank] += 1
         passes = 0
         if isinstance(loader, DataLoader) and (plain := getattr(loader, "read_by_all", None)):
-            # of an earlier stage
+            # given twice, as for training and for validation
             loader.__class__ = plain  # pyright: ignore[reportAttributeAccessIssue]
         kind, source = type(loader), loader
 
@@ -57,9 +58,13 @@ class BatchesOnce:
             passes += 1
             key = (number, passes)
             read = kind.__iter__ if isinstance(loader, DataLoader) else lambda _: iter(source)
-            return self._read(read(loader), key) if rank == 0 else self._taken(rank, key)
+            if rank == 0:
+                return self._read(read(loader), key, loader)
+            return self._taken(rank, key, loader)
 
         if isinstance(loader, DataLoader):
+            if rank == 0:
+                self._own_classes.append((loader, kind))
             methods = {"__iter__": batches, "read_by_all": kind}
             own: Any = type(kind.__name__, (kind,), methods)
             loader.__class__ = own
@@ -67,7 +72,12 @@ class BatchesOnce:
         more = {"__len__": lambda _: len(source)} if hasattr(kind, "__len__") else {}
         return type("Once", (), {"__iter__": batches, **more})()
 
-    def _read(self, batches: Iterator[Any], key: Any) -> Iterator[Any]:
+    def give_back(self) -> None:
+        """Let loaders of the first rank be as they were."""
+        for loader, kind in self._own_classes:
+            loader.__class__ = kind
+
+    def _read(self, batches: Iterator[Any], key: Any, loader: Any) -> Iterator[Any]:
         while True:
             try:
                 batch = _STOP if self.is_stopping else next(batches, _END)
@@ -80,21 +90,23 @@ class BatchesOnce:
                     "a batch holds the part of one tile, but the first tile reads for all; give "
                     "slab_of the trainer, and no mesh, so that it reads the whole field."
                 )
-            numbers = random_state(_CPU)
+            numbers, indices = random_state(_CPU), _indices(loader)
             for rank in range(1, self._ranks):
-                self._given[rank, key].append((batch, numbers))
+                self._given[rank, key].append((batch, numbers, indices))
             if batch is _STOP:
                 raise KeyboardInterrupt
             if batch is _END:
                 return
             yield batch
 
-    def _taken(self, rank: int, key: Any) -> Iterator[Any]:
+    def _taken(self, rank: int, key: Any, loader: Any) -> Iterator[Any]:
         given = self._given[rank, key]
         while True:
             self.wait(rank, lambda: bool(given), "a batch that the first rank reads")
-            batch, numbers = given.popleft()
+            batch, numbers, indices = given.popleft()
             set_random_state(numbers, _CPU)
+            if indices is not None:
+                loader.batch_sampler.seen_batch_indices = indices
             if batch is _STOP:
                 raise KeyboardInterrupt
             if batch is _END:
@@ -119,6 +131,11 @@ class BatchesOnce:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def _indices(loader: Any) -> list[Any] | None:
+    """Return the samples of the batches of a prediction, which Lightning notes as it reads."""
+    return getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", None)
 
 
 def versions(batch: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import logging
 import math
 import os
@@ -34,7 +35,7 @@ from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.lab.batches_once import BatchesOnce, datasets_in, versions
 from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
-from lightning_shard.lab.tiles import sizes_of_tiles
+from lightning_shard.lab.tiles import place_rows, sizes_of_tiles
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer import process_mesh
@@ -199,39 +200,35 @@ class TilesLauncher(Launcher):
         """Run `function` on all ranks; return what it returns on the first.
 
         Raises:
-            NotImplementedError: The stage is a prediction.
             Exception: The error of the first rank that failed.
         """
         strategy: Any = trainer.strategy if trainer is not None else None
         if not isinstance(strategy, TiledStrategy) or trainer is None:
             return function(*args, **kwargs)
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            raise NotImplementedError(
-                "TiledStrategy trains, validates and tests; predict in tiles by the command "
-                "`predict --tiles 8`, or call the module within in_tiles(module, 8)."
-            )
         module, ranks = strategy.lightning_module, math.prod(strategy.tiles)
         assert isinstance(module, LightningModule)
         shared = OneDevice(strategy.root_device, folder=strategy.tile_memory)
-        strategy.batches, strategy.has_failed = BatchesOnce(ranks), False
+        strategy.batches = batches = BatchesOnce(ranks)
+        strategy.has_failed = False
         calls = _calls(function, args, kwargs, module, [*self._kept(strategy, trainer)], ranks)
         self._former = calls[0][3]
         before = {(id(part), name) for part, name in _replaced_methods(trainer)}
-        run = _Run(strategy, calls, fits=trainer.state.fn == TrainerFn.FITTING)
+        run = _Run(strategy, calls, trainer.state.fn)
         environment = strategy.cluster_environment
         try:
             with (
                 _printing_once(),
                 _reading_together(),
-                strategy.batches.stopping_between_steps(),
+                batches.stopping_between_steps(),
             ):
-                strategy.batches.wait = lambda *how: shared.wait(*how)
+                batches.wait = lambda *how: shared.wait(*how)
                 first, *_ = in_turns(run.on_rank, ranks, shared)
         except BaseException:
-            strategy.has_failed = not run.is_whole
+            strategy.has_failed = run.fits and not run.is_whole
             raise
         finally:
             strategy.batches = None
+            batches.give_back()
             strategy.cluster_environment = environment
             strategy.processes.mesh = None
             process_mesh.print_on_first_only(0)
@@ -257,14 +254,17 @@ class _Run:
     """One stage of a Trainer on all ranks.
 
     Attributes:
+        fits: True if the stage trains.
         is_whole: True once the weights of all ranks have been put together.
         after: The random numbers with which the caller goes on.
     """
 
-    def __init__(self, strategy: TiledStrategy, calls: list[Any], *, fits: bool) -> None:
-        self.is_whole = False
+    def __init__(self, strategy: TiledStrategy, calls: list[Any], stage: TrainerFn | None) -> None:
+        self.fits, self.is_whole = stage == TrainerFn.FITTING, False
         self.after: Any = None
-        self._strategy, self._calls, self._fits = strategy, calls, fits
+        self._strategy, self._calls = strategy, calls
+        self._predicts = stage == TrainerFn.PREDICTING
+        self._predictions: dict[Any, Tensor] = {}
         self._weights: dict[str, Any] = {}
         self._optimizers: list[tuple[Optimizer, list[str], dict[str, Any]]] = []
 
@@ -281,12 +281,14 @@ class _Run:
             self._gather(strategy, module, first=rank == 0)
             raise
         self._gather(strategy, module, first=rank == 0)
+        if self._predicts and result is not None:
+            self._join(result, itertools.count())
         if rank == 0:
             self.after = random_state(strategy.root_device)
         return result
 
     def _gather(self, strategy: TiledStrategy, module: nn.Module, *, first: bool) -> None:
-        if not self._fits:
+        if not self.fits:
             return
         weights = full(module_state(module), keep=first)
         for optimizer in strategy.optimizers:
@@ -295,6 +297,22 @@ class _Run:
                 self._optimizers.append((optimizer, parameter_names(optimizer, module), state))
         if first:
             self._weights, self.is_whole = weights, True
+
+    def _join(self, predictions: list[Any], numbers: Iterator[int]) -> None:
+        """Let predictions be whole tensors on the host, in their lists, which the Trainer has."""
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, DomainTensor):
+                return leaf
+            number = next(numbers)
+            place_rows(leaf, self._predictions, number)
+            return self._predictions[number]
+
+        for place, batch in enumerate(predictions):
+            if type(batch) is list:  # of one of several loaders, or of a step
+                self._join(batch, numbers)
+            else:
+                predictions[place] = map_leaves(whole, batch)
 
     def bring_back(self, module: LightningModule) -> None:
         """Let the caller's module be what the first rank's has become, and the Trainer know it."""

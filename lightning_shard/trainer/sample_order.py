@@ -62,6 +62,8 @@ class SampleOrder:
     ) -> None:
         """Choose in place of Lightning the samples of each rank, but not for predictions.
 
+        Of those Lightning gives each data replica its part. One replica reads as one process does.
+
         Args:
             trainer: The Trainer of this rank.
             domain: The ranks that read the same samples.
@@ -74,7 +76,8 @@ class SampleOrder:
         self._loaders, self._repeat = 0, repeats_samples(trainer)
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
-        inject_samplers(trainer, self._asked and trainer.state.fn == TrainerFn.PREDICTING)
+        several = replicas > 1 and trainer.state.fn == TrainerFn.PREDICTING
+        inject_samplers(trainer, self._asked and several)
         share_seeded_state(device)
         add_once(trainer, _EpochsBeginAlike(self._agree), first=True)
 
