@@ -117,6 +117,25 @@ def rows_by_owner(factors: Dim, grid: Grid) -> tuple[list[int], Tensor | None]:
     return [len(each) for each in places], torch.cat(places)
 
 
+def spread(x: Subdomain | Tensor, layout: Layout, owner: Subdomain) -> Subdomain:
+    """`x` in the layout to which it is broadcast, its rows repeated without copies.
+
+    torch gives a view. What is a copy here, or lies on some ranks only, is not to be written.
+
+    Args:
+        x: A split tensor, or a plain one, which is whole on every rank.
+        layout: The layout of the result.
+        owner: A split tensor of the same domain.
+    """
+    part = local_part(x, layout)
+    local = part.expand(layout.local_shape)
+    if not isinstance(x, Subdomain):  # where a rank would write its own rows of the whole
+        return owner.like(x.new_empty(1)).copy(local, layout, moved=bool(layout.split_dims))
+    added = layout.ndim - x.ndim
+    repeated = (d for d in layout.split_dims if d < added or x.shape[d - added] < layout.shape[d])
+    return x.copy(local, layout, moved=part is not x.local or any(True for _ in repeated))
+
+
 def broadcasting(x: Subdomain | Tensor, dims: Collection[int]) -> Subdomain | Tensor:
     """A stand-in for `x` in `common_layout`, whose `dims` are of extent 1."""
     if isinstance(x, Subdomain):

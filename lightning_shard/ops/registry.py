@@ -258,6 +258,25 @@ def is_in_place(function: Any) -> bool:
     return bool(_IN_PLACE.fullmatch(getattr(function, "__name__", "")))
 
 
+def changes_first(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Return True for a call that changes its first operand, also by `F.relu(x, inplace=True)`."""
+    always, place = _ways_to_write(function)
+    given = len(args) > place >= 0 and args[place]
+    return always or bool(given or kwargs.get("inplace"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ways_to_write(function: Callable[..., Any]) -> tuple[bool, int]:
+    """Return whether a function is named as in place, and where it takes `inplace`, or -1."""
+    try:
+        names = [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):  # a function of C++ tells no signature
+        names = []
+    return is_in_place(function), names.index("inplace") if "inplace" in names else -1
+
+
 def listed(values: Sequence[Any]) -> Sequence[Any]:
     """The values of a call `f(a, b)`, or those of the one list in `f([a, b])`: torch takes both."""
     return values[0] if len(values) == 1 and is_sequence(values[0]) else values

@@ -20,7 +20,7 @@ from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of, rule_for
 from lightning_shard.ops.become import Became
 from lightning_shard.ops.elementwise.pointwise import pointwise
-from lightning_shard.ops.registry import Rule, canonical_names, is_in_place, run_rule
+from lightning_shard.ops.registry import Rule, canonical_names, changes_first, run_rule
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
 from lightning_shard.processes.torch_private.internals import (
     accessors,
@@ -210,7 +210,8 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             break
     if rule is None:
         raise UnsupportedOperationError("it has no rule for split tensors")
-    run = _run_and_write_back if is_in_place(func) or func is Tensor.__setitem__ else run_rule
+    writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
+    run = _run_and_write_back if writing else run_rule
     if not all(w._part.local.numel() for w in wrappers.values()):
         run = _on_nothing(run)
     result = run(rule, func, local_args, local_kwargs)

@@ -12,6 +12,7 @@ from lightning_shard.domain.align import (
     gathered,
     local_part,
     one_factor,
+    spread,
     subdomains,
     take_local,
 )
@@ -130,9 +131,7 @@ def broadcast_tensors(func: Callable[..., Any], *tensors: Any) -> tuple[Subdomai
     operands = listed(tensors)
     layout = common_layout(operands)
     owner = subdomains(operands)[0]
-    return tuple(
-        owner.like(local_part(o, layout).expand(layout.local_shape), layout) for o in operands
-    )
+    return tuple(spread(o, layout, owner) for o in operands)
 
 
 @implements(torch.meshgrid, meshgrid_of_cpp)

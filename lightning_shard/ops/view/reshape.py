@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, local_part, one_factor, whole
+from lightning_shard.domain.align import common_layout, one_factor, spread, whole
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
@@ -262,13 +262,13 @@ def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subd
     sizes = sizes or tuple(kwargs.values())
     first = sizes[0]
     if isinstance(x, Tensor):  # like a split tensor
-        layout = common_layout([x, first])
-        return first.like(local_part(x, layout).expand(layout.local_shape), layout)
+        return spread(x, common_layout([x, first]), first)
     sizes = first.shape if isinstance(first, Tensor | Subdomain) else sizes
     target = [int(n) for n in listed(sizes)]
     added = len(target) - x.ndim
     shape = (*[1] * added, *x.shape)
     target = [old if new == -1 else new for old, new in zip(shape, target, strict=True)]
+    source = x
     for d in x.layout.split_dims:
         if x.shape[d] == 1 != target[added + d]:
             x = whole(x, d)
@@ -277,4 +277,4 @@ def expand(func: Callable[..., Any], x: Any, *sizes: Any, **kwargs: Any) -> Subd
         for d, new in enumerate(target)
     )
     layout = Layout(dims, x.layout.grid)
-    return x.view(x.local.expand(layout.local_shape), layout)
+    return source.copy(x.local.expand(layout.local_shape), layout, moved=x is not source)

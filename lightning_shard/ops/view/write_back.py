@@ -39,7 +39,7 @@ def refuse_lost_write(target: Subdomain) -> None:
     if any(link.index is None for link in _links(target.copied)):
         raise UnsupportedOperationError(
             "it would write into a copy, not into the tensor that the rows came from; assign with "
-            "x[index] = value"
+            "x[index] = value, or write into a clone()"
         )
     base = base_of(target.copied.source)
     if base.is_leaf and base.requires_grad and torch.is_grad_enabled():

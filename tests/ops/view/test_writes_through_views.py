@@ -4,9 +4,12 @@ Rows that come from other ranks are copies, so what is written into them does no
 that they come from, nor the other way round.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
@@ -66,6 +69,10 @@ COPIES = {
 
 def write_in_place(x: Tensor, y: Tensor) -> None:
     y.mul_(3)
+
+
+def write_by_an_argument(x: Tensor, y: Tensor) -> None:
+    F.hardtanh(y, 10.0, 50.0, True)
 
 
 def write_one_value(x: Tensor, y: Tensor) -> None:
@@ -257,3 +264,47 @@ def test_parts_of_one_row_are_copied_where_the_whole_is():
     expected = whole.T.flatten()
     expected[::2] = 0.25
     assert lightning_shard.gather(flat).equal(expected)
+
+
+EXPANDED = {
+    "meshgrid": lambda v, w, field: torch.meshgrid(v, w, indexing="ij")[0],
+    "meshgrid_other": lambda v, w, field: torch.meshgrid(v, w, indexing="ij")[1],
+    "row_of_meshgrid": lambda v, w, field: torch.meshgrid(v, w, indexing="ij")[1][0],
+    "broadcast": lambda v, w, field: torch.broadcast_tensors(v, field.T)[0],
+    "broadcast_alike": lambda v, w, field: torch.broadcast_tensors(field[:, 0], v)[1],
+    "as_other": lambda v, w, field: v[:, None].expand_as(field),
+    "as_one_like_it": lambda v, w, field: v.expand_as(field[:, 0]),
+    "new_dim": lambda v, w, field: v.expand(2, 3),
+    "only_row": lambda v, w, field: field[:1].expand(2, 2),
+}
+
+
+@pytest.mark.spmd(2)
+def test_an_expanded_tensor_is_written_as_in_torch_or_refused():
+    """Of plain tensors beside split ones a rank would write its own rows only."""
+    given = torch.arange(-1.0, 2), torch.tensor([2.0, -1.0]), torch.arange(-2.0, 4).view(3, 2)
+    served: list[tuple[str, str]] = []
+    for (name, view), write in itertools.product(EXPANDED.items(), (torch.neg_, torch.zero_)):
+        for split in ((0,), (1,), (2,), (0, 1), (0, 2)):
+            whole = [t.clone() for t in given]
+            mixed = [
+                lightning_shard.shard(t.clone(), mesh_of(2), 0) if i in split else t.clone()
+                for i, t in enumerate(given)
+            ]
+            refused = [_refuses(write, view, tensors) for tensors in (whole, mixed)]
+            if not refused[1]:
+                assert not refused[0], (name, split)
+                for found, expected in zip(mixed, whole, strict=True):
+                    found = lightning_shard.gather(found) if type(found) is not Tensor else found
+                    assert found.equal(expected), (name, write.__name__, split)
+                served.append((name, write.__name__))
+    assert ("new_dim", "zero_") in served
+    assert ("as_one_like_it", "neg_") in served
+
+
+def _refuses(write, view, tensors: list[Tensor]) -> bool:
+    try:
+        write(view(*tensors))
+    except (RuntimeError, UnsupportedOperationError):
+        return True
+    return False
