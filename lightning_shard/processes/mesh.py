@@ -82,9 +82,15 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
         device_type: "cpu", "cuda" or "xpu"; by default that of the process group.
 
     Raises:
+        TypeError: The sizes have no names.
         ValueError: The sizes do not multiply to the number of processes.
         RuntimeError: There is no process group yet.
     """
+    if not isinstance(sizes, Mapping):
+        raise TypeError(
+            f"the sizes of a mesh must have names, as in init_mesh({{'data': -1, 'domain': 2}}); "
+            f"got {sizes!r}."
+        )
     if not dist.is_initialized():
         raise RuntimeError(
             "there is no process group to make a mesh of; call start_process_group() first, or ask "

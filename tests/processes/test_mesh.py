@@ -152,6 +152,13 @@ def test_sizes_that_do_not_fit(sizes):
         init_mesh(sizes)
 
 
+@pytest.mark.spmd(2)
+def test_sizes_without_names():
+    with pytest.raises(TypeError, match=r"as in init_mesh\(\{'data': -1, 'domain': 2\}\); got 1\."):
+        init_mesh(1, 2)
+    assert init_mesh({"data": -1, "domain": 2}).shape == (1, 2)
+
+
 def test_mesh_before_the_start():
     with pytest.raises(RuntimeError, match=r"there is no process group .* start_process_group"):
         init_mesh({"domain": 1})
