@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import lightning_shard
 from lightning_modules import DarcyDataModule, TFNODarcy
 from lightning_shard.tensor import gathering
+from tests.tensor.test_escape import Cube
 
 
 class Net(LightningModule):
@@ -83,19 +84,6 @@ def test_functions_without_a_rule_are_all_named():
     assert any("svdvals" in name for name in found.gathered), found.gathered
     assert any("matrix_rank" in name for name in found.gathered), found.gathered
     assert "It is exact, but gathering costs memory" in str(found)
-
-
-class Cube(torch.autograd.Function):
-    """As torch's tutorials write one."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3 * ctx.saved_tensors[0] ** 2
 
 
 class OfRows(torch.autograd.Function):

@@ -15,6 +15,7 @@ import lightning_shard
 from lightning_shard import DomainTensor, UnsupportedOperationError
 from lightning_shard.tensor.rows import Rows
 from tests.parity import mesh_of
+from tests.tensor.test_escape import Cube
 
 FIELD = torch.arange(21.0).view(7, 3) / 7
 
@@ -196,16 +197,6 @@ def test_gradients():
 
 @pytest.mark.spmd(3)
 def test_an_autograd_function_takes_rows():
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 3 * ctx.saved_tensors[0] ** 2
-
     x = split(grad=True)
     result = Cube.apply(x[4])
     assert type(result) is Tensor
