@@ -125,8 +125,16 @@ def _of_chosen(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
     return LauncherEnvironment(process_info()) if started_by.starts_all else LightningEnvironment()
 
 
-def check_processes(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
-    """Compare the number of processes that a launcher has started with the Trainer's arguments.
+def check_processes(
+    environment: ClusterEnvironment, devices: int, nodes: int, host: str = "Trainer"
+) -> None:
+    """Compare the number of processes that a launcher has started with the arguments of a host.
+
+    Args:
+        environment: The launcher's.
+        devices: The number of devices on each node that the host was given.
+        nodes: The number of nodes that it was given.
+        host: The class that was given them.
 
     Raises:
         ValueError: They differ.
@@ -135,7 +143,7 @@ def check_processes(environment: ClusterEnvironment, devices: int, nodes: int) -
     if environment.creates_processes_externally and started != devices * nodes > 0:
         local = max(1, started // nodes)
         raise ValueError(
-            f"{launcher().title} started {started} processes, but the Trainer has "
-            f"devices={devices} and num_nodes={nodes}; use Trainer(devices={local}, "
+            f"{launcher().title} started {started} processes, but the {host} has "
+            f"devices={devices} and num_nodes={nodes}; use {host}(devices={local}, "
             f"num_nodes={started // local}), or start {devices * nodes}."
         )

@@ -147,7 +147,7 @@ class FabricStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         environment, nodes = self.cluster_environment, self.num_nodes
         self.set_world_ranks()
-        check_processes(environment, self.num_processes, nodes)
+        check_processes(environment, self.num_processes, nodes, "Fabric")
         if not environment.creates_processes_externally and self.num_processes * nodes > 1:
             self._launcher = FabricScriptLauncher(environment, self.num_processes, nodes)
 
