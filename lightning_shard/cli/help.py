@@ -28,6 +28,7 @@ options
 examples
   {program} fit --config tfno_darcy --config quick
   {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
+  {program} fit --config tfno_darcy --tiles 8
   {program} COMMAND --help
 """
 EVALUATION = """\
@@ -38,15 +39,12 @@ Runs the {command} loader of the data through the model.
 options
   --config FILE      of the run that saved the checkpoint, such as its config.yaml
   --ckpt_path FILE   the weights
+  --tiles N          on one device in N tiles, one after the other, exactly; 2x4 for two dims
+  --tile_memory DIR  waiting tiles lie in files of DIR, not in the host's memory
   --help all         every option
 
 examples
   {program} {command} --config tfno_darcy --ckpt_path outputs/tfno_darcy/last.ckpt
-"""
-TILES = """\
-  --tiles N          a field that is too large for the one device: in N tiles, one after the other,
-                     exactly; [2,4] for tiles along two dims
-  --tile_memory DIR  waiting tiles lie in files of DIR, not in the host's memory
 """
 PAGES = {
     "fit": """\
@@ -62,6 +60,9 @@ options
   --trainer.NAME VALUE  max_epochs, accelerator, devices, num_nodes, precision, ...
   --trainer.strategy.NAME VALUE   domain_parallel_size, shard_dims, sharding, ...
   --ckpt_path FILE      go on from a checkpoint
+  --tiles N             a field too large for the one device: in N tiles, one after the other,
+                        exactly; 2x4 for tiles along two dims
+  --tile_memory DIR     waiting tiles lie in files of DIR, not in the host's memory
   --test_after_fit BOOL test the final weights
   --report BOOL         write report.html; true by default
   --profile BOOL        record three steps of all ranks, and print where the time goes
@@ -72,9 +73,9 @@ options
 examples
   {program} fit --config tfno_darcy --trainer.strategy.domain_parallel_size 2
   {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
+  {program} fit --config tfno_darcy --tiles 8
 """,
-    **dict.fromkeys(("validate", "test"), EVALUATION),
-    "predict": EVALUATION.replace("  --help all", f"{TILES}  --help all"),
+    **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
     "check": """\
 usage: {program} check --config FILE [options of fit]
 

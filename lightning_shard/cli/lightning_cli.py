@@ -24,7 +24,7 @@ from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.tiles import add_tiles, check_tiles, predicting
+from lightning_shard.cli.tiles import add_tiles, builder, check_tiles, predicting
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, is_first_rank, note, origin
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
@@ -141,7 +141,9 @@ class ShardCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Keep the error that a constructor raises, which the parser would replace."""
-        self.parser.add_instantiator(self.state.build, object)
+        command = self.config["subcommand"]
+        build = builder(command, self.config[command], self.state.build)
+        self.parser.add_instantiator(build, object)
 
     def after_instantiate_classes(self) -> None:
         """Let a refusal stop the processes that the trainer launches."""
@@ -156,7 +158,7 @@ class ShardCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         config, tiles = self.config[subcommand], nullcontext()
-        if config.tiles:
+        if config.tiles and subcommand == "predict":
             tiles = predicting(self.model, self.datamodule, self.trainer, config)
         with tiles:
             super()._run_subcommand(subcommand)

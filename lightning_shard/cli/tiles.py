@@ -1,28 +1,33 @@
 """Reads `--tiles` and `--tile_memory`, with which one device computes a field in tiles."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pydoc import locate
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_options
 from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.lab.tiled_strategy import TiledStrategy
 from lightning_shard.lab.tiles import in_tiles, sizes_of_tiles
+from lightning_shard.trainer.strategy import HybridShardStrategy
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "tiles": (
-        int | list[int] | None,
-        "Predict on one device in so many tiles, one after the other: 8, or [2,4] for two dims.",
+        int | list[int] | str | None,
+        "Compute on one device in so many tiles, one after the other: 8, or 2x4 for two dims.",
     ),
     "tile_memory": (
         str | None,
         "A directory in whose files waiting tiles lie, instead of the host's memory.",
     ),
 }
+_KINDS = (HybridShardStrategy, TiledStrategy)  # whose options are those of tiles
 _TRANSFER = "transfer_batch_to_device"  # the hook of Lightning
-SERVED = ("predict",)  # the commands that compute in tiles
+_OURS = {kind.strategy_name: f"lightning_shard.{kind.__name__}" for kind in _KINDS}
 
 
 def add_tiles(parser: Any) -> None:
@@ -36,7 +41,7 @@ def check_tiles(command: str, config: Any) -> None:
 
     Args:
         command: The command of Lightning.
-        config: Its resolved options, whose devices are changed in place.
+        config: Its resolved options, whose devices and strategy are changed in place.
 
     Raises:
         UsageError: With one sentence.
@@ -45,10 +50,8 @@ def check_tiles(command: str, config: Any) -> None:
         if config.tile_memory is not None:
             raise UsageError("--tile_memory needs --tiles, such as --tiles 8")
         return
-    if command not in SERVED:
-        raise UsageError(f"--tiles serves {', '.join(SERVED)}, not {command}; leave it out")
     with as_usage_error(ValueError):
-        sizes_of_tiles(config.tiles)
+        config.tiles = [*sizes_of_tiles(config.tiles)]
     trainer, (domain, data) = config.trainer, sizes_of(config.trainer)
     for name, count in (
         ("devices", count_of(trainer.devices)), ("num_nodes", trainer.num_nodes),
@@ -56,12 +59,52 @@ def check_tiles(command: str, config: Any) -> None:
     ):  # fmt: skip
         if count not in (None, 1, "auto"):
             raise UsageError(f"tiles share one device, but trainer.{name} is {count}; make it 1")
-    if isinstance(strategy_options(trainer).get("shard_dims"), Mapping):
+    trainer.devices = 1
+    if command != "predict":
+        _check_strategy(trainer)
+    if isinstance(trainer.strategy, str) and trainer.strategy in ("auto", *_OURS):
+        named = _OURS.get(trainer.strategy, _OURS[TiledStrategy.strategy_name])
+        trainer.strategy = Namespace(class_path=named)
+    dims = strategy_options(trainer).get("shard_dims")
+    if command == "predict" and isinstance(dims, Mapping):
         raise UsageError(
             "--tiles splits the same dims of all entries of a batch, but shard_dims names entries; "
             "give numbers of dims, such as 2"
         )
-    trainer.devices = 1
+
+
+def _check_strategy(trainer: Any) -> None:
+    """Refuse a strategy other than those of this package."""
+    given = trainer.strategy
+    path = given if isinstance(given, str) else given.class_path
+    if path not in ("auto", *_OURS) and locate(path) not in _KINDS:
+        raise UsageError(
+            f"--tiles trains by TiledStrategy, but trainer.strategy is {path}; leave it out"
+        )
+
+
+def builder(command: str, config: Any, build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function like `build` that makes the strategy which the options ask for.
+
+    The configuration keeps the class that the user named, so that the one that is saved serves
+    other devices as well, and predictions.
+
+    Args:
+        command: The command of Lightning.
+        config: Its resolved options.
+        build: Makes an object of a class.
+    """
+
+    def built(kind: type, *args: Any, **options: Any) -> Any:
+        if config.get("tiles") is None or kind not in _KINDS:
+            return build(kind, *args, **options)
+        options = {name: x for name, x in options.items() if name not in OPTIONS}
+        if command == "predict":
+            return build(HybridShardStrategy, *args, **options)
+        where = {name: config[name] for name in OPTIONS}
+        return build(TiledStrategy, *args, **where, **options)
+
+    return built
 
 
 @contextmanager

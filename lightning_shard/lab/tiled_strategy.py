@@ -67,7 +67,7 @@ class TiledStrategy(HybridShardStrategy):
 
     def __init__(
         self,
-        tiles: int | Sequence[int] = 8,
+        tiles: int | str | Sequence[int] = 8,
         tile_memory: str | None = None,
         **options: Any,
     ) -> None:

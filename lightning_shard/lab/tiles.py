@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from lightning_shard.trainer.random_state import random_state, set_random_state
 @contextmanager
 def in_tiles(
     module: nn.Module,
-    tiles: int | Sequence[int],
+    tiles: int | str | Sequence[int],
     shard_dims: ShardDims = None,
     *,
     methods: Sequence[str] = ("forward",),
@@ -107,13 +108,15 @@ def in_tiles(
         put(before)
 
 
-def sizes_of_tiles(tiles: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the number of tiles along each split dim.
+def sizes_of_tiles(tiles: int | str | Sequence[int]) -> tuple[int, ...]:
+    """Return the number of tiles along each split dim, also of "2x4".
 
     Raises:
         ValueError: They are no whole numbers from 1 on.
     """
     given: Any = tiles
+    if isinstance(given, str) and re.fullmatch(r"\d+(x\d+)*", given):
+        given = [int(size) for size in given.split("x")]
     is_many = isinstance(given, Sequence) and not isinstance(given, str)
     sizes = tuple[Any, ...](given if is_many else (given,))
     if not sizes or not all(type(size) is int and size >= 1 for size in sizes):

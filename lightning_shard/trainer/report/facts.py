@@ -79,11 +79,14 @@ def without_forks(names: Iterable[str]) -> list[str]:
 def mesh_table(trainer: Trainer, module: LightningModule, split: str) -> list[str]:
     """Make a table of the processes, the mesh, the module and its precision."""
     strategy = trainer.strategy
-    rows: list[tuple[str, object]] = [("processes", f"{trainer.world_size} ({_device(trainer)})")]
+    tiles = vars(strategy).get("tiles")  # which take turns in this process, and may have ended
+    count = 1 if tiles else trainer.world_size
+    rows: list[tuple[str, object]] = [("processes", f"{count} ({_device(trainer)})")]
     if isinstance(strategy, HybridShardStrategy):
-        replicas = trainer.world_size // strategy.domain_size
-        sizes = " x ".join(map(str, strategy.domain_mesh.shape))
-        rows.append(("mesh", f"{replicas} data x {sizes} domain ranks"))
+        sizes = " x ".join(map(str, strategy.processes.domain_sizes))
+        replicas = count // strategy.domain_size
+        mesh = ("tiles", sizes) if tiles else ("mesh", f"{replicas} data x {sizes} domain ranks")
+        rows.append(mesh)
         rows += [("batch", split)] if strategy.domain_size > 1 and split else []
         if strategy.hook_values is not None and strategy.hook_values.reads:
             rows.append(("split tensors read as arrays", str(strategy.hook_values)))
