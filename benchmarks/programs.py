@@ -307,7 +307,7 @@ def _table(rows: Sequence[dict[str, str]]) -> list[str]:
     lines = []
     for package in dict.fromkeys(row["package"] for row in rows):
         mine = [row for row in rows if row["package"] == package]
-        lines += ["", f"### {package} {mine[0]['version']}", ""]
+        lines += ["", f"## {package} {mine[0]['version']}", ""]
         lines += [
             "| program | split | changed | 1 x 2 | 2 x 1 | 2 x 2 |",
             "| --- | --- | --- | --- | --- | --- |",

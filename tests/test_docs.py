@@ -1,5 +1,6 @@
 """What the documents name exists."""
 
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -20,6 +21,15 @@ def test_links_lead_somewhere(document):
     links = [link for link in LINK.findall(document.read_text()) if "://" not in link]
     missing = [link for link in links if not (document.parent / link).exists()]
     assert not missing, f"{document.name} links to {missing}"
+
+
+@documents
+def test_headings_leave_out_no_level(document):
+    """The site's builder takes such a heading for an error."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+    assert levels[:1] == [1]
+    assert all(new <= old + 1 for old, new in itertools.pairwise(levels)), levels
 
 
 @documents
