@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -51,6 +52,7 @@ from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
+_AFTER_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of a batch
 _VALUES = (bool, int, float, str, type(None))
 
 
@@ -130,9 +132,16 @@ class TiledStrategy(HybridShardStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Split a batch on the host, and move this tile's part of it."""
+        """Split a batch on the host, and move this tile's part of it.
+
+        Where hooks look at a batch on the device, it is moved there as a whole.
+        """
         before = versions(batch)
-        whole = ParallelStrategy.batch_to_device(self, batch, torch.device("cpu"), dataloader_idx)
+        trainer, cpu = self._module.trainer, torch.device("cpu")
+        owners = self._module, getattr(trainer, "datamodule", None)
+        sees = any(is_overridden(name, owner) for name in _AFTER_TRANSFER for owner in owners)
+        first = self.root_device if sees else cpu
+        whole = ParallelStrategy.batch_to_device(self, batch, first, dataloader_idx)
         if versions(batch) != before:
             raise RuntimeError(
                 "a hook wrote in place into the batch that all tiles share, which would be done "
@@ -145,7 +154,9 @@ class TiledStrategy(HybridShardStrategy):
         def moved(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return leaf.to(self.root_device, copy=not isinstance(leaf, DomainTensor))
+            # a part may be a view of the whole, which must not stay on the device for it
+            views = leaf.device.type != "cpu" or not isinstance(leaf, DomainTensor)
+            return leaf.to(self.root_device, copy=views)
 
         return map_leaves(moved, batch)
 
@@ -236,7 +247,8 @@ class TilesLauncher(Launcher):
             for part, name in [*_replaced_methods(trainer)]:
                 if (id(part), name) not in before:  # of this stage, which copies would call
                     delattr(part, name)
-        set_random_state(run.after, strategy.root_device)
+            if run.after is not None:
+                set_random_state(run.after, strategy.root_device)
         return first
 
     def _kept(self, strategy: TiledStrategy, trainer: Trainer) -> Iterator[Any]:
@@ -278,7 +290,11 @@ class _Run:
         try:
             result = function(*args, **kwargs)
         except KeyboardInterrupt:  # between two steps, on all ranks
+            self.after = self.after or random_state(strategy.root_device)
             self._gather(strategy, module, first=rank == 0)
+            raise
+        except BaseException:  # of the rank that failed; the others end after it
+            self.after = self.after or random_state(strategy.root_device)
             raise
         self._gather(strategy, module, first=rank == 0)
         if self._predicts and result is not None:

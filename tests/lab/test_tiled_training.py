@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
 from lightning_shard import (
-    PredictionWriter,
     ShardingOptions,
     TiledStrategy,
-    predictions_in_order,
 )
 from lightning_shard.processes.torch_private.internals import new_world, own_world, use_world
 from tests import training
@@ -311,130 +308,6 @@ def test_is_one_trainer_on_a_device() -> None:
     import tempfile
 
     assert_all_stages(Path(tempfile.mkdtemp()), "xpu", 2)
-
-
-class Evens:
-    """Batches of the samples of even numbers, in an order of its own."""
-
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
-        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
-
-    def __iter__(self) -> Iterator[list[int]]:
-        kept = [index for index in self.sampler if index % 2 == 0]
-        return iter([kept[: self.batch_size], kept[self.batch_size :]])
-
-    def __len__(self) -> int:
-        return 2
-
-
-class Batches(Callback):
-    """Notes the mean of each batch in the order in which they come."""
-
-    def __init__(self) -> None:
-        self.means: list[float] = []
-
-    def _note(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self.means.append(batch.mean().item())
-
-    on_predict_batch_end = on_validation_batch_end = on_test_batch_end = _note
-
-
-class Evaluated(Stranger):
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val", (self(batch) - batch).square().mean())
-
-    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("test", (self(batch) - batch).square().mean())
-
-    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        found = self(batch)
-        return {"field": found, "means": [found.mean((1, 2, 3))], "name": "a word"}
-
-
-def _shuffled(**options: Any) -> DataLoader[Any]:
-    return DataLoader(Fields(picture, 5), 2, shuffle=True, **options)
-
-
-LOADERS: dict[str, Callable[[], Any]] = {
-    "shuffled": _shuffled,
-    "several": lambda: [_shuffled(), loader(3), _shuffled(num_workers=1)],
-    "batch sampler": lambda: DataLoader(
-        Fields(picture, 5),
-        batch_sampler=Evens(sampler=torch.utils.data.RandomSampler(range(5)), batch_size=2,
-                            drop_last=False),
-    ),
-}  # fmt: skip
-STAGES = [(stage, kind) for stage in ("predict", "validate", "test") for kind in LOADERS]
-
-
-def evaluate(stage: str, kind: str, accelerator: str, tiles: Any) -> Any:
-    runner = Trainer(
-        accelerator=accelerator, strategy="auto" if tiles is None else TiledStrategy(tiles),
-        callbacks=[seen := Batches()], **QUIET,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    data = LOADERS[kind]()
-    found = getattr(runner, stage)(Evaluated(is_noisy=True), data)
-    drawn = torch.rand(2, dtype=torch.float64)
-    return found, torch.tensor(seen.means, dtype=torch.float64), drawn, data, runner
-
-
-def assert_evaluates(accelerator: str, tiles: Any, cases: Any) -> None:
-    for stage, kind in cases:
-        *wanted, _, one = evaluate(stage, kind, accelerator, None)
-        *found, data, runner = evaluate(stage, kind, accelerator, tiles)
-        numbers, tree = tree_flatten(wanted)
-        others, other_tree = tree_flatten(found)
-        assert tree == other_tree
-        for number, other in zip(numbers, others, strict=True):
-            assert type(number) is type(other)
-            if isinstance(number, str):
-                assert other == number
-            else:
-                assert_same(torch.as_tensor(other), torch.as_tensor(number), f"{stage} {kind}")
-        for each in data if isinstance(data, list) else [data]:
-            assert type(each) is DataLoader
-        if stage == "predict" and kind == "shuffled":
-            ordered = predictions_in_order(one, wanted[0])
-            for row, other in zip(ordered, predictions_in_order(runner, found[0]), strict=True):
-                assert_same(other["field"], row["field"])
-
-
-@pytest.mark.parametrize(("stage", "kind"), STAGES)
-def test_evaluates_as_one_process(stage: str, kind: str) -> None:
-    """Batches come in the order of one process, and predictions are whole, on the host."""
-    assert_evaluates("cpu", 2, [(stage, kind)])
-
-
-@pytest.mark.spmd(1, "xpu")
-def test_evaluates_on_a_device() -> None:
-    assert_evaluates("xpu", (2, 2), STAGES[::4])
-
-
-@pytest.mark.parametrize("tiles", [None, 3])
-def test_writes_predictions(tmp_path: Path, tiles: Any) -> None:
-    """The first tile makes the file; the others wait for it in turns."""
-    import zarr
-
-    class Predicts(Evaluated):
-        def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            found = self(batch)
-            return {"field": found, "mean": found.mean((1, 2, 3))}
-
-    runner = Trainer(
-        accelerator="cpu", strategy="auto" if tiles is None else TiledStrategy(tiles),
-        callbacks=[PredictionWriter(tmp_path / "found.zarr")], **QUIET,
-    )  # fmt: skip
-    module = Predicts()
-    assert runner.predict(module, _shuffled(), return_predictions=False) is None
-    with torch.no_grad():
-        wanted = module(torch.stack([picture(index) for index in range(5)]))
-    written: Any = zarr.open_group(tmp_path / "found.zarr", mode="r")
-    assert_same(torch.from_numpy(written["field"][:]), wanted)
-    assert_same(torch.from_numpy(written["mean"][:]), wanted.mean((1, 2, 3)))
 
 
 @pytest.mark.parametrize(("first", "then"), [(None, 2), (2, None), (2, (2, 2))])
