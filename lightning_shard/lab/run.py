@@ -37,6 +37,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning_utilities.core import rank_zero as rank_zero_module
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -187,7 +188,8 @@ class _WithoutValidation(Callback):
 def quiet() -> Generator[None]:
     """Silence what Trainers print about themselves, while open."""
     package = LightningModule.__module__.removesuffix(".core.module")
-    loggers = [logging.getLogger(f"{package}{part}") for part in ("", ".utilities.rank_zero")]
+    last_imported = rank_zero_module.log  # both packages print with that of one of them
+    loggers = [logging.getLogger(package), last_imported]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning_utilities.core import rank_zero as rank_zero_module
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -112,7 +113,7 @@ def test_a_run_says_what_is_split():
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero_module.log  # of pytorch_lightning where that was imported later
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     runner = training.trainer((2,), max_epochs=2)

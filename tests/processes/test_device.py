@@ -25,7 +25,8 @@ NAMES = re.compile(r"\b(cuda|xpu|hpu|mps|npu|mtia|nccl|xccl|hccl|ccl)\b")
 NAMED = {
     "processes/device.py": "the table",
     "trainer/xpu/": "Lightning's side of one device",
-    "__init__.py": "imports that side",
+    "__init__.py": "names that side",
+    "hosts.py": "imports it",
     "tensor/facts.py": "torch's own list of attributes",
     "cli/config_checks.py": "Lightning's `gpu` is Apple's, where there is one",
     "processes/torch_private/internals.py": "says what breaks",

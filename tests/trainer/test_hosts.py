@@ -8,6 +8,7 @@ import lightning.pytorch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core import rank_zero as rank_zero_module
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import BinaryAUROC
@@ -157,9 +158,12 @@ def test_a_class_that_extends_ours_is_told_what_to_extend():
     assert type(trainer.strategy) is Older
 
 
-def test_check_takes_a_module_of_the_older_package():
-    found = lightning_shard.check(module_of(older), loader(4), (1, 2), simulated=True)
+@pytest.mark.parametrize("package", [older, lightning.pytorch])
+def test_check_takes_a_module_of_either_package_and_is_quiet(package, caplog):
+    caplog.set_level("INFO", rank_zero_module.log.name)
+    found = lightning_shard.check(module_of(package), loader(4), (1, 2), simulated=True)
     assert found.is_supported, found
+    assert not caplog.records
 
 
 def test_shared_files_do_without_lightning():
@@ -175,7 +179,8 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", [pytest.param("before", marks=pytest.mark.slow), "after"])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_program_of_the_older_package_loads_no_other(order):
     program = f"""{ORDERS[order]}
 import sys
@@ -187,6 +192,7 @@ assert "lightning.pytorch" not in sys.modules
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_without_the_older_package_nothing_of_it_is_looked_for():
     program = """
 import sys
