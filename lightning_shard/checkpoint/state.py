@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.foreign import by_index, plain_name
+from lightning_shard.checkpoint.plain_module import is_changed, plain_copy
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
 from lightning_shard.processes.errors_together import copy_from_first
@@ -139,7 +140,7 @@ def full(value: Any, keep: bool = True) -> Any:
     """Replace every sharded or split tensor in `value` by the whole one on the CPU.
 
     Args:
-        value: Nested dicts, lists, tuples, and metrics in them. All ranks must pass the same
+        value: Nested dicts, lists, tuples, and modules in them. All ranks must pass the same
             structure: the tensors are gathered one after the other, and no more than one of them
             exists whole at a time on ranks that do not keep them.
         keep: False on a rank that needs no result; tensors in it are then None.
@@ -158,22 +159,10 @@ def full(value: Any, keep: bool = True) -> Any:
         return _mapped(value, keep)
     if type(value) in (list, tuple):
         return type(value)(full(v, keep) for v in value)
-    if isinstance(value, nn.Module) and _holds_split(value):  # a metric among hyper-parameters
-        result = copy.copy(value)
-        held = vars(value).items()
-        vars(result).update({name: full(v, keep) for name, v in held if _holds_split(v)})
-        return result
+    if isinstance(value, nn.Module) and is_changed(value):  # among hyper-parameters
+        copied = plain_copy(value, lambda v: full(v, keep))
+        return copied if keep else None
     return value
-
-
-def _holds_split(value: Any) -> bool:
-    """Return True if a split tensor is somewhere in nested modules, dicts, lists and tuples."""
-    if isinstance(value, nn.Module) or is_dict(value):
-        inside = value.values() if is_dict(value) else vars(value).values()
-        return any(map(_holds_split, inside))
-    return isinstance(value, DomainTensor) or (
-        isinstance(value, list | tuple) and any(map(_holds_split, value))
-    )
 
 
 def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:

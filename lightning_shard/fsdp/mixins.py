@@ -3,6 +3,9 @@
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+_STATE = "_mixed_in"  # attribute of a class: the attributes that its mixin sets
 
 
 def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
@@ -13,5 +16,18 @@ def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
     cls = type(module)
     if not isinstance(module, mixin):
         metaclass: Any = type(cls)  # the class's own
-        module.__class__ = metaclass(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+        marks: dict[str, Any] = {"__module__": cls.__module__, _STATE: frozenset(state)}
+        module.__class__ = metaclass(cls.__name__, (mixin, cls), marks)
     module.__dict__.update(state)
+
+
+def own_class(module: nn.Module) -> tuple[type[Any], frozenset[str]]:
+    """Return the class that the user gave a module, and the attributes that mixins set on it.
+
+    FSDP2's own mixin is one of them.
+    """
+    cls, state = type(module), frozenset[str]()
+    while _STATE in vars(cls) or cls.__bases__[0] is FSDPModule:
+        state |= vars(cls).get(_STATE, frozenset())
+        cls = cls.__bases__[1]
+    return cls, state

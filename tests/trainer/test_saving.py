@@ -9,14 +9,15 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import DomainTensor, init_mesh, parallelize
+from lightning_shard import DomainTensor, ShardingOptions, init_mesh, parallelize
+from lightning_shard.checkpoint.directory import read_directory
 from lightning_shard.checkpoint.foreign import OWN
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles, complete_io
 from lightning_shard.trainer.saving import Saver
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
-from tests.trainer.featured import Featured, fit_alone, fit_sharded, loader
+from tests.trainer.featured import Featured, fit_alone, fit_sharded, loader, sample
 
 CPU = torch.device("cpu")
 
@@ -162,3 +163,60 @@ def test_buffers_that_became_fields(kind):
         runner = training.trainer(domain, strategy=strategy)
         runner.validate(again, loader(2), ckpt_path=path, verbose=False)
         assert torch.equal(full_module_state(again)["last"], alone.last)
+
+
+class Twice(nn.Module):
+    """A part under two names, a complex parameter, a buffer and a hook of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1)).double()
+        self.second = self.first
+        self.phase = nn.Parameter(torch.tensor([[1.0 + 2.0j], [0.5j]], dtype=torch.complex128))
+        self.kept = [self.phase]
+        self.register_forward_hook(halve)
+
+    def forward(self, x):
+        return self.second(self.first(x)).relu() * self.phase.abs().sum()
+
+
+def halve(module, args, output):
+    return output / 2
+
+
+class Holding(Featured):
+    """As of many programs, whose networks are arguments: they are in the checkpoint twice."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.save_hyperparameters()
+        self.part = part
+
+    def forward(self, x):
+        return super().forward(x) + self.part(x)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_modules_among_hyperparameters(kind):
+    """They are saved as those of one process: in their classes, with whole weights."""
+    path, alone = shared_path("holding.ckpt"), Holding(Twice())
+    module = Holding(Twice())
+    module.load_state_dict(alone.state_dict())
+    fit_alone(alone, limit_val_batches=0)
+    options = ShardingOptions(activation_checkpointing=True)
+    strategy = {"checkpoint_format": kind, "sharding": options}
+    runner = fit_sharded(module, (2,), strategy=strategy, limit_val_batches=0)
+    runner.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False) if path.is_file() else read_directory(path, False)
+    part = saved["hyper_parameters"]["part"]
+    assert [*vars(part)] == [*vars(alone.part)]
+    assert type(part) is Twice
+    assert part.second is part.first
+    assert not part.first._forward_hooks
+    assert [*part._forward_hooks.values()] == [halve]
+    assert part.kept[0].equal(part.phase)
+    for name, value in alone.part.state_dict().items():
+        torch.testing.assert_close(part.state_dict()[name], value, rtol=1e-9, atol=1e-11)
+    x = sample(0)["x"][None]
+    torch.testing.assert_close(part.eval()(x), alone.part.eval()(x), rtol=1e-9, atol=1e-11)
