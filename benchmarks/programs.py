@@ -268,12 +268,18 @@ def _of_weights(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float,
 
 
 def _sentence(error: BaseException) -> str:
-    """Find the line of the error that a rank ended with."""
+    """Find the line of the error that a rank ended with, which may follow from another error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     raised = [
         n for n, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)
     ]
-    line = lines[raised[0]] if raised else (lines or [type(error).__name__])[-1]
+    last = raised[0] if raised else len(lines) - 1
+    for n in raised[1:]:
+        between = lines[last:n]
+        if not any(re.search("direct cause of|During handling of", line) for line in between):
+            break
+        last = n
+    line = lines[last] if lines else type(error).__name__
     return re.sub(r"\s+", " ", line.partition(": ")[2] or line)[:400]
 
 

@@ -1,14 +1,22 @@
-"""Faster R-CNN of torchvision in training: proposals, matching, pooled boxes, four losses.
+"""Faster R-CNN and Mask R-CNN of torchvision in training, whole: lists of images, losses.
 
-Its `transform` copies each image into a slice of a plain batch, which split rows cannot be copied
-to; the case begins after it, as for images that are a batch already.
+Images of two sizes are resized and copied into one batch, proposals are matched, boxes and masks
+pooled.
 """
 
 import torch
-from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
-from torchvision.models.detection.image_list import ImageList
+from torch import nn
+from torchvision.models.detection import MaskRCNN, fasterrcnn_mobilenet_v3_large_320_fpn
+from torchvision.models.detection.rpn import AnchorGenerator
+from torchvision.ops import MultiScaleRoIAlign
 
 from benchmarks.model_zoo import Apply, Case
+
+SAMPLED = {
+    "rpn_pre_nms_top_n_train": 60,
+    "rpn_post_nms_top_n_train": 30,
+    "box_batch_size_per_image": 16,
+}
 
 
 def detector():
@@ -16,13 +24,36 @@ def detector():
         weights=None,
         weights_backbone=None,
         num_classes=3,
-        rpn_pre_nms_top_n_train=60,
-        rpn_post_nms_top_n_train=30,
-        box_batch_size_per_image=16,
+        min_size=80,
+        max_size=112,
+        **SAMPLED,
+    )
+
+
+class Backbone(nn.Sequential):
+    """Two convolutions, with the number of channels that the detector asks for."""
+
+    out_channels = 8
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU())
+
+
+def masks():
+    return MaskRCNN(
+        Backbone(),
+        num_classes=3,
+        rpn_anchor_generator=AnchorGenerator(((8, 16, 32),), ((0.5, 1.0, 2.0),)),
+        box_roi_pool=MultiScaleRoIAlign(["0"], 5, 2),
+        mask_roi_pool=MultiScaleRoIAlign(["0"], 5, 2),
+        min_size=48,
+        max_size=64,
+        **SAMPLED,
     )
 
 
 def losses(model, x):
+    images = [x[0], x[1, :, :-20]]
     targets = [
         {
             "boxes": torch.tensor([[4.0, 6, 30, 40], [20, 10, 60, 50]]).double(),
@@ -30,16 +61,17 @@ def losses(model, x):
         },
         {"boxes": torch.tensor([[10.0, 12, 50, 44]]).double(), "labels": torch.tensor([2])},
     ]
+    for image, target in zip(images, targets, strict=True):
+        target["masks"] = torch.zeros(len(target["boxes"]), *image.shape[-2:], dtype=torch.uint8)
+        for mask, (x1, y1, x2, y2) in zip(target["masks"], target["boxes"].long(), strict=True):
+            mask[y1:y2, x1:x2] = 1
     torch.manual_seed(7)  # of the sampled boxes
-    images = ImageList(x, [tuple(x.shape[-2:])] * len(x))
-    features = model.backbone(x)
-    proposals, rpn = model.rpn(images, features, targets)
-    _, heads = model.roi_heads(features, proposals, images.image_sizes, targets)
-    return rpn | heads
+    return model(images, targets)
 
 
 CASES = {  # one of its losses is of float32, whatever its weights are
     "faster_rcnn": Case(
         lambda: Apply(losses, detector()), [(2, 3, 128, 96)], (2, 3), tolerance=1e-5
     ),
+    "mask_rcnn": Case(lambda: Apply(losses, masks()), [(2, 3, 72, 64)], (2, 3), tolerance=1e-5),
 }

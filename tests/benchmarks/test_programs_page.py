@@ -1,11 +1,13 @@
 """The table of docs/gallery.md is that of benchmarks/programs.csv, and nothing in it is wrong."""
 
 import re
+import traceback
 
 import pytest
 
 from benchmarks.program_zoo import programs
-from benchmarks.programs import MESHES, PAGE, recorded, results, with_table
+from benchmarks.programs import MESHES, PAGE, _sentence, recorded, results, with_table
+from lightning_shard import UnsupportedOperationError
 
 
 def test_the_table_is_generated():
@@ -32,3 +34,17 @@ def test_a_program_that_is_installed_is_exact(name):
         pytest.skip(f"{program.missing} is not installed")
     row = results(program, program.meshes[:1])
     assert re.match(r"exact: |refused: ", row[program.meshes[0]]), row
+
+
+def test_the_sentence_of_a_refusal_names_the_operator():
+    def refused():
+        try:
+            raise UnsupportedOperationError("it has no rule")
+        except UnsupportedOperationError as error:
+            raise UnsupportedOperationError("cannot run torch.f: it has no rule") from error
+
+    with pytest.raises(UnsupportedOperationError) as caught:
+        refused()
+    written = "".join(traceback.format_exception(caught.value))
+    told = RuntimeError(f"[rank 1] {written}\n[rank 0] ValueError: another")
+    assert _sentence(told) == "cannot run torch.f: it has no rule"

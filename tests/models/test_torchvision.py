@@ -26,6 +26,11 @@ def test_model(name):
     check("torchvision", name, 2)
 
 
+@pytest.mark.spmd(2)
+def test_detection_with_masks():
+    check("torchvision", "mask_rcnn", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_detection():
