@@ -5,26 +5,43 @@
 `_sharding_prop.py`, which leaves `_local_scalar_dense` out). The whole takes all ranks, so they
 meet first: a rank that reads alone would wait for ever.
 
-A rank without rows has no extreme to begin with: torch raises on that rank alone.
+A rank without rows has no extreme to begin with: torch raises on that rank alone, and the others
+wait. There all ranks gather the whole tensor, which has few rows.
 """
 
+import functools
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_shard.fsdp.meeting import meet
-from lightning_shard.processes.torch_private.internals import handle_dtensors, read_number
+from lightning_shard.processes.torch_private.internals import (
+    handle_dtensors,
+    handle_some_dtensors,
+    maxima_of_list,
+    norms_of_list,
+    read_number,
+    tree_map_only,
+)
 
 _aten = torch.ops.aten
 _EXTREMES: dict[Any, str] = {_aten.max.default: "max", _aten.min.default: "min"}
+_NORMS = (_aten.linalg_vector_norm.default, norms_of_list)
+_WITHOUT_IDENTITY = (  # of no rows they have no value
+    *_NORMS, _aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default,
+    maxima_of_list,
+)  # fmt: skip
 
 
+@functools.cache
 def read_whole_numbers() -> None:
     """Let a number that is read from a DTensor be the same on all ranks, from now on."""
     handle_dtensors(read_number, _number)
     for operator in _EXTREMES:
         handle_dtensors(operator, _extreme)
+    for operator in _WITHOUT_IDENTITY:
+        handle_some_dtensors(operator, _of_few_rows)
 
 
 @torch.no_grad()
@@ -56,3 +73,36 @@ def _extreme(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
     return DTensor.from_local(
         value, tensor.device_mesh, [Replicate() if w else Partial(kind) for w in whole]
     )
+
+
+@torch.no_grad()
+def _of_few_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reduce whole tensors where a rank has no rows of one of them."""
+    if operator in _NORMS:
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        if 0 <= order < torch.inf:
+            return NotImplemented
+    first, *_ = args
+    tensors = first if isinstance(first, list | tuple) else [first]
+    few = [t for t in tensors if isinstance(t, DTensor) and _is_empty_somewhere(t)]
+    if not few:
+        return NotImplemented
+    mesh = few[0].device_mesh
+    args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False),
+        operator(*args, **kwargs),
+    )
+
+
+def _is_empty_somewhere(tensor: DTensor) -> bool:
+    """Return whether some rank has no rows of a tensor that has some; the same on all ranks."""
+    if not tensor.numel():
+        return False
+    rows = dict(enumerate(tensor.shape))  # of the last rank, which has the fewest
+    for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            of_first = -(-rows[placement.dim] // ranks)
+            rows[placement.dim] = max(0, rows[placement.dim] - (ranks - 1) * of_first)
+    return not all(rows.values())

@@ -64,6 +64,16 @@ def test_extremes_of_fewer_rows_than_ranks():
         lambda p: (10 * p).long().max(),
         lambda p: (p > 0).max(),
         lambda p: (p - math.inf).max(),
+        lambda p: p.amax(),
+        lambda p: p.amin(0).sum(),
+        lambda p: p.argmax(),
+        lambda p: p.argmin(-1).sum(),
+        lambda p: p.norm(math.inf),
+        lambda p: p.norm(-math.inf),
+        lambda p: torch.linalg.vector_norm(p, -1),
+        lambda p: torch.linalg.vector_norm(p, math.inf, dim=0).sum(),
+        lambda p: nn.utils.get_total_norm([p, p], math.inf),
+        lambda p: torch._foreach_max([p])[0],
     )
     for mine, wanted in zip(module.parameters(), alone.parameters(), strict=True):
         for i, extreme in enumerate(extremes):
