@@ -27,6 +27,7 @@ from lightning_shard.processes.torch_private.internals import (
 )
 
 GATHERED = "_gathered"  # attribute of a module
+_ASSIGN = "assign_to_params_buffers"  # as torch tells the parts of a module
 
 
 class Gathered:
@@ -48,11 +49,21 @@ class Gathered:
         ]
         self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
         self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
-        self._versions: dict[Tensor, int] = {}  # of the shards
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # of the shards
         self._open = False
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # of the whole, by shard
         self._by_memory: dict[int, tuple[nn.Module, str, Any]] = {}  # places of shards
         self.steps = False  # whether an optimizer steps: all is gathered after it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse, as FSDP2 does, a copy of a module whose parameters this follows.
+
+        Raises:
+            RuntimeError: Always; a plain copy of a part would compute with shards.
+        """
+        raise RuntimeError(
+            "FSDP does not support deepcopy of a module, or a part of one, that is sharded."
+        )
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Give each whole parameter that its shard is a part of, with that shard."""
@@ -82,9 +93,25 @@ class Gathered:
         if self._open:
             self.put_back()
 
-    def before_load(self, *_: Any) -> None:
-        """Keep writes, and shard again, so that a state dict that is loaded can be sharded too."""
+    def before_load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        """Keep writes, and shard again, so that a state dict that is loaded can be sharded too.
+
+        In a step `assign=True` copies into what is frozen, which has the same effect.
+
+        Raises:
+            RuntimeError: It would replace a trained parameter in a step, or change a dtype.
+        """
         if self._open:
+            if metadata.get(_ASSIGN):
+                _check_assigned(module, state, prefix)
+                metadata[_ASSIGN] = False
             self.put_back()
             for block in self._blocks:
                 block.reshard()
@@ -97,7 +124,7 @@ class Gathered:
                 self._memory[whole] = whole.detach()
                 copy_attributes(shard, whole)
             self._begun[whole] = whole.requires_grad, version_of(whole)
-            self._versions[shard] = version_of(shard)
+            self._versions[shard] = _versions_of(shard)
 
     @torch.no_grad()
     def take_written(self, target: Any) -> None:
@@ -132,7 +159,7 @@ class Gathered:
     def is_shard_written(self) -> bool:
         """Return whether a shard was written in a way that `take_written` has not seen."""
         return any(
-            version_of(shard) != self._versions[shard]
+            _versions_of(shard) != self._versions[shard]
             and self._differs(whole, shard, shard.to_local())  # pyright: ignore[reportAttributeAccessIssue]
             for whole, shard in self.pairs()
             if shard in self._versions
@@ -158,7 +185,7 @@ class Gathered:
                 continue
             trained, version = self._begun[whole]
             local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-            if version_of(shard) != self._versions[shard] and self._differs(whole, shard, local):
+            if _versions_of(shard) != self._versions[shard] and self._differs(whole, shard, local):
                 raise self._refusal(shard)
             written = version_of(whole) != version
             if whole.requires_grad != trained:
@@ -167,7 +194,7 @@ class Gathered:
             dtype = whole.dtype
             if dtype == shard.dtype:  # also unless written: p.data.mul_() leaves no trace
                 local.copy_(whole[self._slice(shard)])
-                self._versions[shard] = version_of(shard)
+                self._versions[shard] = _versions_of(shard)
             written = self._keep_memory(whole) or written
             if written and dtype != shard.dtype:
                 raise RuntimeError(
@@ -198,6 +225,25 @@ class Gathered:
             where = local_shape_and_offset(shard.shape, shard.device_mesh, shard.placements)
             self._slices[shard] = tuple(slice(o, o + n) for n, o in zip(*where, strict=True))
         return self._slices[shard]
+
+
+def _versions_of(shard: Any) -> tuple[int, int]:
+    """Count the writes into a shard, and into its local tensor, as `p.to_local().mul_()`."""
+    return version_of(shard), version_of(shard.to_local())
+
+
+def _check_assigned(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    for name, p in own_parameters(module).items():
+        value = state.get(prefix + name)
+        if p is None or not isinstance(value, Tensor):
+            continue
+        if p.requires_grad or value.dtype != p.dtype:
+            raise RuntimeError(
+                "load_state_dict(assign=True) in a step would replace the parameter "
+                f"{prefix + name} of {class_name(module)}, which is trained or has another dtype: "
+                "leave out assign=True, which copies the values, or load in a hook such as "
+                "on_train_batch_end."
+            )
 
 
 def keeping_writes(method: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:

@@ -37,7 +37,8 @@ _BY_MESSAGE = {
         "A module that was trained by this strategy cannot be copied, which a callback such as "
         "StochasticWeightAveraging does at the start of each stage: give the callback to the first "
         "fit only, and use another Trainer, or trainer.callbacks without it, for what follows. "
-        "Make a copy of your own, such as an AveragedModel, in __init__."
+        "Make a copy of your own, such as an AveragedModel, in __init__, or give the Trainer "
+        "Lightning's WeightAveraging or EMAWeightAveraging."
     ),
 }
 

@@ -25,6 +25,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import save_image
@@ -399,6 +400,33 @@ for group_name, group in GROUPS.items():
         )
 
 
+def write_groups(write: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Write into the optimizer's parameters, by operators that are seldom used."""
+
+    def step(m: Any, batch: Any, _: int) -> Any:
+        with torch.no_grad():
+            for p in m.optimizers().param_groups[0]["params"]:
+                write(p)
+        return m.loss(batch)
+
+    return step
+
+
+for way, write, refused in (
+    ("sigmoid_", lambda p: p.sigmoid_(), ""),
+    ("p.data.tanh_", lambda p: p.data.tanh_(), ""),
+    ("out=", lambda p: torch.mul(p, 0.5, out=p), ""),
+    ("_foreach_clamp_max_", lambda p: torch._foreach_clamp_max_([p], 0.01), ""),
+    (
+        "to_local()",
+        lambda p: getattr(p, "to_local", lambda p=p: p)().mul_(0.5),
+        "wrote into the shard",
+    ),
+):
+    program(f"{way} of param_groups in the step", refused=refused, place="training_step",
+            training_step=write_groups(write))  # fmt: skip
+
+
 def follow(m: Any, how: str) -> None:
     student = [*m.stem.parameters(), *m.blocks[0].parameters()]
     teacher = list(m.teacher.parameters())
@@ -485,6 +513,47 @@ program("load_state_dict of the optimizer in a hook", on_train_batch_end=load_op
 program("load_state_dict of the optimizer in the step",
         step=lambda m, batch, loss: (load_optimizer(m), loss)[1])  # fmt: skip
 program("load_state_dict with assign of a frozen part", on_train_start=load_part(True, "teacher"))
+
+
+def average(m: Any) -> None:
+    m.average = AveragedModel(m.blocks, avg_fn=lambda a, p, _: 0.9 * a + 0.1 * p)
+
+
+def use_average(m: Any, batch: Any, loss: Any) -> Any:
+    with torch.no_grad():
+        m.note(m.average(m.stem(torch.ones_like(batch["x"]))).square().mean())
+    return loss
+
+
+program("an AveragedModel of a part, made in __init__", start=average, step=use_average,
+        on_train_batch_end=lambda m, *_: m.average.update_parameters(m.blocks))  # fmt: skip
+for part in ("", "blocks", "teacher"):
+    program(f"an AveragedModel of {part or 'everything'} in a hook", refused="FSDP does not support deepcopy",
+            on_train_batch_end=lambda m, *_, part=part: AveragedModel(m.get_submodule(part)))  # fmt: skip
+
+
+def load_in_step(part: str, late: bool, dtype: Any = DTYPE) -> Callable[..., Any]:
+    """Load with assign=True before the loss is computed, or after."""
+
+    def step(m: Any, batch: Any, _: int) -> Any:
+        loss = m.loss(batch) if late else None
+        module = m.get_submodule(part)
+        state = {k: torch.full_like(v, 0.01, dtype=dtype) for k, v in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+        return loss if late else m.loss(batch)
+
+    return step
+
+
+for late in (False, True):
+    when = "the end" if late else "the begin"
+    program(f"load_state_dict with assign of a frozen part at {when} of the step",
+            training_step=load_in_step("teacher", late), place="training_step")  # fmt: skip
+    for part in ("stem", "blocks.0"):
+        program(f"load_state_dict with assign of {part} at {when} of the step", refused="leave out assign=True",
+                training_step=load_in_step(part, late), place="training_step")  # fmt: skip
+program("load_state_dict with assign of another dtype in the step", refused="trained or has another dtype",
+        training_step=load_in_step("teacher", True, torch.float32), place="training_step")  # fmt: skip
 
 
 def in_whole(m: Any, *_: Any) -> None:

@@ -402,6 +402,8 @@ def has_hooks(x: Tensor) -> bool:
 
 # the operator by which Python reads the number of a tensor
 read_number: Any = torch.ops.aten._local_scalar_dense.default
+norms_of_list: Any = torch.ops.aten._foreach_norm.Scalar
+maxima_of_list: Any = torch.ops.aten._foreach_max.default
 
 
 def handle_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
@@ -410,53 +412,87 @@ def handle_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
     internal(path)[operator] = handle
 
 
-_WRITES = """
-    add_ sub_ mul_ div_ copy_ lerp_ addcmul_ addcdiv_ clamp_ clamp_min_ clamp_max_ zero_ fill_ neg_
-    sqrt_ pow_ abs_ sign_ round_ masked_fill_ _foreach_add_ _foreach_sub_ _foreach_mul_
-    _foreach_div_ _foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_zero_ _foreach_neg_
-""".split()
+def handle_some_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
+    """Let `handle` compute as for `handle_dtensors`, unless it returns NotImplemented."""
+    handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
+    of_torch = handlers.get(operator)
+
+    def handle_some(same: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handle(same, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if of_torch is not None:
+            return of_torch(same, args, kwargs)
+        handlers.pop(operator, None)
+        try:
+            return same(*args, **kwargs)
+        finally:
+            handlers[operator] = handle_some
+
+    handlers[operator] = handle_some
+
+
 _open_sights: list[Any] = []  # of writes into DTensors; all threads share torch's table
 
 
 @functools.cache
-def _writing_operators() -> list[Any]:
-    packets = [getattr(torch.ops.aten, name) for name in _WRITES]
-    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+def _writing_operators() -> dict[Any, list[int | str]]:
+    """Find all operators of torch that write, with the positions or names of what they write."""
+    found: dict[Any, list[int | str]] = {}
+    for schema in schemas():
+        written = [
+            argument.name if argument.kwarg_only else i
+            for i, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if written and schema.name.startswith("aten::"):
+            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
+            operator = getattr(packet, schema.overload_name or "default", None)
+            if operator is not None:
+                found[operator] = written
+    return found
 
 
 @contextmanager
 def writes_seen(see: Callable[[Any], None]) -> Generator[None]:
-    """Call `see(target)` after each common operator that writes into a DTensor, or a list of them.
+    """Call `see(target)` after each operator that writes into a DTensor, or a list of them.
 
     Args:
         see: The function; it is called in the thread that has written.
     """
     handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
-    thread = threading.get_ident()
-
-    def handle(writing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handlers.pop(writing, None)
-        try:
-            result = writing(*args, **kwargs)
-        finally:
-            if _open_sights:
-                handlers[writing] = handle
-        for own_thread, own in tuple(_open_sights):
-            if own_thread == threading.get_ident():
-                own(args[0])
-        return result
-
-    sight = (thread, see)
+    sight = (threading.get_ident(), see)
     _open_sights.append(sight)
     for writing in _writing_operators():
-        handlers.setdefault(writing, handle)
+        handlers.setdefault(writing, _seen_write)
     try:
         yield
     finally:
         _open_sights.remove(sight)
         if not _open_sights:
             for writing in _writing_operators():
-                handlers.pop(writing, None)
+                if handlers.get(writing) is _seen_write:
+                    del handlers[writing]
+
+
+def _seen_write(writing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
+    handlers.pop(writing, None)
+    try:
+        result = writing(*args, **kwargs)
+    finally:
+        if _open_sights:
+            handlers[writing] = _seen_write
+    written = [
+        args[place] if isinstance(place, int) else kwargs[place]
+        for place in _writing_operators()[writing]
+        if (place < len(args) if isinstance(place, int) else place in kwargs)
+    ]
+    for own_thread, own in tuple(_open_sights):
+        if own_thread == threading.get_ident():
+            for target in written:
+                own(target)
+    return result
 
 
 def write_data_of_dtensors(write: Callable[[Any, Any], bool]) -> None:
