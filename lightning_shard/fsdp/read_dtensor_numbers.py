@@ -5,6 +5,8 @@
 `_sharding_prop.py`, which leaves `_local_scalar_dense` out). The whole takes all ranks, so they
 meet first: a rank that reads alone would wait for ever.
 
+Forward mode cannot take shards at all, and asks about their storage first: this is refused.
+
 A rank without rows has no extreme to begin with: torch raises on that rank alone, and the others
 wait. There all ranks gather the whole tensor, which has few rows.
 """
@@ -22,6 +24,7 @@ from lightning_shard.processes.torch_private.internals import (
     maxima_of_list,
     norms_of_list,
     read_number,
+    same_storage_numel,
     tree_map_only,
 )
 
@@ -38,6 +41,7 @@ _WITHOUT_IDENTITY = (  # of no rows they have no value
 def read_whole_numbers() -> None:
     """Let a number that is read from a DTensor be the same on all ranks, from now on."""
     handle_dtensors(read_number, _number)
+    handle_dtensors(same_storage_numel, _refuse_dual)
     for operator in _EXTREMES:
         handle_dtensors(operator, _extreme)
     for operator in _WITHOUT_IDENTITY:
@@ -54,6 +58,19 @@ def _number(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         "all ranks must read it, so read it outside of what only one rank runs",
     )
     return operator(tensor.full_tensor())
+
+
+def _refuse_dual(*_: Any) -> None:
+    """Raise, as torch has no forward mode of shards: their tangents have no memory.
+
+    Raises:
+        RuntimeError: Always, on all ranks, before anything is computed.
+    """
+    raise RuntimeError(
+        "forward mode, as torch.func.jvp and make_dual, was given a shard of a parameter or of a "
+        "gradient, which torch cannot differentiate: call it with whole ones, inside `with "
+        "lightning_shard.whole_parameters(module):` and by p.grad.full_tensor()."
+    )
 
 
 @torch.no_grad()
@@ -76,14 +93,13 @@ def _extreme(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _of_few_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_few_rows(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Reduce whole tensors where a rank has no rows of one of them."""
     if operator in _NORMS:
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
         if 0 <= order < torch.inf:
             return NotImplemented
-    first, *_ = args
-    tensors = first if isinstance(first, list | tuple) else [first]
+    tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     few = [t for t in tensors if isinstance(t, DTensor) and _is_empty_somewhere(t)]
     if not few:
         return NotImplemented

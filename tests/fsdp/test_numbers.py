@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call, jvp
 
-from lightning_shard import init_mesh, parallelize
+from lightning_shard import init_mesh, parallelize, whole_parameters
 from lightning_shard.fsdp import meeting
 from tests.trainer.featured import Featured, fit_alone, fit_sharded
 
@@ -78,6 +80,30 @@ def test_extremes_of_fewer_rows_than_ranks():
     for mine, wanted in zip(module.parameters(), alone.parameters(), strict=True):
         for i, extreme in enumerate(extremes):
             assert float(extreme(mine.detach())) == float(extreme(wanted.detach())), i
+
+
+@pytest.mark.spmd(2)
+def test_forward_mode_takes_whole_parameters_and_refuses_shards():
+    alone, module = layer(), layer()
+    parallelize(module, init_mesh({"data": -1}, "cpu"))
+    x = torch.ones(3, 4)
+
+    def slope(module, directions):
+        values = {k: p.detach() for k, p in module.named_parameters()}
+        return jvp(lambda v: functional_call(module, v, x).square().sum(), (values,), (directions,))
+
+    for each in (alone, module):
+        each(x).square().sum().backward()
+    shards = {k: p.grad for k, p in module.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"given a shard .* lightning_shard\.whole_parameters"):
+        slope(module, shards)
+    with dual_level(), pytest.raises(RuntimeError, match="given a shard"):
+        make_dual(module.bias, module.bias.grad)
+    whole = {k: grad.full_tensor() for k, grad in shards.items()}
+    with whole_parameters(module):
+        found = slope(module, whole)
+    wanted = slope(alone, {k: p.grad for k, p in alone.named_parameters()})
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.spmd(2)

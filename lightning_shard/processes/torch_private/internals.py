@@ -402,6 +402,8 @@ def has_hooks(x: Tensor) -> bool:
 
 # the operator by which Python reads the number of a tensor
 read_number: Any = torch.ops.aten._local_scalar_dense.default
+# the operator by which forward mode begins
+same_storage_numel: Any = torch.ops.aten._has_same_storage_numel.default
 norms_of_list: Any = torch.ops.aten._foreach_norm.Scalar
 maxima_of_list: Any = torch.ops.aten._foreach_max.default
 
