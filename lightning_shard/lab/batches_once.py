@@ -1,5 +1,6 @@
 """Lets ranks that share a process train on batches that the first of them alone reads."""
 
+import math
 import signal
 import threading
 from collections import defaultdict, deque
@@ -14,9 +15,12 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import leaves_of
+from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.torch_private.internals import version_of
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
+_SAME = 1e-6  # relative; a smaller difference is that of sums in another order
+_ZERO = 1e-12  # a loss that is so near zero has no relative difference
 _CPU = torch.device("cpu")
 _END = object()  # comes after the last batch
 _STOP = object()  # comes in place of a batch after Ctrl-C
@@ -40,6 +44,8 @@ class BatchesOnce:
         self._ranks = ranks
         self._given = defaultdict[Any, deque[Any]](deque)
         self._loaders = defaultdict[int, int](int)  # by rank, counted alike on all
+        self._losses = defaultdict[int, dict[int, float]](dict)  # by rank, of backwards under way
+        self._backwards = defaultdict[int, int](int)  # by rank
         self._own_classes: list[tuple[Any, type]] = []  # of loaders of the first rank
 
     def of(self, loader: Any) -> Any:
@@ -76,6 +82,28 @@ class BatchesOnce:
         """Let loaders of the first rank be as they were."""
         for loader, kind in self._own_classes:
             loader.__class__ = kind
+
+    def compare_loss(self, loss: float) -> None:
+        """Compare a loss with that of the ranks that have come to this backward before.
+
+        Raises:
+            DisagreementError: It is another one, so the step does not do the same on all ranks.
+        """
+        rank = dist.get_rank()
+        number = self._backwards[rank]
+        self._backwards[rank] += 1
+        losses = self._losses[number]
+        losses[rank] = loss
+        other, known = next(iter(losses.items()))
+        both_nan = math.isnan(loss) and math.isnan(known)
+        if not (both_nan or math.isclose(loss, known, rel_tol=_SAME, abs_tol=_ZERO)):
+            raise DisagreementError(
+                f"the loss of a step is {known:.6g} on tile {other} and {loss:.6g} on tile {rank}, "
+                "but all tiles compute the loss of the whole field; let no step depend on "
+                "self.global_rank or on random numbers of one tile alone."
+            )
+        if len(losses) == self._ranks:
+            del self._losses[number]
 
     def _read(self, batches: Iterator[Any], key: Any, loader: Any) -> Iterator[Any]:
         while True:
@@ -121,15 +149,20 @@ class BatchesOnce:
             yield
             return
 
+        is_over = False
+
         def stop(*_: Any) -> None:
-            self.is_stopping = True
             signal.signal(signal.SIGINT, before)
+            if is_over:  # Lightning has put this back after an error, as what it had found
+                signal.raise_signal(signal.SIGINT)
+            self.is_stopping = True
 
         before = signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGINT, stop)
         try:
             yield
         finally:
+            is_over = True
             signal.signal(signal.SIGINT, before)
 
 

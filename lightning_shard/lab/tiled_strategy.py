@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -160,6 +161,26 @@ class TiledStrategy(HybridShardStrategy):
 
         return map_leaves(moved, batch)
 
+    # Steps.
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self.batches is not None:
+            self.batches.compare_loss(float(closure_loss.detach()))
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(exception, torch.OutOfMemoryError):
+            more = [2 * size for size in self.tiles]
+            exception.add_note(
+                "The device has no room for the tensors of one operator of one tile beside the "
+                f"parameters; take more tiles, such as TiledStrategy({more})."
+            )
+
     # After the run there is one process, whose module and optimizers are whole.
 
     @override
@@ -254,7 +275,6 @@ class TilesLauncher(Launcher):
     def _kept(self, strategy: TiledStrategy, trainer: Trainer) -> Iterator[Any]:
         """Yield what all ranks share, and what an earlier stage has left, which has no copies."""
         yield from (self, strategy.batches, *trainer.loggers)
-        yield from vars(trainer.profiler).values()  # pyright: ignore[reportAttributeAccessIssue]
         if self._former is not None:
             yield from self._former.modules()
         for part in (strategy, *vars(strategy).values()):
@@ -367,8 +387,9 @@ def _calls(
     shared: dict[int, Any] = {id(x): x for x in datasets_in((args, kwargs))}
     shared |= {id(each): each for each in known}
     found: list[tuple[Any, Any, Any, LightningModule]] = []
+    profiler = function.__self__.profiler
     for _ in range(1, ranks):
-        memo = dict(shared)
+        memo = shared | {id(profiler): PassThroughProfiler()}  # the first rank alone measures
         try:
             called, values, named, own = copy.deepcopy((function, args, kwargs, module), memo)
         except (TypeError, RuntimeError) as error:  # of a lock, an open file, a part of a graph

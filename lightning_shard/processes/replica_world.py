@@ -157,11 +157,13 @@ def _asked_by_user(frame: FrameType | None) -> str | None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("torch.distributed.nn."):
             return called
-        if module not in _CARRIERS:
+        is_of_mode = module == "torch.overrides" or frame.f_code.co_name == "__torch_function__"
+        if module not in _CARRIERS and not is_of_mode:
             return None if module.startswith(_INFRASTRUCTURE) else called
         if frame.f_code.co_name == "_get_msg_dict":  # torch reports an error of a collective
             return None
-        called = called if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
+        if not (is_of_mode or frame.f_code.co_name == "wrapper"):
+            called = frame.f_code.co_name
         frame = frame.f_back
     return None
 

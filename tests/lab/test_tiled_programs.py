@@ -3,8 +3,13 @@
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,13 +18,23 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
-from lightning_shard import PredictionWriter, TiledStrategy, predictions_in_order
+from lightning_shard import (
+    PredictionWriter,
+    TiledStrategy,
+    predictions_in_order,
+)
+from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.tensor.tensor import DomainTensor
 from tests import training
 from tests.lab.test_tiled_training import QUIET, Plain, Stranger, alone, loader, picture
@@ -231,11 +246,18 @@ def test_draws_the_numbers_of_one_process_on_a_device() -> None:
     assert_random("xpu")
 
 
-@computed_once
-def _random_tiles() -> Any:
+@contextmanager
+def one_process() -> Generator[None]:
+    """Hide from a rank of the tests that there are others."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     kept = {name: value for name, value in os.environ.items() if name not in names}
-    with mock.patch.dict(os.environ, kept, clear=True):
+    with mock.patch.dict(os.environ, kept, clear=True), alone():
+        yield
+
+
+@computed_once
+def _random_tiles() -> Any:
+    with one_process():
         return alone_randomly("cpu", 2)
 
 
@@ -365,3 +387,214 @@ def test_shows_user_code_what_the_docs_say(
         assert told.count(("setup", rank)) == 1
     assert told.count("prepare_data") == alone_told.count("prepare_data") == 1
     assert told.count("setup of data") == 3
+
+
+class Manual(Stranger):
+    """Two optimizers with schedulers, in manual optimization with clipped gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        schedulers: Any = self.lr_schedulers()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = (self(batch) - batch).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            scheduler.step()
+        return loss  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam([*self.first.parameters(), *self.norm.parameters()], eps=1e-4)
+        last = torch.optim.SGD(self.last.parameters(), 1e-1, momentum=0.9)
+        schedules = torch.optim.lr_scheduler
+        return [first, last], [schedules.StepLR(first, 1, 0.5), schedules.ExponentialLR(last, 0.9)]
+
+
+def few_rows(samples: int = 4) -> DataLoader[Any]:
+    return DataLoader(Fields(lambda index: picture(index)[:, :8], samples))
+
+
+class InFloat(Stranger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch.float()
+
+
+# name: module, tiles, loader, options of the Trainer
+PROGRAMS: dict[str, tuple[Any, Any, Any, Callable[[], dict[str, Any]]]] = {
+    "manual": (Manual, 2, loader, dict),
+    "3 of 8 rows, moving average, simple profiler": (
+        Stranger, 3, few_rows,
+        lambda: {"callbacks": [EMAWeightAveraging(decay=0.9)], "profiler": "simple"},
+    ),
+    "accumulated and clipped": (
+        Stranger, (2, 2), loader, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+    ),
+    "early stopping": (
+        Stranger, 2, loader, lambda: {"callbacks": [EarlyStopping("loss_epoch", 0.3, 1)]}
+    ),
+    "more tiles than rows": (Stranger, 9, few_rows, dict),
+    "clipped by value": (
+        Stranger, 2, loader,
+        lambda: {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ),
+    "stochastic averaging": (
+        Stranger, 2, loader,
+        lambda: {"callbacks": [StochasticWeightAveraging(1e-2, 2, 1)], "max_epochs": 4},
+    ),
+    "bf16-mixed": (InFloat, 2, loader, lambda: {"precision": "bf16-mixed"}),
+}  # fmt: skip
+QUICK_PROGRAMS = list(PROGRAMS)[:3]
+
+
+def program(name: str, *, tiled: bool) -> tuple[Any, dict[str, Any]]:
+    make, tiles, data, options = PROGRAMS[name]
+    more = {"accelerator": "cpu", "max_epochs": 2, **QUIET, **options()}
+    losses = Losses()
+    more["callbacks"] = [*more.get("callbacks", []), losses]
+    runner = Trainer(strategy=TiledStrategy(tiles) if tiled else "auto", **more)
+    module = make()
+    runner.fit(module, data(4))
+    counted = len(losses.values), runner.global_step, runner.current_epoch
+    return counted, module.state_dict() | {"losses": torch.tensor(losses.values)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK_PROGRAMS else pytest.mark.slow) for n in PROGRAMS],
+)
+def test_runs_programs_as_one_process(name: str) -> None:
+    counted, one = program(name, tiled=False)
+    found, all_ = program(name, tiled=True)
+    assert found == counted
+    for key, value in one.items():
+        if name == "bf16-mixed":  # sums of bfloat16 have another order
+            torch.testing.assert_close(all_[key], value, rtol=2e-2, atol=2e-3)
+        else:
+            assert_same(all_[key], value, key)
+
+
+class OfTile(Stranger):
+    """Does something else on the second tile in its second step."""
+
+    def __init__(self, does: Callable[[LightningModule, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.does = does
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        differs = self.global_rank == 1 and batch_idx == 1
+        return self.does(self, loss, batch) if differs else loss
+
+
+def _fails(*_: Any) -> Tensor:
+    raise LookupError("a mistake of one tile")
+
+
+def _interrupts(_: Any, loss: Tensor, __: Any) -> Tensor:
+    """Press Ctrl-C twice in the middle of a turn."""
+    for _second in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)  # until the main thread has it
+    return loss
+
+
+def _end(does: Any, error: type[BaseException], words: str, tiles: int = 3) -> BaseException:
+    module = OfTile(does)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    runner = Trainer(accelerator="cpu", max_epochs=1, strategy=TiledStrategy(tiles), **QUIET)
+    began = time.monotonic()
+    with pytest.raises(error, match=words) as raised:
+        runner.fit(module, loader())
+    assert time.monotonic() - began < 20
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank")]
+    for name, value in before.items():  # not what no whole step has made
+        assert torch.equal(module.state_dict()[name], value)
+    Trainer(accelerator="cpu", fast_dev_run=True, strategy=TiledStrategy(2), **QUIET).fit(
+        Stranger(), loader()
+    )  # the process can go on
+    return raised.value
+
+
+def test_ends_when_one_tile_does_something_else() -> None:
+    """There is one error, soon, and the module is what it was."""
+    error = _end(_fails, LookupError, "a mistake of one tile")
+    assert error.__notes__ == ["This is rank 1 of 3 simulated ones."]
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("Traceback") == 1
+    _end(lambda module, loss, batch: loss * 2, ValueError, r"on tile \d and .* on tile \d, but all")
+    _end(
+        lambda module, loss, batch: loss * module(module(batch)).mean(), RuntimeError,
+        "no rank can go on: rank 0, 2 waits for .*; rank 1 waits for",
+    )  # fmt: skip
+    for _ in range(2):  # the second time after Lightning has put signal handlers back
+        _end(_interrupts, SystemExit, "")
+
+
+def _summed() -> Tensor:
+    """Sum tensors of the host over ranks, which is possible whatever the device is."""
+    found = torch.ones(2)
+    torch.distributed.all_reduce(found)
+    return found
+
+
+class Hungry(Stranger):
+    """Needs 10 GiB of the device for a field, of which one operator of a tile needs its part."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        torch.empty_like(batch.expand(10 * 2**30 // (3 * 32 * 32 * 8), -1, -1, -1))
+        assert _summed().tolist() == [1, 1]  # in a step over the data replicas
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert _summed().tolist() == [self.trainer.world_size] * 2
+
+
+@pytest.mark.spmd(1, "xpu")
+def test_asks_for_more_tiles_where_memory_ends() -> None:
+    def run(tiles: Any) -> None:
+        options: Any = QUIET | {"accelerator": "xpu", "fast_dev_run": True}
+        Trainer(strategy=TiledStrategy(tiles), **options).fit(Hungry(), loader())
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run(2)
+    assert "take more tiles, such as TiledStrategy([4])." in raised.value.__notes__[-1]
+    run([4])
+
+
+@computed_once
+def _half_in_tiles() -> Any:
+    """Train an epoch in tiles; return its checkpoint, and the weights of two in one process."""
+    folder = Path(tempfile.mkdtemp())
+    data = DataLoader(Fields(picture, 4), 2, shuffle=True)
+    with one_process():
+        torch.manual_seed(5)
+        runner = Trainer(accelerator="cpu", strategy=TiledStrategy(3), max_epochs=1, **QUIET)
+        runner.fit(Stranger(), data)
+        runner.save_checkpoint(folder / "half.ckpt")
+        torch.manual_seed(5)
+        whole = Stranger()
+        Trainer(accelerator="cpu", max_epochs=2, **QUIET).fit(whole, data)
+    return str(folder / "half.ckpt"), whole.state_dict()
+
+
+@pytest.mark.spmd(2)
+def test_goes_on_on_two_ranks() -> None:
+    path, whole = _half_in_tiles()
+    module = Stranger()
+    runner = training.trainer((2,), max_epochs=2)
+    runner.fit(module, DataLoader(Fields(picture, 4), 2, shuffle=True), ckpt_path=path)
+    assert runner.global_step == 4
+    found = full_module_state(module)
+    for name, value in whole.items():
+        assert_same(found[name], value, name)
