@@ -6,8 +6,8 @@ Runs the tests marked gpu; exactness of split fields on 2 and 4 ranks that share
 in float32 with and without TF32 and in bfloat16; the device's own collectives, on one rank for each
 GPU; the strategy on one device beside plain Lightning; the spectral convolution beside
 neuraloperator's; compiled blocks, CUDA graphs, peak memory; activations on the host, with and
-without fetching ahead, and within budgets. Writes gpu.json and gpu.md. A machine
-without a GPU says so and runs the same parts on the CPU, on small fields.
+without fetching ahead, and within budgets; inference and training in tiles. Writes gpu.json and
+gpu.md. A machine without a GPU says so and runs the same parts on the CPU, on small fields.
 """
 
 import argparse
@@ -52,6 +52,7 @@ def parts(small: bool) -> dict[str, tuple[int, str, Callable[..., Rows], tuple[A
         "compiled": (1, own, gpu_parts.compiled, (resolution if small else 512,)),
         "activations on the host": (1, own, gpu_parts.offloaded, (resolution if small else 2048,)),
         "budgets of memory": (1, own, gpu_parts.paged, (resolution if small else 2048,)),
+        "tiles": (0, "", gpu_parts.tiled, (resolution if small else 2048,)),
     }  # fmt: skip
 
 

@@ -134,26 +134,31 @@ def one_device(resolution: int, steps: int, rounds: int = 3) -> Rows:
     seconds: dict[str, list[float]] = {"plain Lightning": [], "strategy, 1x1": []}
     for _ in range(rounds):
         for way, spent in seconds.items():
-            torch.manual_seed(0)
-            clock = _Clock()
-            strategy: Any = "auto" if way == "plain Lightning" else "hybrid_shard"
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # advice on workers and intervals
-                trainer = Trainer(
-                    accelerator=device().type, devices=1, strategy=strategy, max_steps=steps + 5,
-                    callbacks=[clock], logger=False, enable_checkpointing=False,
-                    enable_progress_bar=False, enable_model_summary=False,
-                )  # fmt: skip
-                field = torch.randn(steps + 5, 3, resolution, resolution)
-                samples: Any = field  # a tensor has the length and the items of a data set
-                trainer.fit(_Module(resolution), DataLoader(samples, 1))
-            spent += [b - a for a, b in zip(clock.ends[4:], clock.ends[5:], strict=False)]
+            strategy = "auto" if way == "plain Lightning" else "hybrid_shard"
+            spent += _trained(strategy, resolution, steps)[0]
     plain = statistics.median(seconds["plain Lightning"])
     return [
         {"way": way, "ms of a step": 1e3 * statistics.median(s),
          "to plain": statistics.median(s) / plain}
         for way, s in seconds.items()
     ]  # fmt: skip
+
+
+def _trained(strategy: Any, resolution: int, steps: int) -> tuple[list[float], _Module]:
+    """Train a U-Net on one device; return the seconds of each step after the fifth, and it."""
+    torch.manual_seed(0)
+    clock, module = _Clock(), _Module(resolution)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on workers and intervals
+        trainer = Trainer(
+            accelerator=device().type, devices=1, strategy=strategy, max_steps=steps + 5,
+            callbacks=[clock], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        field = torch.randn(steps + 5, 3, resolution, resolution)
+        samples: Any = field  # a tensor has the length and the items of a data set
+        trainer.fit(module, DataLoader(samples, 1))
+    return [b - a for a, b in zip(clock.ends[4:], clock.ends[5:], strict=False)], module
 
 
 def timed(step: Callable[[], Any], rounds: int = 10) -> float:
@@ -308,12 +313,53 @@ def paged(resolution: int) -> Rows:
         cost, peak = timed(step), _peak()
         if way == "kept" and peak is not None:
             least = int(peak * 2**20)
-        reserved = None if kind.type == "cpu" else torch.accelerator.max_memory_reserved() / 2**20
         rows.append({
             "way": way, "share of the peak": share, "ms of a step": cost, "peak MiB": peak,
-            "reserved MiB": reserved, "error": _error(found, kept),
+            "reserved MiB": _reserved(), "error": _error(found, kept),
         })  # fmt: skip
     return rows
+
+
+def tiled(resolution: int, steps: int = 3) -> Rows:
+    """Inference and training of a U-Net on one device, whole and in tiles: times, peaks, errors.
+
+    Copies hide where tiles take as long as the whole field. What is reserved beyond the peak is
+    lost to fragments.
+    """
+    rows: Rows = []
+    kept: dict[str, list[Tensor]] = {}
+    torch.manual_seed(0)
+    network = UNet(16).to(device()).eval()
+    field = torch.randn(1, 3, resolution, resolution)
+    for way, tiles in (("whole", None), ("8 tiles", 8)):
+        for task in ("inference", "training"):
+            _reset_peak()
+            if task == "training":
+                strategy = "auto" if tiles is None else lightning_shard.TiledStrategy(tiles)
+                seconds, module = _trained(strategy, resolution, steps)
+                cost = 1e3 * statistics.median(seconds)
+                found = [p.detach().cpu() for p in module.parameters()]
+            else:
+                around = (
+                    contextlib.nullcontext()
+                    if tiles is None
+                    else lightning_shard.in_tiles(network, tiles)
+                )
+                with torch.inference_mode(), around:
+                    cost = timed(lambda: network(field.to(device())).cpu(), rounds=steps)
+                    found = [network(field.to(device())).cpu()]
+            exact = kept.setdefault(task, found)
+            error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+            rows.append({
+                "way": way, "task": task, "ms": cost, "peak MiB": _peak(),
+                "reserved MiB": _reserved(), "error": error,
+            })  # fmt: skip
+    return rows
+
+
+def _reserved() -> float | None:
+    """MiB that torch holds of the device at most; the CPU does not tell."""
+    return None if device().type == "cpu" else torch.accelerator.max_memory_reserved() / 2**20
 
 
 def _reset_peak() -> None:

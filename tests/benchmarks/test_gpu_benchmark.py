@@ -63,6 +63,14 @@ def test_budgets_of_memory():
     assert all(row["ms of a step"] > 0 for row in rows)
 
 
+def test_tiles():
+    rows = gpu_parts.tiled(32, steps=1)
+    assert [row["task"] for row in rows] == ["inference", "training"] * 2
+    assert [row["way"] for row in rows] == ["whole"] * 2 + ["8 tiles"] * 2
+    assert all(row["error"] < 1e-5 for row in rows), rows
+    assert all(row["ms"] > 0 for row in rows)
+
+
 def test_a_part_that_fails_or_hangs_is_a_row():
     context = mock.Mock(
         join=mock.Mock(side_effect=RuntimeError("on rank 0:\n\nno NCCL")), processes=[]
@@ -85,7 +93,7 @@ def test_the_command_writes_both_files(tmp_path, capsys):
         mock.patch.object(gpu, "run_part", return_value=rows) as run,
     ):
         gpu.main()
-    assert run.call_count == 8
+    assert run.call_count == 9
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert found["machine"]["device"] == "no GPU: the CPU, small fields"
     assert found["found"]["gloo, 1 ranks"] == rows
