@@ -39,7 +39,8 @@ Runs the {command} loader of the data through the model.
 options
   --config FILE      of the run that saved the checkpoint, such as its config.yaml
   --ckpt_path FILE   the weights
-  --tiles N          on one device in N tiles, one after the other, exactly; 2x4 for two dims
+  --tiles N          on one device in N tiles, one after the other, exactly; 2x4 for two dims, auto
+                     for the least number that fits
   --tile_memory DIR  waiting tiles lie in files of DIR, not in the host's memory
   --help all         every option
 
@@ -61,7 +62,7 @@ options
   --trainer.strategy.NAME VALUE   domain_parallel_size, shard_dims, sharding, ...
   --ckpt_path FILE      go on from a checkpoint
   --tiles N             a field too large for the one device: in N tiles, one after the other,
-                        exactly; 2x4 for tiles along two dims
+                        exactly; 2x4 for tiles along two dims, auto for the least that fits
   --tile_memory DIR     waiting tiles lie in files of DIR, not in the host's memory
   --test_after_fit BOOL test the final weights
   --report BOOL         write report.html; true by default

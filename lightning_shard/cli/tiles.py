@@ -10,7 +10,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_options
-from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.cli.usage import UsageError, as_usage_error, note
+from lightning_shard.lab.least_tiles import least_tiles
 from lightning_shard.lab.tiled_strategy import TiledStrategy
 from lightning_shard.lab.tiles import in_tiles, sizes_of_tiles
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -18,7 +19,8 @@ from lightning_shard.trainer.strategy import HybridShardStrategy
 OPTIONS: dict[str, tuple[Any, str]] = {
     "tiles": (
         int | list[int] | str | None,
-        "Compute on one device in so many tiles, one after the other: 8, or 2x4 for two dims.",
+        "Compute on one device in so many tiles, one after the other: 8, or 2x4 for two dims; auto "
+        "for the least number that fits.",
     ),
     "tile_memory": (
         str | None,
@@ -51,7 +53,7 @@ def check_tiles(command: str, config: Any) -> None:
             raise UsageError("--tile_memory needs --tiles, such as --tiles 8")
         return
     with as_usage_error(ValueError):
-        config.tiles = [*sizes_of_tiles(config.tiles)]
+        config.tiles = "auto" if config.tiles == "auto" else [*sizes_of_tiles(config.tiles)]
     trainer, (domain, data) = config.trainer, sizes_of(config.trainer)
     for name, count in (
         ("devices", count_of(trainer.devices)), ("num_nodes", trainer.num_nodes),
@@ -113,12 +115,20 @@ def predicting(
 ) -> Generator[None]:
     """Let `predict_step` compute in tiles, of batches that stay in the host's memory."""
     dims = strategy_options(config.trainer).get("shard_dims")
+    tiles, device = config.tiles, trainer.strategy.root_device
+    if tiles == "auto":
+        found = least_tiles(
+            model, data, device, config.tile_memory, stage="predict", keeps_parameters=True,
+            shard_dims=dims, sharding="none", precision=trainer.precision,
+        )  # fmt: skip
+        note(str(found))
+        tiles = found.tiles
     with in_tiles(
         model,
-        config.tiles,
+        tiles,
         dims,
         methods=("predict_step",),
-        device=trainer.strategy.root_device,
+        device=device,
         tile_memory=config.tile_memory,
     ):
         holder: Any = model if data is None or is_overridden(_TRANSFER, model) else data

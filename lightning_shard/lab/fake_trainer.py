@@ -68,6 +68,9 @@ class Traced:
         split: The entries of the batch that are split, and those that stay whole.
         is_measured: True if the step ran on real tensors.
         reads_numbers: True if the step read a number of a fake tensor.
+        out: Bytes that it sends to the host where its turns end, if ranks take turns.
+        back: Bytes that it brings back from there.
+        on_host: The most bytes that it has there.
     """
 
     timeline: Timeline
@@ -76,6 +79,9 @@ class Traced:
     split: SplitSummary
     is_measured: bool = False
     reads_numbers: bool = False
+    out: int = 0
+    back: int = 0
+    on_host: int = 0
 
     def equals(self, other: "Traced") -> bool:
         """Return whether another trace has the same collectives, and the same time and memory."""
@@ -86,46 +92,53 @@ class Traced:
         )
 
 
-def traced(task: Task, rank: int, device: Device | None = None) -> Traced:
+def traced(
+    task: Task, rank: int, device: Device | None = None, *, in_turns: bool = False
+) -> Traced:
     """Trace a step of one rank of the task's mesh, on real tensors only if fake ones do not do.
 
     Args:
         task: The training; it has one batch, that of a data replica.
         rank: The rank that runs alone.
         device: The device whose seconds are counted; None: only bytes are counted.
+        in_turns: If true, the ranks take turns on one device, and what waits lies on the host.
 
     Raises:
         UnsupportedOperationError: The module uses an operation that cannot be split so.
     """
+    trace = partial(_trace, task, rank, device, in_turns=in_turns)
     try:
-        found = _trace(task, rank, device, NUMBER)
-        if not found.reads_numbers or _is_same(found, task, rank, device):
+        found = trace(NUMBER)
+        if not found.reads_numbers or _is_same(found, trace):
             return found
     except UnsupportedOperationError:
         raise
     except RuntimeError:  # fake tensors refuse; a mistake of the module comes again below
         pass
-    return _trace(task, rank, device, None)
+    return trace(None)
 
 
-def _is_same(found: Traced, task: Task, rank: int, device: Device | None) -> bool:
+def _is_same(found: Traced, trace: Callable[[int], Traced]) -> bool:
     """Return whether a step does the same with other numbers, unless it refuses these."""
     try:
-        return found.equals(_trace(task, rank, device, OTHER_NUMBER))
+        return found.equals(trace(OTHER_NUMBER))
     except Exception:  # the module's own check of a number, which is no more true here
         return True
 
 
-def _trace(task: Task, rank: int, device: Device | None, number: int | None) -> Traced:
-    ledger = Ledger(device)
-    recorder = Recorder(rank, clock=lambda: ledger.seconds)
+def _trace(
+    task: Task, rank: int, device: Device | None, number: int | None, *, in_turns: bool = False
+) -> Traced:
+    ledger = Ledger(device, math.prod(task.mesh) if in_turns else 0)
+    at_wait = ledger.hand_over if in_turns else None
+    recorder = Recorder(rank, lambda: ledger.seconds, at_wait)
     body = _Body(task, ledger, recorder, number)
     with _collecting_by_operations():
         alone(body, processes=math.prod(task.mesh), rank=rank, listener=recorder)
     follower = body.follower
     return Traced(
         recorder.steps[-1], ledger.peak, follower.activations, follower.split,
-        number is None, body.mode.reads_numbers,
+        number is None, body.mode.reads_numbers, ledger.out, ledger.back, ledger.on_host,
     )  # fmt: skip
 
 
@@ -174,10 +187,11 @@ class _Body:
                     setattr(data, hook, _nothing)
             if self._is_fake:
                 batch = tree_map(_as_fake, batch)
-            train(
-                replace(given, module=module, data=data, batches=[batch]),
-                1, self._recorder.cut, self.follower, warm_up=1,
-            )  # fmt: skip
+            task = replace(given, module=module, data=data, batches=[batch])
+            if task.stage == "fit":
+                train(task, 1, self._recorder.cut, self.follower, warm_up=1)
+            else:
+                run_here(task, _Cut(self._recorder.cut, 1), self.follower)
 
 
 def train(
@@ -204,6 +218,9 @@ class _Cut(Callback):
     def __init__(self, cut: Callable[[], None], steps: int) -> None:
         self._cut, self._steps = cut, steps
 
+    def _now(self, *_: Any, **__: Any) -> None:
+        self._cut()
+
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -221,6 +238,10 @@ class _Cut(Callback):
     ) -> None:
         if batch_idx == self._steps - 1:
             self._cut()
+
+    # one batch of another stage is a step
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _now
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _now
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -449,6 +470,16 @@ class _Follow(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mode.is_in_step = False
         self._hooks.close()
+
+    # one batch of another stage is a step
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+    def _begin_other(self, *args: Any, **kwargs: Any) -> None:
+        trainer, module, batch = args[:3]
+        self.on_train_batch_start(trainer, module, batch, 0)
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_other
+    on_validation_end = on_test_end = on_predict_end = on_train_end
 
 
 def _locals(tensors: Iterable[Any]) -> list[Tensor]:

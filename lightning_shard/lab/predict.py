@@ -7,6 +7,7 @@ the rate of the slowest link among its ranks; the other ranks come to it when th
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +15,17 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.lab.batches import Data, first_batches
+from lightning_shard.lab.batches import Data, Stage, first_batches
 from lightning_shard.lab.fake_trainer import Traced, traced
 from lightning_shard.lab.machine import Cluster, read_cluster
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
-from lightning_shard.lab.timeline import Replay
+from lightning_shard.lab.tiles import sizes_of_tiles
+from lightning_shard.lab.timeline import HOST_RATE, HOST_RATES, Replay
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
 
 KIB = 1024
+Tiles = int | str | Sequence[int]
 _OF_PARAMETERS = ("all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single")
 _NOTES = {
     "parameters": "this rank's shards, and buffers",
@@ -31,6 +34,7 @@ _NOTES = {
     "gathered": "whole parameters and gradients of blocks",
     "activations": "kept from forward for backward",
     "temporary": "results that are soon given back",
+    "waiting": "small tensors and gathered blocks of waiting tiles",
 }
 
 
@@ -52,6 +56,11 @@ class Prediction:
         sent_for_fields: Bytes that it sends within its domain: halos, modes and sums.
         is_measured: True if the step ran on real tensors, since it needs numbers.
         alone: The peak of bytes of one process without any sharding; None if it was not traced.
+        in_turns: True if the ranks are tiles, which take turns on one device. Bytes and seconds of
+            the step are then those of the device; other bytes are those of one tile.
+        on_host: The most bytes that wait on the host, of all tiles.
+        to_host: Bytes of all tiles that leave the device in a step.
+        from_host: Bytes of all tiles that come back.
         seconds: The time of the step; NaN without a cluster, as the times below.
         compute: Seconds of computation.
         exchange: Seconds of waiting for fields.
@@ -71,6 +80,10 @@ class Prediction:
     sent_for_fields: int
     is_measured: bool = False
     alone: int | None = None
+    in_turns: bool = False
+    on_host: int = 0
+    to_host: int = 0
+    from_host: int = 0
     seconds: float = math.nan
     compute: float = math.nan
     exchange: float = math.nan
@@ -94,7 +107,10 @@ class Prediction:
             lines.append(f"Warning: {self.split.advice(ranks)}")
         shape = f"{self.mesh[0]} data replicas x {'x'.join(map(str, self.mesh[1:]))} domain ranks"
         place = "" if cluster is None else f" of {cluster}"
-        lines.append(f"One of {math.prod(self.mesh)} ranks ({shape}){place}, in one training step:")
+        what = f"One of {math.prod(self.mesh)} ranks ({shape})"
+        if self.in_turns:
+            what = f"{'x'.join(map(str, self.mesh[1:]))} tiles in turns on one device"
+        lines.append(f"{what}{place}, in one training step:")
         rows = self._times() + self._memory() + self._traffic()
         lines += [f"  {a:<17} {b:>10}   {c}".rstrip() for a, b, c in rows]
         if self.is_measured:
@@ -108,7 +124,11 @@ class Prediction:
         return [
             ("step", _milliseconds(self.seconds), f"{rate:.3g} samples/s"),
             ("  compute", _milliseconds(self.compute), "kernels at the rates of the device"),
-            ("  fields", _milliseconds(self.exchange), "waiting for halos, modes and sums"),
+            (
+                "  link" if self.in_turns else "  fields",
+                _milliseconds(self.exchange),
+                "PCIe 4, nothing hidden" if self.in_turns else "waiting for halos, modes and sums",
+            ),
             ("  parameters", _milliseconds(self.parameters_traffic), "waiting for FSDP2"),
             ("hidden", _milliseconds(self.overlapped), "travels during computation"),
         ]
@@ -117,14 +137,14 @@ class Prediction:
         note = f"in {self.peak_at}"
         if self.cluster is not None:
             verb = "fits" if self.fits(self.cluster) else "does not fit"
-            note += f"; {verb} into {_size(self.cluster.device.memory)}"
+            note += f"; {verb} into {size_in_words(self.cluster.device.memory)}"
         if self.alone is not None:
-            note += f"; {_size(self.alone)} in one process"
+            note += f"; {size_in_words(self.alone)} in one process"
         causes = sorted(self.memory_by_cause.items(), key=lambda pair: -pair[1])
         notes = _NOTES | {"batch": self._batch_note()}
         return [
-            ("peak memory", _size(self.memory), note),
-            *((f"  {cause}", _size(size), notes[cause]) for cause, size in causes),
+            ("peak memory", size_in_words(self.memory), note),
+            *((f"  {cause}", size_in_words(size), notes[cause]) for cause, size in causes),
         ]
 
     def _batch_note(self) -> str:
@@ -134,18 +154,35 @@ class Prediction:
         return f"{share} each sample" if not self.split.whole else f"{share} what is split"
 
     def _traffic(self) -> list[tuple[str, str, str]]:
-        rows = [("sent: parameters", _size(self.sent_for_parameters), "per step, over all ranks")]
+        if self.in_turns:
+            moved = self.to_host + self.from_host
+            times = (f"{name} {moved / rate:.2g} s" for name, rate in HOST_RATES.items())
+            return [
+                ("host memory", size_in_words(self.on_host), "or files: what waits, of all tiles"),
+                ("to the host", size_in_words(self.to_host), "per step"),
+                ("from the host", size_in_words(self.from_host), f"both: {', '.join(times)}"),
+            ]
+        rows = [
+            (
+                "sent: parameters",
+                size_in_words(self.sent_for_parameters),
+                "per step, over all ranks",
+            )
+        ]
         if math.prod(self.mesh[1:]) > 1:
-            rows.append(("sent: fields", _size(self.sent_for_fields), "per step, in the domain"))
+            rows.append(
+                ("sent: fields", size_in_words(self.sent_for_fields), "per step, in the domain")
+            )
         return rows
 
 
 def plan(
     module: LightningModule,
     data: Data,
-    mesh: int | str | Mesh,
+    mesh: int | str | Mesh = 1,
     shard_dims: ShardDims = None,
     *,
+    tiles: Tiles | None = None,
     cluster: Cluster | str | None = None,
     sharding: Sharding = "full",
     activation_checkpointing: bool = False,
@@ -161,6 +198,8 @@ def plan(
             each split dim, as `(4, 2)` or "4x2".
         shard_dims: The dims that are split; see `HybridShardStrategy`.
         cluster: The machines, such as "8x8xH100", whose time is predicted, too.
+        tiles: The number of tiles of `TiledStrategy`, in place of a mesh; or one for each split
+            dim, as `(2, 4)` or "2x4".
         sharding: The mode of `ShardingOptions`.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
         activation_offload: If true, they lie in the host's memory until backward.
@@ -179,23 +218,26 @@ def plan(
         "activation_offload": activation_offload,
         **trainer_options(plan, trainer),
     }
-    found = predict(module, data, mesh, cluster, shard_dims, **options)
+    found = predict(module, data, mesh, cluster, shard_dims, tiles=tiles, **options)
     if found.is_measured:  # one step here is enough
         return found
-    alone = found if math.prod(found.mesh) == 1 else predict(module, data, (1, 1), **options)
+    is_whole = math.prod(found.mesh) == 1 and not found.in_turns
+    alone = found if is_whole else predict(module, data, (1, 1), **options)
     return replace(found, alone=None if alone.is_measured else alone.memory)
 
 
 def predict(
     module: LightningModule,
     data: Data,
-    mesh: int | str | Mesh,
+    mesh: int | str | Mesh = 1,
     cluster: Cluster | str | None = None,
     shard_dims: ShardDims = None,
     *,
+    tiles: Tiles | None = None,
     sharding: Sharding = "full",
     activation_checkpointing: bool = False,
     activation_offload: bool = False,
+    stage: Stage = "fit",
     **trainer: Any,
 ) -> Prediction:
     """Predict one training step of the rank of a mesh that holds and exchanges most.
@@ -208,9 +250,12 @@ def predict(
             each split dim, as `(4, 2)` or "4x2".
         cluster: The machines on which it would run, such as "8x8xH100"; None: no time is predicted.
         shard_dims: The dims that are split; see `HybridShardStrategy`.
+        tiles: The number of tiles of `TiledStrategy`, in place of a mesh; or one for each split
+            dim, as `(2, 4)` or "2x4".
         sharding: The mode of `ShardingOptions`.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
         activation_offload: If true, they lie in the host's memory until backward.
+        stage: The step, if another one than that of training.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Raises:
@@ -218,7 +263,17 @@ def predict(
         UnsupportedOperationError: The module uses an operation that cannot be split so.
     """
     sizes, where = as_mesh(mesh), read_cluster(cluster) if isinstance(cluster, str) else cluster
-    if where is not None and math.prod(sizes) != where.devices:
+    in_turns = tiles is not None
+    if tiles is not None:
+        devices = 1 if where is None else where.devices
+        if math.prod(sizes) * devices > 1:
+            raise ValueError(
+                f"tiles take turns on one device, so they do not go with a mesh of "
+                f"{math.prod(sizes)} ranks or a cluster of {devices} devices; leave the mesh out, "
+                "and give a cluster of one device, such as 1xH100."
+            )
+        sizes = (1, *sizes_of_tiles(tiles))
+    elif where is not None and math.prod(sizes) != where.devices:
         raise ValueError(
             f"the mesh {'x'.join(map(str, sizes))} has {math.prod(sizes)} ranks, but the cluster "
             f"has {where.devices} devices; give a mesh of as many ranks."
@@ -229,21 +284,35 @@ def predict(
         activation_checkpointing=activation_checkpointing,
         activation_offload=activation_offload,
     )
-    (batch,) = first_batches(module, data, "fit")
+    batch = first_batches(module, data, stage)[0]
     task = Task(
-        module, data if isinstance(data, LightningDataModule) else None, [batch], sizes,
+        module, data if isinstance(data, LightningDataModule) else None, [batch], sizes, stage,
         strategy={"shard_dims": shard_dims, "sharding": options},
         trainer=trainer_options(predict, trainer),
     )  # fmt: skip
-    found = traced(task, rank_inside(sizes), None if where is None else where.device)
+    device = None if where is None else where.device
+    found = traced(task, rank_inside(sizes), device, in_turns=in_turns)
     sent = dict.fromkeys(("parameters", "fields"), 0)
     for each in found.timeline.collectives:
         sent["parameters" if each.name in _OF_PARAMETERS else "fields"] += each.sent
     return Prediction(
         sizes, where, found.split, samples_of(batch) * sizes[0], found.peak.bytes, found.peak.place,
         found.peak.causes, found.activations, sent["parameters"], sent["fields"], found.is_measured,
-        **_times(found, where),
+        **(_in_turns(found, math.prod(sizes), where) if in_turns else _times(found, where)),
     )  # fmt: skip
+
+
+def _in_turns(found: Traced, tiles: int, cluster: Cluster | None) -> dict[str, Any]:
+    """Return what a `Prediction` says of tiles: the host exchanges fields; no copy is hidden."""
+    out, back = tiles * found.out, tiles * found.back
+    sizes = {"in_turns": True, "on_host": tiles * found.on_host, "to_host": out, "from_host": back}
+    if cluster is None:
+        return sizes
+    computed, link = tiles * found.timeline.computed, (out + back) / HOST_RATE
+    return {
+        **sizes, "seconds": computed + link, "compute": computed, "exchange": link,
+        "parameters_traffic": 0.0, "overlapped": 0.0,
+    }  # fmt: skip
 
 
 def _times(found: Traced, cluster: Cluster | None) -> dict[str, Any]:
@@ -273,7 +342,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
 
 
-def _size(count: float) -> str:
+def size_in_words(count: float) -> str:
+    """Return bytes in the unit that suits them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < KIB or unit == "GiB":
             break

@@ -19,6 +19,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +35,9 @@ from lightning_shard.checkpoint.state import (
 from lightning_shard.data.split import shard_batch
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.fsdp.materialize import is_deferred
+from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.batches_once import BatchesOnce, datasets_in, versions
+from lightning_shard.lab.least_tiles import LeastTiles, data_of, least_tiles
 from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
 from lightning_shard.lab.tiles import place_rows, sizes_of_tiles
@@ -54,6 +57,12 @@ from lightning_shard.trainer.strategy import HybridShardStrategy
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _AFTER_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of a batch
+_STAGES: dict[TrainerFn, Stage] = {
+    TrainerFn.FITTING: "fit",
+    TrainerFn.VALIDATING: "validate",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
 _VALUES = (bool, int, float, str, type(None))
 
 
@@ -78,14 +87,15 @@ class TiledStrategy(HybridShardStrategy):
 
         Args:
             tiles: The number of tiles along the first spatial dim, or along each split dim, such as
-                `[2, 4]`.
+                `[2, 4]`. "auto": the least number along the first dim that fits the device, found
+                as the first stage begins.
             tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
             options: Further arguments of `HybridShardStrategy`.
 
         Raises:
             ValueError: `tiles` is no number from 1 on, or an argument does not go with tiles.
         """
-        sizes = sizes_of_tiles(tiles)
+        sizes = (1,) if tiles == "auto" else sizes_of_tiles(tiles)
         for name in ("domain_parallel_size", "data_parallel_size"):
             if options.pop(name, 1) not in (1, "auto"):
                 raise ValueError(
@@ -101,8 +111,36 @@ class TiledStrategy(HybridShardStrategy):
             )
         OneDevice(torch.device("cpu"), folder=tile_memory)  # refuses a folder that is none
         self.tiles, self.tile_memory = sizes, tile_memory
+        self.chosen: LeastTiles | None = None  # for "auto", once it is known
+        self._is_auto = tiles == "auto"
         self.batches: BatchesOnce | None = None
         self.has_failed = False  # so that the module is not what it was trained to be
+
+    def choose_tiles(self, stage: TrainerFn | None, args: Any, kwargs: Any, precision: str) -> None:
+        """Choose the number of tiles if it is "auto", say it, and keep it for further stages.
+
+        Args:
+            stage: The stage of the Trainer.
+            args: The arguments of its method.
+            kwargs: The same by name.
+            precision: The precision of the Trainer.
+
+        Raises:
+            ValueError: The memory is not known, or no number is enough.
+        """
+        if not self._is_auto or self.chosen is not None:
+            return
+        module = self.lightning_module
+        assert module is not None
+        assert stage is not None
+        options = self.sharding_options
+        self.chosen = least_tiles(
+            module, data_of(args, kwargs), self.root_device, self.tile_memory,
+            stage=_STAGES[stage], shard_dims=self.shard_dims, sharding=options.mode,
+            activation_checkpointing=options.activation_checkpointing, precision=precision,
+        )  # fmt: skip
+        rank_zero_info(str(self.chosen))
+        self.tiles = self.processes.domain_sizes = (self.chosen.tiles,)
 
     @property
     def num_processes(self) -> int:
@@ -237,6 +275,7 @@ class TilesLauncher(Launcher):
         strategy: Any = trainer.strategy if trainer is not None else None
         if not isinstance(strategy, TiledStrategy) or trainer is None:
             return function(*args, **kwargs)
+        strategy.choose_tiles(trainer.state.fn, args, kwargs, trainer.precision)
         module, ranks = strategy.lightning_module, math.prod(strategy.tiles)
         assert isinstance(module, LightningModule)
         shared = OneDevice(strategy.root_device, folder=strategy.tile_memory)

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lightning_shard.fsdp.paging.pager import SMALL_BYTES
 from lightning_shard.lab.machine import Collective, Cost, Device
 from lightning_shard.processes.torch_private.internals import storage_key
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FFT_FLOPS = 5  # times n log2(n), for n complex numbers
-HOST_RATE = 25e9  # bytes a second between device and host, of 16 lanes of PCIe 4 in practice
+# bytes a second each way between device and host, in practice: about three quarters of data sheets
+HOST_RATES = {"PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 300e9}
+HOST_RATE = HOST_RATES["PCIe 4"]
 THIN = 8  # channels, on either side of a convolution, below which its kernels are slower
 _NO_KERNEL = ("empty", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
 
@@ -53,11 +56,15 @@ class _Memory:
         sizes: Pairs of the number of an operation, and the bytes from then on.
         cause: The reason for which it is held; "" if unknown.
         of: The storage, if it can be resized.
+        away: The bytes that lie on the host.
+        is_copied: True if the host has a copy that nobody has written since.
     """
 
     sizes: list[tuple[int, int]]
     cause: str = ""
     of: Any = None
+    away: int = 0
+    is_copied: bool = False
 
     def at(self, operation: int) -> int:
         place = bisect(self.sizes, operation, key=itemgetter(0))
@@ -71,27 +78,34 @@ class Ledger:
         seconds: The time of all operations so far, on the device.
         operations: The number of operations in this step.
         place: The part of the step that computes now, in words; set from outside.
+        out: Bytes that this rank has sent to the host as its turns ended.
+        back: Bytes that it has brought back.
+        on_host: The most bytes that it had there.
     """
 
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, device: Device | None, in_turns: int = 0) -> None:
         """Begin with an empty ledger.
 
         Args:
             device: The device whose seconds are counted; None: no seconds are.
+            in_turns: The number of ranks that take turns on one device; 0: each has its own.
         """
         self.seconds = 0.0
         self.place = ""
-        self._device = device
+        self.out = self.back = self.on_host = 0
+        self._device, self._in_turns = device, in_turns
         self._live: dict[int, _Memory] = {}
         self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
         self._near: dict[int, weakref.ref[Tensor]] = {}  # activations that a budget keeps
         self._all: list[_Memory] = []  # of this step
         self._held = self.operations = self._peak_at = self._most = 0
+        self._waiting = self._waiting_at_peak = 0  # bytes of other ranks that stay on the device
         self._peak_place = ""
 
     def next_step(self) -> None:
         """Begin a step, and forget the one before."""
-        self.operations = self._peak_at = self._most = 0
+        self.operations = self._peak_at = self._most = self._waiting_at_peak = 0
+        self.out = self.back = self.on_host = 0
         self._all = list(self._live.values())
         for memory in self._all:
             memory.sizes = [(0, memory.sizes[-1][1])]
@@ -103,11 +117,13 @@ class Ledger:
         causes = Counter[str]()
         for memory in self._all:
             causes[memory.cause or "temporary"] += memory.at(self._peak_at)
+        causes["waiting"] = self._waiting_at_peak
         return Peak(self._most, self._peak_place, {k: v for k, v in causes.items() if v})
 
     def held(self, cause: str) -> int:
         """Return the bytes that are held for a cause now."""
-        return sum(each.sizes[-1][1] for each in self._live.values() if each.cause == cause)
+        own = (each for each in self._live.values() if each.cause == cause)
+        return sum(each.sizes[-1][1] + each.away for each in own)
 
     def hold(self, tensors: Iterable[Tensor], cause: str) -> None:
         """Count the memory of tensors for a cause, unless it is held for another one already."""
@@ -147,6 +163,28 @@ class Ledger:
             self.seconds += size / HOST_RATE
             self._resize(memory, size, self.operations)
 
+    def hand_over(self) -> None:
+        """Let all that this rank holds lie on the host, as its turn on the device ends.
+
+        What FSDP2 gathers stays, and so do small storages; it is then there for all ranks.
+        """
+        self._waiting = 0
+        for key, memory in self._live.items():
+            size = memory.sizes[-1][1]
+            if size < SMALL_BYTES or key in self._resized:
+                self._waiting += size * (self._in_turns - 1)
+                continue
+            self.out += 0 if memory.is_copied else size
+            memory.away, memory.is_copied = size, True
+            self._resize(memory, 0, self.operations + 1)
+        self.on_host = max(self.on_host, sum(each.away for each in self._live.values()))
+
+    def _bring(self, memory: _Memory) -> None:
+        if memory.away:
+            self.back += memory.away
+            self._resize(memory, memory.away, self.operations)
+            memory.away = 0
+
     def note(self, operator: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
         """Count one operation.
 
@@ -161,17 +199,22 @@ class Ledger:
         made = [x for x in (out if isinstance(out, list | tuple) else [out]) if _is_tensor(x)]
         known = {storage_key(x) for x in given}
         of_fsdp = operator.namespace == "fsdp"
+        writes = "out" in kwargs or operator.overloadpacket.__name__.endswith("_")
+        written = {storage_key(x) for x in made} if writes else set[int]()
         for x in (*given, *made):
             memory = self._see(x)
+            if self._in_turns:
+                self._bring(memory)
+                memory.is_copied = memory.is_copied and storage_key(x) not in written
             if of_fsdp and memory.cause in ("", "gathered"):
                 memory.cause, memory.of = "gathered", weakref.ref(x.untyped_storage())
                 self._resized[storage_key(x)] = memory
-        writes = "out" in kwargs or operator.overloadpacket.__name__.endswith("_")
         if writes or any(storage_key(x) not in known for x in made):
             self.seconds += self._cost(operator, args, kwargs, out, [*given, *made])
         self._count_resized(all_of_them=of_fsdp)
-        if self._held > self._most:
-            self._most, self._peak_at, self._peak_place = self._held, self.operations, self.place
+        if self._held + self._waiting > self._most:
+            self._most, self._waiting_at_peak = self._held + self._waiting, self._waiting
+            self._peak_at, self._peak_place = self.operations, self.place
 
     def _see(self, x: Tensor) -> _Memory:
         key = storage_key(x)
@@ -287,8 +330,20 @@ class Recorder:
         steps: The timelines of the steps so far.
     """
 
-    def __init__(self, rank: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Record the steps of that rank by a clock of its computation, in seconds."""
+    def __init__(
+        self,
+        rank: int,
+        clock: Callable[[], float] = time.perf_counter,
+        at_wait: Callable[[], None] | None = None,
+    ) -> None:
+        """Record the steps of a rank.
+
+        Args:
+            rank: Its number.
+            clock: Returns the seconds of its computation so far.
+            at_wait: A function that is called where it waits for other ranks.
+        """
+        self._at_wait = at_wait
         self.steps: list[Timeline] = []
         self._rank, self._clock = rank, clock
         self._now = Timeline(rank)
@@ -317,6 +372,8 @@ class Recorder:
         if number < len(self._now.collectives) and number not in self._ended:
             self._ended.add(number)
             self._now.events.append(Event(self._since(), number, begins=False))
+            if self._at_wait is not None:
+                self._at_wait()
 
     def _since(self) -> float:
         before, self._last = self._last, self._clock()

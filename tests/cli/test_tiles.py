@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard.cli import main as cli
+from lightning_shard.lab import least_tiles
 from tests.cli.test_errors import HybridShardStrategy as HybridShardStrategy
 from tests.parity import assert_same
 
@@ -65,9 +66,13 @@ class Net(LightningModule):
 
 
 class Data(LightningDataModule):
+    def __init__(self, rows: int = 19) -> None:
+        super().__init__()
+        self.rows = rows
+
     def predict_dataloader(self) -> DataLoader[Any]:
         numbers = torch.Generator().manual_seed(1)
-        fields = [torch.randn(2, 19, 12, generator=numbers).double() for _ in range(2)]
+        fields = [torch.randn(2, self.rows, 12, generator=numbers).double() for _ in range(2)]
         return DataLoader([{"field": x, "name": str(n)} for n, x in enumerate(fields)])
 
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader
@@ -262,6 +267,26 @@ def test_finds_the_strategy(given: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert f"field (dim {3 if more else 2})" in caplog.text
 
 
+@QUIET
+def test_finds_the_number_of_tiles(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line says the number and the reason; steps of the rehearsal print nothing."""
+    monkeypatch.setattr(least_tiles, "free_memory", lambda *_: (1_000_000, "here"))
+    words = ["--tiles", "auto", "--tile_memory", str(tmp_path), "--trainer.fast_dev_run", "1"]
+    words += ["--data.rows", "900"]
+    run(tmp_path, "fit", *words)
+    assert re.search(
+        r"[2-9] tiles: a step needs [567]\d\d.\d KiB of 732.4 KiB, 75% of", caplog.text
+    )
+    assert capsys.readouterr().out.count("step 0") == 1
+    run(tmp_path, "predict", *words)
+    assert re.search(r"note: \d tiles?: a step needs .* KiB, 75% of", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -270,6 +295,9 @@ def test_finds_the_strategy(given: str, tmp_path: Path, caplog: pytest.LogCaptur
         (["predict", "--tile_memory", "."], "--tile_memory needs --tiles, such as --tiles 8"),
         (["predict", "--tiles", "2", "--tile_memory", "/none"], "give a directory that exists"),
         (["fit", "--tiles", "2x"], "one for each split dim"),
+        (["fit", "--tiles", "auto"], "give tile_memory, a directory on a disk, or a number of"),
+        (["predict", "--tiles", "auto"], "give tile_memory, a directory on a disk, or a number"),
+        (["fit", "--tiles", "aut"], "got 'aut'"),
         (["fit", "--tiles", "eight"], "got 'eight'"),
         (["fit", "--tile", "8"], "did you mean 'tiles'?"),
         (

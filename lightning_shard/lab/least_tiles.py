@@ -1,0 +1,202 @@
+"""Finds the least number of tiles with which one step fits into the memory that there is."""
+
+import copy
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_shard.data.tree import leaves_of
+from lightning_shard.lab.batches import Stage, first_batches
+from lightning_shard.lab.batches_once import datasets_in
+from lightning_shard.lab.predict import predict, size_in_words
+from lightning_shard.trainer.random_state import random_state, set_random_state
+
+# of what is free: the rest is for workspaces of kernels, and for what lies between tensors. A U-Net
+# was seen to take up to 1.26 times what is predicted (sharding full, one tile; none: 1.15, eight)
+SHARE = 0.75
+MOST = 256  # tiles, of which a step takes long
+
+
+@dataclass(frozen=True)
+class LeastTiles:
+    """The least number of tiles that fits.
+
+    Attributes:
+        tiles: The number.
+        needs: Bytes that a step needs with it, as predicted.
+        room: Bytes that there are for it.
+        where: The place of this memory, in words.
+    """
+
+    tiles: int
+    needs: int
+    room: int
+    where: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tiles} tile{'s' * (self.tiles > 1)}: a step needs {size_in_words(self.needs)} "
+            f"of {size_in_words(self.room)}, {SHARE:.0%} of what is free {self.where}"
+        )
+
+
+def least_tiles(
+    module: LightningModule,
+    data: Any,
+    device: torch.device,
+    tile_memory: str | None = None,
+    *,
+    stage: Stage = "fit",
+    keeps_parameters: bool = False,
+    **options: Any,
+) -> LeastTiles:
+    """Return the least number of tiles along the first split dim with which a step fits.
+
+    One tile's step is rehearsed without numbers for 1, 2, 4 tiles and so on, and then between the
+    last two. The first batch is read for that, from a copy of the data module.
+
+    Args:
+        module: The module, which stays as it is.
+        data: A data module, a DataLoader, or None where the module has loaders.
+        device: The one device.
+        tile_memory: A directory in whose files waiting tiles lie.
+        stage: The step that is rehearsed.
+        keeps_parameters: True if the parameters stay on the device, whole.
+        options: Further arguments of `predict`, such as `shard_dims` and `precision`.
+
+    Raises:
+        ValueError: The memory is not known, or no number of tiles is enough.
+    """
+    room, where = free_memory(device, tile_memory)
+    state = random_state(device)
+    try:
+        with redirect_stdout(io.StringIO()):  # what the steps of a rehearsal print
+            data = _copied(data, module, stage)
+            batch = first_batches(module, data, stage)[0]
+            needs = _needs(module, data, batch, device, keeps_parameters, stage=stage, **options)
+            return _search(needs, int(SHARE * room), where)
+    finally:
+        set_random_state(state, device)
+
+
+def _search(needs: Callable[[int], int], room: int, where: str) -> LeastTiles:
+    found: dict[int, float] = {1: needs(1)}
+    most = 1
+    while found[most] > room:
+        most *= 2
+        found[most] = needs(most) if most <= MOST else math.inf
+        if found[most] >= found[most // 2]:  # more tiles hold more whole parameters
+            best = min(found, key=lambda tiles: found[tiles])
+            raise ValueError(
+                f"no number of tiles is enough: {best} need {size_in_words(found[best])}, but a "
+                f"step may take {size_in_words(room)}, {SHARE:.0%} of what is free {where}. Take "
+                "tiles along two dims, such as 4x4, or a smaller batch."
+            )
+    least = most // 2
+    while most - least > 1:
+        middle = (least + most) // 2
+        found[middle] = needs(middle)
+        least, most = (least, middle) if found[middle] <= room else (middle, most)
+    return LeastTiles(most, int(found[most]), room, where)
+
+
+def _needs(
+    module: LightningModule,
+    data: Any,
+    batch: Any,
+    device: torch.device,
+    keeps_parameters: bool,
+    **options: Any,
+) -> Callable[[int], int]:
+    own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
+    whole = sum(x.nbytes for x in leaves_of(batch) if isinstance(x, Tensor))
+
+    def needs(tiles: int) -> int:
+        memory = predict(module, data, tiles=tiles, **options).memory
+        memory += own if keeps_parameters else 0
+        # each tile begins with a copy of the module, and the batch is in memory as a whole
+        return memory if device.type != "cpu" else max(memory, tiles * own) + whole
+
+    return needs
+
+
+def _copied(data: Any, module: LightningModule, stage: Stage) -> Any:
+    if isinstance(data, LightningDataModule):
+        return copy.deepcopy(data, {id(x): x for x in datasets_in((data,))})
+    if isinstance(data, DataLoader):
+        return data
+    return module.train_dataloader() if data is None and stage == "fit" else data
+
+
+def data_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the data module, or else the first loader, among the arguments of a Trainer."""
+    given = [*args, *kwargs.values()]
+    for kind in (LightningDataModule, DataLoader):
+        if found := [x for x in given if isinstance(x, kind)]:
+            return found[0]
+    return None
+
+
+def free_memory(device: torch.device, tile_memory: str | None) -> tuple[int, str]:
+    """Return the bytes that a step may take, and where they are, in words.
+
+    Raises:
+        ValueError: They are not known, or tiles on a CPU have no files in which to wait.
+    """
+    if device.type != "cpu":
+        there: Any = torch.get_device_module(device)
+        with suppress(AttributeError, NotImplementedError, RuntimeError):
+            return int(there.mem_get_info(device)[0]), f"on {device}"
+        with suppress(AttributeError, NotImplementedError, RuntimeError):
+            total = there.get_device_properties(device).total_memory
+            return int(total - there.memory_allocated(device)), f"on {device}"
+        raise ValueError(f"the free memory of {device} is not known; give a number of tiles.")
+    if tile_memory is None:
+        raise ValueError(
+            "tiles save nothing on a CPU unless they wait in files; give tile_memory, a directory "
+            "on a disk, or a number of tiles."
+        )
+    found = dict(_limits())
+    if not found:
+        raise ValueError(
+            "the free memory of this machine is not known, which only Linux tells; give a number "
+            "of tiles."
+        )
+    where = min(found, key=lambda name: found[name])
+    return max(0, found[where]), where
+
+
+def _limits() -> Iterator[tuple[str, int]]:
+    """Yield bytes that this process may still take, by the reason in words; none but on Linux."""
+    with suppress(OSError, ImportError):
+        import resource  # which Windows lacks
+
+        own = _table("/proc/self/status")
+        for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+            bytes_, _ = resource.getrlimit(limit)
+            if bytes_ != resource.RLIM_INFINITY:
+                yield "within the limit of this process", bytes_ - own[used]
+        yield "in this machine", _table("/proc/meminfo")["MemAvailable"]
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        group = next((line[3:] for line in lines if line.startswith("0::")), None)
+        if group is not None:
+            folder = Path("/sys/fs/cgroup") / group.lstrip("/")
+            most = (folder / "memory.max").read_text(encoding="utf-8").strip()
+            if most != "max":
+                held = int((folder / "memory.current").read_text(encoding="utf-8"))
+                yield "within the limit of this cgroup", int(most) - held
+
+
+def _table(path: str) -> dict[str, int]:
+    """Return the bytes in a table of Linux, whose rows are like `VmData:  12 kB`."""
+    rows = (line.split() for line in Path(path).read_text(encoding="utf-8").splitlines())
+    return {row[0][:-1]: int(row[1]) * 1024 for row in rows if row[-1] == "kB"}

@@ -1,0 +1,149 @@
+"""The least number of tiles that fits, and the memory that `plan` predicts for tiles."""
+
+import math
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+
+from benchmarks.unet_step import UNet
+from lightning_shard import TiledStrategy, in_tiles, plan
+from lightning_shard.lab import least_tiles as least
+from lightning_shard.lab.predict import predict
+from tests.lab.test_tiled_training import QUIET, STEPS, Plain, loader
+from tests.parity import assert_same
+
+CPU = torch.device("cpu")
+
+
+class Predicts(Plain):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        print("predicted")
+        return self.network(batch)
+
+
+class Peak(Callback):
+    """The most memory of the second step, of which no rank still holds what began the first."""
+
+    most = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and batch_idx == 1:
+            torch.accelerator.reset_peak_memory_stats()
+        if trainer.is_global_zero and batch_idx == 2:
+            Peak.most = torch.accelerator.max_memory_allocated()
+
+
+@pytest.mark.slow
+@pytest.mark.spmd(1, "xpu")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_predicts_the_memory_of_tiles() -> None:
+    """At most a quarter more is needed, which `SHARE` leaves."""
+    for tiles, sharding in ((2, "full"), ((2, 2), "full"), (4, "none")):
+        module, data = Plain(lambda: UNet(16)), loader()
+        found = predict(module, data, tiles=tiles, sharding=sharding)
+        before = torch.accelerator.memory_allocated()
+        runner = Trainer(
+            accelerator="xpu", max_steps=STEPS, callbacks=[Peak()], limit_val_batches=0,
+            strategy=TiledStrategy(tiles, sharding=sharding), **QUIET,
+        )  # fmt: skip
+        runner.fit(module, data)
+        measured = Peak.most - before
+        assert least.SHARE < found.memory / measured < 2.5
+
+
+@pytest.mark.spmd(1, "xpu")
+def test_predicts_the_memory_of_tiles_without_gradients() -> None:
+    net = UNet(16).to("xpu")
+    own = sum(p.nbytes for p in net.parameters())
+    module, field = Predicts(lambda: UNet(16)).float(), torch.randn(1, 3, 128, 128)
+    data = torch.utils.data.DataLoader([field[0]])
+    for tiles in (2, 4):
+        found = predict(module, data, tiles=tiles, sharding="none", stage="predict").memory + own
+        before = torch.accelerator.memory_allocated() - own
+        torch.accelerator.reset_peak_memory_stats()
+        with torch.inference_mode(), in_tiles(net, tiles):
+            net(field)
+        measured = torch.accelerator.max_memory_allocated() - before
+        assert least.SHARE < found / measured < 2.5
+
+
+def test_says_what_tiles_need() -> None:
+    module, data = Plain(lambda: UNet(8)), loader()
+    found = plan(module, data, tiles="2x2", cluster="1xH100")
+    assert found.in_turns
+    assert found.alone is not None
+    assert found.to_host + found.from_host > found.on_host > 0
+    assert found.seconds == pytest.approx(found.compute + found.exchange)
+    words = str(found)
+    assert "2x2 tiles in turns on one device of " in words
+    assert "PCIe 5" in words
+    assert "host memory" in words
+    with pytest.raises(ValueError, match=r"a mesh of 2 ranks or a cluster of 1 devices; leave"):
+        predict(module, data, 2, tiles=2)
+    with pytest.raises(ValueError, match=r"or a cluster of 8 devices; leave the mesh out"):
+        predict(module, data, tiles=2, cluster="8xH100")
+
+
+def test_chooses_the_least() -> None:
+    asked: list[int] = []
+
+    def needs(tiles: int) -> int:
+        asked.append(tiles)
+        return 1000 // tiles + 10 * tiles
+
+    assert least._search(needs, 2000, "").tiles == 1
+    asked.clear()
+    found = least._search(needs, 250, "on xpu:0")
+    assert found.tiles == min(n for n in range(1, 20) if needs(n) <= 250)
+    assert str(found).endswith("of 250 B, 75% of what is free on xpu:0")
+    with pytest.raises(ValueError, match=r"8 need 205 B, but a step may take 100 B.*such as 4x4"):
+        least._search(needs, 100, "")
+
+
+def test_knows_the_limits_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="give tile_memory, a directory on a disk, or a number"):
+        least.free_memory(CPU, None)
+    if sys.platform != "linux":
+        return
+    machine, where = least.free_memory(CPU, str(tmp_path))
+    assert machine > 0
+    free = 2**26
+    own = least._table("/proc/self/status")["VmData"]
+    no_limit = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_DATA: own + free}
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limits.get(what, no_limit), no_limit))
+    found, where = least.free_memory(CPU, str(tmp_path))
+    assert where == "within the limit of this process"
+    assert abs(found - free) < 2**25
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 3, 3, padding=1))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_trains_in_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers are those of one process, whose random numbers the rehearsal leaves alone."""
+    pair = [predict(Plain(wide), loader(), tiles=n).memory for n in (2, 3)]
+    room = sum(x.nbytes for x in [loader().dataset[0]]) + math.prod(pair) ** 0.5
+    monkeypatch.setattr(least, "free_memory", lambda *_: (int(room / least.SHARE), "here"))
+    states: list[Any] = []
+    for strategy in ("auto", TiledStrategy("auto", tile_memory=str(tmp_path))):
+        torch.manual_seed(5)
+        module = Plain(wide)
+        runner = Trainer(
+            accelerator="cpu", strategy=strategy, max_steps=STEPS, limit_val_batches=0, **QUIET
+        )
+        runner.fit(module, loader())
+        states.append({**module.state_dict(), "drawn": torch.rand(3)})
+    assert caplog.text.count("3 tiles: a step needs") == 1
+    for name, value in states[0].items():
+        assert_same(states[1][name], value, name)
