@@ -221,7 +221,7 @@ def _weights(module: Any, is_sharded: bool) -> dict[str, torch.Tensor]:
 
 def _split(trainer: Any) -> str:
     """Read what the run has said of its batches in training, or in its first stage."""
-    said = sorted({words for _, words in trainer.strategy._announced._said}, key=len)
+    said = sorted({words for _, words in trainer.strategy.announced._said}, key=len)
     return said[0].removeprefix("split over the domain: ") if said else ""
 
 

@@ -38,6 +38,16 @@ def images(*others: Any, **named: Any) -> Callable[[], list[Arguments]]:
     ]
 
 
+def sequences() -> list[Arguments]:
+    """Sequences of three lengths, whose rows are vectors, and sequences of numbers."""
+    given = [torch.randn(n, 3).double() for n in (5, 2, 4)]
+    return [
+        ((given,), {}),
+        ((given, True, 1.5, "left"), {}),
+        (([x[:, 0] for x in given],), {"batch_first": True, "padding_value": -1.0}),
+    ]
+
+
 def assigned(x: Tensor) -> Tensor:
     x[1:4, ::2] = -x[1:4, ::2] * 2
     return x
@@ -200,6 +210,7 @@ ROWS: dict[str, Row] = {
         images(3),
     ),
     "channel_shuffle": Row([torch.native_channel_shuffle], images(2)),
+    "pad_sequence": Row([torch._C._nn.pad_sequence], sequences),
     "pad": Row([F.pad, torch._C._nn.pad], images((2, 1), "reflect")),
     "fold": Row([F.fold], lambda: [((torch.randn(2, 8, 12).double(), (4, 5), 2), {})]),
     "affine_grid": Row(

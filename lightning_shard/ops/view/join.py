@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard.domain.align import broadcasting, common_layout, local_part, one_factor
@@ -12,8 +13,9 @@ from lightning_shard.domain.empty_ranks import concatenated
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.registry import implements
+from lightning_shard.ops.registry import composes, implements
 from lightning_shard.ops.view.reshape import unsqueeze
+from lightning_shard.processes.torch_private.internals import functions_of_cpp
 
 Operand = Subdomain | Tensor
 
@@ -123,3 +125,22 @@ def _raised(x: Operand, least: int, *, columns: bool) -> Operand:
         at = x.ndim if columns or x.ndim == 2 else 0
         x = unsqueeze(torch.unsqueeze, x, at) if isinstance(x, Subdomain) else x.unsqueeze(at)
     return x
+
+
+@composes(functions_of_cpp.pad_sequence)
+def pad_sequence(
+    func: Callable[..., Any],
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor:
+    """Pad each sequence to the longest, as `F.pad` does, and stack them along a new dim."""
+    longest = max(len(x) for x in sequences)
+    left = padding_side == "left"
+    padded: list[Tensor] = []
+    for x in sequences:
+        lacks = longest - len(x)
+        sides = [*[0] * 2 * (x.ndim - 1), lacks * left, lacks * (not left)]
+        padded.append(F.pad(x, sides, value=padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
