@@ -27,6 +27,7 @@ def is_changed(module: nn.Module) -> bool:
         own_class(part)[0] is not type(part)
         or any(isinstance(p, DTensor) for p in own_parameters(part).values())
         or any(map(_holds_split, vars(part).values()))
+        or reattached(part)
         for part in module.modules()
     )
 
@@ -37,6 +38,17 @@ def _holds_split(value: Any) -> bool:
     return isinstance(value, DomainTensor) or (
         isinstance(value, list | tuple) and any(map(_holds_split, value))
     )
+
+
+def reattached(value: Any) -> set[str]:
+    """Name the methods of a sharded module that Lightning attaches to a callback in each run."""
+    held: dict[str, Any] = getattr(value, "__dict__", {})
+    owners = {name: getattr(held.get(name), "__self__", None) for name in ("log", "log_dict")}
+    return {
+        name
+        for name, owner in owners.items()
+        if isinstance(owner, nn.Module) and own_class(owner)[0] is not type(owner)
+    }
 
 
 def plain_copy(module: nn.Module, full: Callable[[Any], Any]) -> nn.Module:
@@ -69,9 +81,9 @@ class _Copy:
         cls, mixed_in = own_class(module)
         result = self._made[id(module)] = object.__new__(cls)
         held = vars(module)
-        ours = _own_hooks(held)
+        ours, left_out = _own_hooks(held), mixed_in | reattached(module)
         for key, value in held.items():
-            if key in mixed_in or key.startswith(_TORCH):
+            if key in left_out or key.startswith(_TORCH):
                 continue
             if "_hook" in key and isinstance(value, dict):
                 value = type(value)((n, hook) for n, hook in value.items() if n not in ours)

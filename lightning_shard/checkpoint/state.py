@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.foreign import by_index, plain_name
-from lightning_shard.checkpoint.plain_module import is_changed, plain_copy
+from lightning_shard.checkpoint.plain_module import is_changed, plain_copy, reattached
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
 from lightning_shard.processes.errors_together import copy_from_first
@@ -162,6 +162,10 @@ def full(value: Any, keep: bool = True) -> Any:
     if isinstance(value, nn.Module) and is_changed(value):  # among hyper-parameters
         copied = plain_copy(value, lambda v: full(v, keep))
         return copied if keep else None
+    if names := reattached(value):  # a callback among hyper-parameters
+        value = copy.copy(value)
+        for name in names:
+            del vars(value)[name]
     return value
 
 
