@@ -35,6 +35,7 @@ from lightning_shard.checkpoint.state import (
 from lightning_shard.data.split import shard_batch
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.fsdp.materialize import is_deferred
+from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.batches_once import BatchesOnce, datasets_in, versions
 from lightning_shard.lab.least_tiles import LeastTiles, data_of, least_tiles
@@ -81,6 +82,7 @@ class TiledStrategy(HybridShardStrategy):
         self,
         tiles: int | str | Sequence[int] = 8,
         tile_memory: str | None = None,
+        tile_budget: str | None = None,
         **options: Any,
     ) -> None:
         """Describe the tiles.
@@ -90,6 +92,8 @@ class TiledStrategy(HybridShardStrategy):
                 `[2, 4]`. "auto": the least number along the first dim that fits the device, found
                 as the first stage begins.
             tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
+            tile_budget: Bytes that tiles may have on the device, such as "8GB": only what is above
+                travels. By default all that a tile holds leaves when another one has its turn.
             options: Further arguments of `HybridShardStrategy`.
 
         Raises:
@@ -103,7 +107,8 @@ class TiledStrategy(HybridShardStrategy):
                     "HybridShardStrategy on several devices."
                 )
         super().__init__(data_parallel_size=1, domain_parallel_size=sizes, **options)
-        self._arguments = {"tiles": tiles, "tile_memory": tile_memory, **options}
+        own = {"tiles": tiles, "tile_memory": tile_memory, "tile_budget": tile_budget}
+        self._arguments = own | options
         if self.sharding_options.compile_blocks:
             raise ValueError(
                 "compile_blocks hides from tiles what is computed inside of a graph, so it cannot "
@@ -111,6 +116,7 @@ class TiledStrategy(HybridShardStrategy):
             )
         OneDevice(torch.device("cpu"), folder=tile_memory)  # refuses a folder that is none
         self.tiles, self.tile_memory = sizes, tile_memory
+        self.budget = None if tile_budget is None else bytes_of(tile_budget, "tile_budget")
         self.chosen: LeastTiles | None = None  # for "auto", once it is known
         self._is_auto = tiles == "auto"
         self.batches: BatchesOnce | None = None
@@ -278,7 +284,7 @@ class TilesLauncher(Launcher):
         strategy.choose_tiles(trainer.state.fn, args, kwargs, trainer.precision)
         module, ranks = strategy.lightning_module, math.prod(strategy.tiles)
         assert isinstance(module, LightningModule)
-        shared = OneDevice(strategy.root_device, folder=strategy.tile_memory)
+        shared = OneDevice(strategy.root_device, strategy.budget, strategy.tile_memory)
         strategy.batches = batches = BatchesOnce(ranks)
         strategy.has_failed = False
         calls = _calls(function, args, kwargs, module, [*self._kept(strategy, trainer)], ranks)

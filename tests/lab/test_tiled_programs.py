@@ -241,6 +241,7 @@ def test_draws_the_numbers_of_one_process() -> None:
     assert_random("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 def test_draws_the_numbers_of_one_process_on_a_device() -> None:
     assert_random("xpu")

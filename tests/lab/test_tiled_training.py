@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -156,6 +157,7 @@ def test_trains_as_one_process(workload: str, tiles: Any) -> None:
 def test_trains_on_a_device() -> None:
     compare("unet", "xpu", 2)
     compare("tfno", "xpu", (2, 2))
+    compare("vit", "xpu", 2, tile_budget="100KiB")
 
 
 @pytest.mark.slow
@@ -377,8 +379,22 @@ def test_refuses_what_it_cannot() -> None:
         TiledStrategy(2, sharding=ShardingOptions(compile_blocks=True))
     with pytest.raises(ValueError, match="give a directory that exists"):
         TiledStrategy(2, tile_memory="/nowhere/at/all")
+    with pytest.raises(ValueError, match=r"tile_budget must be a size such as \"8GB\""):
+        TiledStrategy(2, tile_budget="much")
     with pytest.raises(ValueError, match=r"got 2 devices on 1 nodes. Use devices=1, or Hybrid"):
         train(Stranger(), devices=2)
+    with pytest.raises(ValueError, match=r"got 1 devices on 2 nodes. Use devices=1, or Hybrid"):
+        train(Stranger(), num_nodes=2)
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+    ranks = dict.fromkeys(names, "0") | {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }  # fmt: skip
+    with (
+        mock.patch.dict(os.environ, ranks),
+        pytest.raises(ValueError, match=r"1 nodes, started by torchrun. Use devices=1, or Hybrid"),
+    ):
+        train(Stranger())
     with pytest.raises(RuntimeError, match=r"return new tensors, such as x / 2 for x.div_"):
         train(InPlace())
     with pytest.raises(TypeError, match=r"cannot be copied \(cannot pickle.*make it in setup"):

@@ -311,9 +311,13 @@ class Pager:
     def _make_room(self, count: int) -> None:
         """Let leave what is needed last, until so many bytes fit."""
         assert self.budget is not None
+        if self.pages.near + count > self.budget:
+            with without_modes():  # such as that of fake tensors, by which DTensor finds shapes
+                self._send_until_fits(count)
+
+    def _send_until_fits(self, count: int) -> None:
+        assert self.budget is not None
         pages = self.pages
-        if pages.near + count <= self.budget:
-            return
         self._free_leaving(0)
         is_new = False
         while pages.near + count > self.budget:
