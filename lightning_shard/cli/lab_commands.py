@@ -52,6 +52,9 @@ class LabCLI(lightning_cli.ShardCLI):
         if domain == "auto":
             domain = domain_that_is_left(self.processes, data) if self.processes else 2
         self.domain = tuple(domain) if isinstance(domain, list | tuple) else (domain or 1,)
+        self.tiles = self.config["fit"].tiles
+        if self.tiles is not None:
+            self.domain, self.processes = (2,) if self.tiles == "auto" else tuple(self.tiles), 1
         shard_dims = strategy_options(trainer).get("shard_dims")
         precision = {} if trainer.precision is None else {"precision": trainer.precision}
         self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # what changes it
@@ -67,6 +70,14 @@ class LabCLI(lightning_cli.ShardCLI):
             print(found)
             written = found.save(self.own.output or self.folder or ".")
             print(f"written to {written}", file=sys.stderr)
+        elif self.tiles is not None:
+            if self.tiles == "auto":
+                raise UsageError(
+                    "auto asks the device of a run; give plan a number of tiles, such as --tiles 8"
+                )
+            with as_usage_error(ValueError):
+                cluster = self.own.cluster
+                print(plan(self.model, source, tiles=self.tiles, cluster=cluster, **self.step))
         else:
             mesh = self._mesh()
             print(plan(self.model, source, mesh, cluster=self.own.cluster, **self.step))

@@ -12,6 +12,7 @@ from lightning_shard.lab.aligned import aligned
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import Prediction
 from lightning_shard.lab.run import Mesh
+from lightning_shard.lab.timeline import HOST_RATES
 from lightning_shard.processes.mesh import Sharding
 
 NAME = "plan"
@@ -42,12 +43,14 @@ class Setting:
         sharding: The mode of `ShardingOptions`.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
         activation_offload: If true, they lie in the host's memory until backward.
+        in_turns: True if the ranks are tiles, which take turns on the one device.
     """
 
     mesh: Mesh
     sharding: Sharding = "full"
     activation_checkpointing: bool = False
     activation_offload: bool = False
+    in_turns: bool = False
 
     @property
     def ranks(self) -> int:
@@ -55,8 +58,15 @@ class Setting:
         return math.prod(self.mesh[1:])
 
     @property
+    def name(self) -> str:
+        """The mesh or the tiles, in words."""
+        return f"{_by(self.mesh[1:])} tiles" if self.in_turns else _by(self.mesh)
+
+    @property
     def kept(self) -> str:
         """The fate of the activations of blocks, in words."""
+        if self.in_turns:
+            return "on the host"
         if self.activation_checkpointing:
             return "computed again"
         return "offloaded" if self.activation_offload else "kept"
@@ -92,6 +102,8 @@ class Candidate:
         parts = {words: getattr(self.forecast, name) for name, (words, _) in TIMES.items()}
         name = max(parts, key=lambda part: parts[part])
         share = parts[name] / self.forecast.seconds if self.forecast.seconds else 0.0
+        if self.setting.in_turns and name == TIMES["exchange"][0]:
+            name = "link to the host"
         return f"{name} {share:.0%}" if self.fits else "memory"
 
     @property
@@ -179,7 +191,7 @@ class Ranking:
     def _row(self, each: Candidate) -> tuple[str, ...]:
         cost = self.cost_of_epoch(each)
         return (
-            _by(each.setting.mesh),
+            each.setting.name,
             each.setting.sharding,
             each.setting.kept,
             f"{each.forecast.seconds:.3g}",
@@ -197,13 +209,15 @@ class Ranking:
             setting = candidate.setting
             lines.append(
                 f"The largest field that fits: about {_by(extents)} instead of {_by(self.extents)},"
-                f" on {_by(setting.mesh)} with activations {setting.kept}."
+                f" on {setting.name} with activations {setting.kept}."
             )
-        fits = {each.setting.mesh for each in self.candidates}
-        meshes = dict.fromkeys(each.setting.mesh for each in self.too_large)
+        fits = {each.setting.mesh for each in self.candidates if not each.setting.in_turns}
+        in_turns = [each for each in self.too_large if each.setting.in_turns]
+        meshes = dict.fromkeys(e.setting.mesh for e in self.too_large if e not in in_turns)
         if names := [_by(mesh) for mesh in meshes if mesh not in fits]:
             size = self.cluster.device.memory / GIB
             lines.append(f"Does not fit into {size:.1f} GiB: {', '.join(names)}.")
+        lines += [_host_note(each) for each in self.candidates if each.setting.in_turns]
         lines += [f"{_by(mesh)} cannot train it: {why}" for mesh, why in self.refused.items()]
         if self.slower:
             names = ", ".join(map(_by, self.slower))
@@ -229,12 +243,17 @@ def overlay(found: Ranking) -> str:
         sharding["activation_checkpointing"] = True
     if setting.activation_offload:
         sharding["activation_offload"] = True
-    arguments = {
-        "data_parallel_size": setting.mesh[0],
-        "domain_parallel_size": domain if len(domain) > 1 else domain[0],
-        "sharding": sharding,
-    }
-    strategy = {"class_path": "lightning_shard.HybridShardStrategy", "init_args": arguments}
+    sizes = domain if len(domain) > 1 else domain[0]
+    if setting.in_turns:
+        name, arguments = "TiledStrategy", {"tiles": sizes, "sharding": sharding}
+    else:
+        name = "HybridShardStrategy"
+        arguments = {
+            "data_parallel_size": setting.mesh[0],
+            "domain_parallel_size": sizes,
+            "sharding": sharding,
+        }
+    strategy = {"class_path": f"lightning_shard.{name}", "init_args": arguments}
     trainer = {"devices": cluster.per_node, "num_nodes": cluster.nodes, "strategy": strategy}
     head = (
         f"# Written by plan --best for {cluster}:\n"
@@ -270,7 +289,7 @@ def picture(found: Ranking) -> Any:
     sizes = [each.forecast.memory / GIB for each in shown]
     memory.barh(places, sizes, color=[FITS if each.fits else TOO_LARGE for each in shown])
     memory.axvline(found.cluster.device.memory / GIB, color="#cc0000", label="memory of a device")
-    names = [f"{_by(each.setting.mesh)} {each.setting.kept}" for each in shown]
+    names = [f"{each.setting.name} {each.setting.kept}" for each in shown]
     times.set_yticks(places, names)
     times.invert_yaxis()
     times.set_xlabel("milliseconds for a sample")
@@ -281,6 +300,16 @@ def picture(found: Ranking) -> Any:
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"{found.cluster.origin}\n{found.cluster}", fontsize="medium")
     return figure
+
+
+def _host_note(each: Candidate) -> str:
+    forecast = each.forecast
+    moved = forecast.to_host + forecast.from_host
+    times = ", ".join(f"{name} {moved / rate:.2g} s" for name, rate in HOST_RATES.items())
+    return (
+        f"{each.setting.name} keep {forecast.on_host / GIB:.3g} GiB on the host, and move "
+        f"{moved / GIB:.3g} GiB in a step: {times}."
+    )
 
 
 def _by(sizes: tuple[int, ...]) -> str:

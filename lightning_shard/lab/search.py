@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_shard.processes.narrow import is_mapping
 
 OTHER_MODES: tuple[Sharding, ...] = ("gradients", "none", "hybrid")
 TRIED_IN_ALL_MODES = 3  # of the fastest meshes
+MOST_TILES = 64
 FOR_MESHES = 0.8  # of the time; the rest is for modes
 
 
@@ -37,7 +38,8 @@ def best(
     """Rank meshes, sharding modes, and what is kept of activations, by samples a second.
 
     Each mesh is predicted with parameters sharded over all ranks, and with all activations kept.
-    Where that does not fit, activations are computed again, or offloaded. A setting is not
+    Where that does not fit, activations are computed again, or offloaded; on one device, tiles take
+    turns, too (`TiledStrategy`). A setting is not
     predicted whose share of the activations of a smaller domain is already too large, nor a split
     along several dims where as many ranks along one dim would be slower than another mesh if they
     exchanged nothing. The fastest meshes are predicted with the other sharding modes.
@@ -73,6 +75,9 @@ def best(
     for mesh in lines:
         if not is_late():
             search.save_memory(mesh)
+    is_kept = any(each.fits and each.setting == Setting((1, 1)) for each in search.tried)
+    if cluster.devices == 1 and not is_kept:
+        search.try_tiles(max(extents[:1], default=0), is_late)
     for mesh in blocks:
         if search.cannot_win(mesh):
             found.slower.append(mesh)
@@ -151,15 +156,26 @@ class _Search:
         for way in filter(self._may_fit, ways):
             self.try_setting(way)
 
+    def try_tiles(self, rows: int, is_late: Callable[[], bool]) -> None:
+        """Predict 2, 4, 8 tiles and so on of a field of so many rows, until it fits the device."""
+        tiles = 2
+        while tiles <= min(rows, MOST_TILES) and not is_late():
+            self.try_setting(Setting((1, tiles), in_turns=True))
+            if any(each.setting.in_turns and each.fits for each in self.tried):
+                return
+            tiles *= 2
+
     def try_setting(self, setting: Setting) -> None:
         """Predict a setting, unless its mesh cannot train the module."""
         if setting.mesh in self.refused:
             return
         try:
+            tiles = {"tiles": setting.mesh[1:]} if setting.in_turns else {}
+            mesh = (1, 1) if setting.in_turns else setting.mesh
             forecast = predict(
-                self.module, self.data, setting.mesh, self.cluster, sharding=setting.sharding,
+                self.module, self.data, mesh, self.cluster, sharding=setting.sharding,
                 activation_checkpointing=setting.activation_checkpointing,
-                activation_offload=setting.activation_offload, **self.options,
+                activation_offload=setting.activation_offload, **tiles, **self.options,
             )  # fmt: skip
         except (UnsupportedOperationError, ValueError) as error:
             self.refused[setting.mesh] = str(error)

@@ -287,6 +287,25 @@ def test_finds_the_number_of_tiles(
     assert re.search(r"note: \d tiles?: a step needs .* KiB, 75% of", capsys.readouterr().err)
 
 
+@QUIET
+def test_plans_and_checks_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The config of a run in tiles is that of plan and check, too."""
+    run(tmp_path, "fit", "--tiles", "2x2", "--trainer.max_steps", "1")
+    run(tmp_path, "plan", "--cluster", "1xH100")
+    words = capsys.readouterr().out
+    assert "2x2 tiles in turns on one device" in words
+    assert "NVLink-C2C" in words
+    run(tmp_path, "check")
+    assert "2x2 ranks equals that of one process" in capsys.readouterr().out
+    for more, said in (
+        (["--tiles", "auto"], "give plan a number of tiles, such as --tiles 8"),
+        (["--cluster", "8xH100"], "and give a cluster of one device, such as 1xH100"),
+    ):
+        with pytest.raises(SystemExit):
+            run(tmp_path, "plan", *more)
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

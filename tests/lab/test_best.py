@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, ShardingOptions
+from lightning_shard import HybridShardStrategy, ShardingOptions, TiledStrategy
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab import search
 from lightning_shard.lab.machine import read_cluster
@@ -31,6 +31,9 @@ class Step:
     parameters_traffic: float
     memory: int
     samples: int
+    on_host: int = 0
+    to_host: int = 0
+    from_host: int = 0
     memory_by_cause: dict = field(default_factory=lambda: {"parameters": GB})
 
     @property
@@ -46,11 +49,17 @@ class Machine:
 
     def __call__(
         self, module, data, mesh, cluster, *, shard_dims, sharding, activation_checkpointing,
-        activation_offload,
+        activation_offload, tiles=(),
     ):  # fmt: skip
         checkpointing, offload = activation_checkpointing, activation_offload
         self.asked.append((mesh, sharding, checkpointing, offload))
         ranks = prod(mesh[1:])
+        if tiles:
+            return Step(
+                compute=1, exchange=3, parameters_traffic=0, samples=1,
+                memory=int(GB + self.size / prod(tiles)), on_host=self.size, to_host=2 * self.size,
+                from_host=3 * self.size,
+            )  # fmt: skip
         if mesh == (1, 2, 2):
             raise UnsupportedOperationError("torch.sort along a split dim")
         kept = (1 / 4 if checkpointing else 1) / (2 if offload else 1)
@@ -124,6 +133,26 @@ def test_nothing_fits(tmp_path):
     assert ranking.save(tmp_path) == tmp_path
     with pytest.raises(ValueError, match="no setting fits"):
         overlay(ranking)
+
+
+def test_tiles_where_one_device_is_too_small():
+    ranking, _ = found(600 * GB, "1xH100", shape=(1, 64, 64))
+    only, *modes = [each for each in ranking.candidates if each.setting.in_turns]
+    assert [each.setting.sharding for each in (only, *modes)] == ["full", "gradients", "none"]
+    # 2 and 4 do not fit, and more move more
+    assert {each.setting.mesh for each in (only, *modes)} == {(1, 8)}
+    assert only.limit == "link to the host 75%"
+    words = str(ranking)
+    assert "8 tiles" in words
+    assert (
+        "8 tiles keep 559 GiB on the host, and move 2.79e+03 GiB in a step: PCIe 4 1.2e+02 s"
+        in words
+    )
+    ranking.candidates = [only]
+    strategy = yaml.safe_load(overlay(ranking))["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_shard.TiledStrategy"
+    assert TiledStrategy(**strategy["init_args"] | {"sharding": "full"}).tiles == (8,)
+    assert not any(each.setting.in_turns for each in found(GB, "1xH100")[0].candidates)
 
 
 def test_hybrid_needs_nodes():
