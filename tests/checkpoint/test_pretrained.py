@@ -235,7 +235,7 @@ class Wide(nn.Module):
 
 @pytest.mark.spmd(4)
 def test_no_rank_reads_or_holds_the_whole():
-    """Of 256 MiB: pages of the file that a rank touched, and all its memory at the peak."""
+    """Of 256 MiB: pages of the file that a rank mapped, and all its memory at the peak."""
     path = shared_path("model.safetensors")
     whole = 8 * 8192 * 1024 * 4 / 1024  # KiB
     if dist.get_rank() == 0:
@@ -252,8 +252,8 @@ def test_no_rank_reads_or_holds_the_whole():
     peak = kilobytes("/proc/self/status", "VmHWM") - before
     read = kilobytes("/proc/self/smaps", "Rss", str(path))
     print(f"of {whole:.0f} KiB: {read} KiB of the file mapped, {peak} KiB at the peak")
-    assert 0.25 * whole <= read < 0.5 * whole
-    assert peak < 0.75 * whole  # a quarter in the file's pages, a quarter as shards, and the rest
+    assert read < 0.05 * whole  # what a rank needs is read into its own memory
+    assert 0.25 * whole < peak < 0.5 * whole  # a quarter as shards, and the rest
     dist.barrier()
     if dist.get_rank() == 0:
         path.unlink()
