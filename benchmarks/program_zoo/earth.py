@@ -109,8 +109,8 @@ def torchgeo_change_detection() -> Parts:
     return Parts(task.double(), data, strategy=dims, stages=("fit", "test"))
 
 
-# with two samples the batch norms of the heads give +1 and -1, whatever the images are, and the
-# gradients are rounding: so these learn from four
+# with two samples the batch norms of the heads give nearly +1 and -1, whatever the images are, and
+# rounding weighs more in the gradients (docs/gallery.md): so these learn from four
 def unlabelled(task: Any, size: int = 64) -> Parts:
     data = fields(8, lambda i: {"image": numbers(3, size, size, seed=i).sigmoid()})
     return Parts(task.double(), data, batch=4)

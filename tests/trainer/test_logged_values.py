@@ -180,6 +180,22 @@ def test_a_scheduler_that_is_stepped_by_hand():
         fit(ByHand(), epochs=4)
 
 
+@pytest.mark.spmd(2)
+def test_the_way_out_of_values_of_each_replica():
+    """The error names `sync_dist=True`, with which all follow the mean: 0, 0.5 and 1 here."""
+
+    def logs(sync):
+        return lambda m: m.log("score", float(m.global_rank * m.current_epoch), sync_dist=sync)
+
+    with pytest.raises(
+        DisagreementError, match=r"'score'.*log it on all ranks, with sync_dist=True"
+    ):
+        fit(Logs(validate=logs(sync=False), plateau=True), epochs=4)
+    module = Logs(validate=logs(sync=True), plateau=True)
+    fit(module, epochs=4)
+    assert module.rates == pytest.approx([0.1, 0.1, 0.01, 0.001])
+
+
 class LogsLate(Logs):
     """Logs after the values of the epoch were compared."""
 
