@@ -112,7 +112,7 @@ def draw(images: dict[str, Any], path: Path) -> None:
             axis.set_title("one process")
         else:
             shown = axis.imshow(np.log10(field + 1e-17), vmin=-16, vmax=0)
-            axis.set_title(f"difference, {way}")
+            axis.set_title(f"difference,\n{way}")
         axis.set_axis_off()
     figure.colorbar(shown, ax=axes, label="log10 of the difference", shrink=0.8)
     figure.savefig(path, dpi=110, bbox_inches="tight")
