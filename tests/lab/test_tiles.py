@@ -74,7 +74,7 @@ def test_equals_one_process(tiles: int | tuple[int, ...]) -> None:
 
 def test_refuses_what_it_cannot() -> None:
     module, x = network(), field(1, 3, 8, 8)
-    for tiles in (0, -1, True, 2.5, None, "8x", "8", (2, 0), (2.0, 2), []):
+    for tiles in (0, -1, True, 2.5, None, "8x", "x8", (2, 0), (2.0, 2), []):
         with pytest.raises(ValueError, match=r"tiles must be a number from 1 on.*got ") as refused:
             in_tiles(module, tiles).__enter__()
         assert str(refused.value).endswith(f"got {tiles!r}.")
