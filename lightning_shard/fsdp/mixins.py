@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-_STATE = "_mixed_in"  # attribute of a class: the attributes that its mixin sets
+from lightning_shard.tensor.kind import MIXED_IN
 
 
 def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
@@ -16,7 +16,7 @@ def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
     cls = type(module)
     if not isinstance(module, mixin):
         metaclass: Any = type(cls)  # the class's own
-        marks: dict[str, Any] = {"__module__": cls.__module__, _STATE: frozenset(state)}
+        marks: dict[str, Any] = {"__module__": cls.__module__, MIXED_IN: frozenset(state)}
         module.__class__ = metaclass(cls.__name__, (mixin, cls), marks)
     module.__dict__.update(state)
 
@@ -27,7 +27,7 @@ def own_class(module: nn.Module) -> tuple[type[Any], frozenset[str]]:
     FSDP2's own mixin is one of them.
     """
     cls, state = type(module), frozenset[str]()
-    while _STATE in vars(cls) or cls.__bases__[0] is FSDPModule:
-        state |= vars(cls).get(_STATE, frozenset())
+    while MIXED_IN in vars(cls) or cls.__bases__[0] is FSDPModule:
+        state |= vars(cls).get(MIXED_IN, frozenset())
         cls = cls.__bases__[1]
     return cls, state
