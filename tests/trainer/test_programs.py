@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
+from lightning_shard import gather
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.fsdp import meeting
 from lightning_shard.trainer.report.facts import mesh_table
@@ -96,6 +100,36 @@ class Draws(Featured):
             ):
                 batch["y"].tolist()
         dist.barrier()
+
+
+class Pictures(Logger):
+    """Keeps arrays on rank 0, as Lightning's loggers draw there alone."""
+
+    name, version = "pictures", 0
+    log_metrics = log_hyperparams = lambda *_, **__: None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return SimpleNamespace(add_image=lambda _, x: self.drawn.append(np.asarray(x)))
+
+
+class Logs(Featured):
+    """Gives a logger the whole of a split tensor, which all ranks gather."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.logger.experiment.add_image("x", gather(batch["x"]))
+
+
+@pytest.mark.spmd(2)
+def test_pictures_of_whole_tensors_for_a_logger() -> None:
+    logger = Pictures()
+    fit_sharded(Logs(), (2,), limit_train_batches=1, limit_val_batches=0, logger=logger)
+    assert [x.shape for x in logger.drawn] == [(4, 1, 9, 7)] * (dist.get_rank() == 0)
 
 
 @pytest.mark.spmd(2)
