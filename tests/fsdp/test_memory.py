@@ -17,6 +17,7 @@ from lightning_shard.fsdp.blocks import blocks
 from lightning_shard.processes.mesh import make_mesh
 from lightning_shard.trainer import sharding
 from tests import training
+from tests.pairs import choose
 
 
 class Steps(LightningModule):
@@ -121,8 +122,7 @@ class Count(Callback):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("domain", [2, 1])
-@pytest.mark.parametrize("name", ["perceptron", "views"])
+@pytest.mark.parametrize(("name", "domain"), choose(["perceptron", "views"], [2, 1]))
 def test_whole_parameters_are_given_back(name: str, domain: int) -> None:
     """Before the second step a rank holds its parts of parameters, gradients and momentum."""
     make, shape, _ = PROGRAMS[name]

@@ -20,6 +20,7 @@ from lightning_shard.lab.machine import Cluster, Collective, Cost, Device, Link
 from lightning_shard.lab.predict import predict, rank_inside
 from lightning_shard.lab.run import Task, on_each_rank, run_here
 from lightning_shard.processes.torch_private.internals import base_of
+from tests.pairs import choose
 
 SLOW = pytest.mark.slow
 SNAIL = Device("slow", 10**9, {"float32": 1e6, "float64": 1e5}, 1e9, 1e-9, "made up")
@@ -321,7 +322,7 @@ def ones(*shape):
     return DataLoader([2 * torch.ones(shape)], batch_size=None)
 
 
-@pytest.mark.parametrize("way", ["logged", "checked", "normalized"])
+@pytest.mark.parametrize("way", choose(["logged", "checked", "normalized"], fast=["normalized"]))
 def test_numbers_that_change_nothing_are_not_needed(way):
     found = predict(Reads(way), ones(1, 2, 16, 16), 2, cluster(2))
     assert not found.is_measured
@@ -329,8 +330,7 @@ def test_numbers_that_change_nothing_are_not_needed(way):
     assert found.sent_for_parameters == plain.sent_for_parameters
 
 
-@pytest.mark.parametrize("way", ["counted", "masked"])
-@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+@pytest.mark.parametrize(("way", "mesh"), choose(["counted", "masked"], ["1x1", "1x2"]))
 def test_a_step_that_needs_numbers_is_measured(way, mesh):
     found = predict(Reads(way), ones(1, 2, 16, 16), mesh, cluster(1 if mesh == "1x1" else 2))
     plain = predict(Net(8), ones(1, 2, 16, 16), mesh, cluster(1 if mesh == "1x1" else 2))

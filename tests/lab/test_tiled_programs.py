@@ -144,6 +144,7 @@ def test_evaluates_as_one_process(stage: str, kind: str) -> None:
     assert_evaluates("cpu", 2, [(stage, kind)])
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 def test_evaluates_on_a_device() -> None:
     assert_evaluates("xpu", (2, 2), STAGES[::4])

@@ -304,6 +304,7 @@ def test_is_one_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert words[:6] == words[6:]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 def test_is_one_trainer_on_a_device() -> None:
     """Random numbers of the device go on as those of one process."""
