@@ -4,16 +4,22 @@
     python -m benchmarks.tiles coder
     python -m benchmarks.tiles largest
     python -m benchmarks.tiles cap
+    python -m benchmarks.tiles fit --folder /scratch
 
 The device is the fake XPU of the tests, which counts every storage in the memory of the host: peaks
 are those of a device, times are not. Peaks are MiB above the weights. The error is the largest
 difference from the whole field, relative to the largest value. "largest" counts a training step of
 a U-Net at 512² in each way, and computes the largest square that fits in 1 GiB, for peaks grow with
-the number of pixels. "cap" trains a step in 16 tiles on a device that has no room for more. Needs a
-C++ compiler and a checkout.
+the number of pixels. "cap" trains a step in 16 tiles on a device that has no room for more. "fit"
+trains on the CPU by a Trainer, in processes that may take 1 GiB more than they hold as they
+begin (RLIMIT_DATA of Linux): plain, and in tiles that wait in files. All but that need a C++
+compiler and a checkout.
 """
 
 import argparse
+import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "fit" not in sys.argv:
     from tests import fake_xpu
 
     fake_xpu.install(devices=1, memory_bytes=56 * 2**20 if "cap" in sys.argv else 2**34)
@@ -166,18 +172,80 @@ def cap() -> None:
     print(f"16 tiles: trained, {peak_of(of_tiles(16), 768) / MIB:.1f} MiB beside the gradients")
 
 
+def fit(tiles: int, resolution: int, folder: str) -> None:
+    """Train two steps of a U-Net with a Trainer, with 1 GiB above what is held before."""
+    import resource
+
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_shard import TiledStrategy, plan
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = UNet(32)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters())
+
+    module, field = Module(), torch.randn(3, resolution, resolution)
+    data: Any = torch.utils.data.DataLoader([field, field])  # pyright: ignore[reportArgumentType]
+    planned = plan(module, data, tiles=tiles) if tiles else plan(module, data)
+    strategy: Any = TiledStrategy(tiles, tile_memory=folder) if tiles else "auto"
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    held = re.search(r"VmData:\s+(\d+)", status)
+    assert held is not None
+    limit = int(held[1]) * 1024 + GIB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    begin = time.process_time()
+    Trainer(
+        accelerator="cpu", devices=1, max_steps=2, strategy=strategy, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(module, data)  # fmt: skip
+    waits = f", {planned.on_host / MIB:,.0f} MiB in files" if tiles else ""
+    print(
+        f"{tiles or 'no'} tiles, {resolution}²: trained, {planned.memory / MIB:,.0f} MiB planned"
+        f"{waits}, {time.process_time() - begin:.0f} CPU s"
+    )
+
+
+def fit_each(folder: str, resolution: int) -> None:
+    """Train plainly and in tiles, each in a process of its own."""
+    # what a tile frees goes back to the system at once, and is not kept for its thread
+    own = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    for tiles in (0, 8):
+        words = ["fit", "--folder", folder, "--tiles", str(tiles), "--resolution", str(resolution)]
+        found = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.tiles", *words],
+            check=False, capture_output=True, text=True, env=own,
+        )  # fmt: skip
+        said = (found.stdout if not found.returncode else found.stderr).strip().splitlines()
+        print(said[-1] if not found.returncode else f"{tiles or 'no'} tiles: {said[-1]}")
+
+
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["volume", "coder", "largest", "cap"])
+    parser.add_argument("part", choices=["volume", "coder", "largest", "cap", "fit"])
+    parser.add_argument("--folder", default=".", help="where tiles wait in files")
+    parser.add_argument("--tiles", type=int, help="train in so many tiles alone, or plainly in 0")
     parser.add_argument("--picture", type=Path, help="the file that is written")
     parser.add_argument("--resolution", type=int, default=512, help="at which a step is counted")
     options = parser.parse_args()
+    if options.part == "fit" and options.tiles is not None:
+        torch.set_num_threads(1)
+        fit(options.tiles, options.resolution, options.folder)
+        return
     torch.set_num_threads(1)
     torch.manual_seed(0)
     describe()
     if options.part in ("volume", "coder"):
         compare(volume() if options.part == "volume" else coder(), options.picture)
+    elif options.part == "fit":
+        fit_each(options.folder, options.resolution)
     elif options.part == "largest":
         largest(options.resolution)
     else:
