@@ -450,8 +450,8 @@ def _writing_operators() -> dict[Any, list[int | str]]:
         if written and schema.name.startswith("aten::"):
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
             operator = getattr(packet, schema.overload_name or "default", None)
-            if operator is not None:
-                found[operator] = written
+            if operator is not None and torch.Tag.inplace_view not in operator.tags:
+                found[operator] = written  # detach_ and its like change no values
     return found
 
 
