@@ -1,5 +1,6 @@
 """Reads `--tiles` and `--tile_memory`, with which one device computes a field in tiles."""
 
+import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pydoc import locate
@@ -102,6 +103,8 @@ def builder(command: str, config: Any, build: Callable[..., Any]) -> Callable[..
             return build(kind, *args, **options)
         options = {name: x for name, x in options.items() if name not in OPTIONS}
         if command == "predict":
+            known = inspect.signature(HybridShardStrategy).parameters
+            options = {name: x for name, x in options.items() if name in known}
             return build(HybridShardStrategy, *args, **options)
         where = {name: config[name] for name in OPTIONS}
         return build(TiledStrategy, *args, **where, **options)
