@@ -184,20 +184,29 @@ class _WithoutValidation(Callback):
             scheduler.strict = False
 
 
+_levels: dict[logging.Logger, int] = {}  # of the loggers that are silenced
+_silenced = 0  # how often: simulated ranks come and go in any order
+
+
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
     """Silence what Trainers print about themselves, while open."""
-    package = LightningModule.__module__.removesuffix(".core.module")
-    last_imported = rank_zero_module.log  # both packages print with that of one of them
-    loggers = [logging.getLogger(package), last_imported]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    global _silenced
+    if not _silenced:
+        package = LightningModule.__module__.removesuffix(".core.module")
+        last_imported = rank_zero_module.log  # both packages print with that of one of them
+        for logger in (logging.getLogger(package), last_imported):
+            _levels[logger] = logger.level
+            logger.setLevel(logging.ERROR)
+    _silenced += 1
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        _silenced -= 1
+        if not _silenced:
+            for logger, level in _levels.items():
+                logger.setLevel(level)
+            _levels.clear()
 
 
 def samples_of(batch: Any) -> int:

@@ -25,6 +25,8 @@ SHARED = {
     "domain/subdomain:_uncounted": "a write is looked for by its memory, which one rank has",
     "hosts:_chosen": "a program uses one package of Lightning",
     "hosts:_taken_for": "lists classes, which ranks share",
+    "lab/run:_levels": "loggers are the process's",
+    "lab/run:_silenced": "counts ranks",
     "lab/simulate:_running": "there is one simulation in a process",
     "lab/simulated/state:_attributes": "lists what each rank has of its own",
     "lab/simulated/state:_count": "counts modules, which ranks share",

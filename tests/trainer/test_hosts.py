@@ -1,5 +1,6 @@
 """Programs that import `pytorch_lightning` train as those of `lightning` do, in any order."""
 
+import logging
 import subprocess
 import sys
 
@@ -164,6 +165,7 @@ def test_check_takes_a_module_of_either_package_and_is_quiet(package, caplog):
     found = lightning_shard.check(module_of(package), loader(4), (1, 2), simulated=True)
     assert found.is_supported, found
     assert not caplog.records
+    assert rank_zero_module.log.isEnabledFor(logging.INFO)  # and Trainers print again
 
 
 def test_shared_files_do_without_lightning():
