@@ -511,6 +511,13 @@ def _interrupts(_: Any, loss: Tensor, __: Any) -> Tensor:
     return loss
 
 
+def _after(steps: int) -> dict[str, Tensor]:
+    """Return the weights that one process has after some steps."""
+    module = OfTile(lambda _, loss, __: loss)
+    Trainer(accelerator="cpu", max_steps=steps, **QUIET).fit(module, loader())
+    return module.state_dict()
+
+
 def _end(does: Any, error: type[BaseException], words: str, tiles: int = 3) -> BaseException:
     module = OfTile(does)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -520,8 +527,9 @@ def _end(does: Any, error: type[BaseException], words: str, tiles: int = 3) -> B
         runner.fit(module, loader())
     assert time.monotonic() - began < 20
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank")]
-    for name, value in before.items():  # not what no whole step has made
-        assert torch.equal(module.state_dict()[name], value)
+    found = module.state_dict()  # not what no whole step has made
+    made = [before, *map(_after, (1, 2))] if error is SystemExit else [before]
+    assert any(all(torch.allclose(found[n], s[n], rtol=1e-9) for n in found) for s in made)
     Trainer(accelerator="cpu", fast_dev_run=True, strategy=TiledStrategy(2), **QUIET).fit(
         Stranger(), loader()
     )  # the process can go on
@@ -529,7 +537,10 @@ def _end(does: Any, error: type[BaseException], words: str, tiles: int = 3) -> B
 
 
 def test_ends_when_one_tile_does_something_else() -> None:
-    """There is one error, soon, and the module is what it was."""
+    """There is one error, soon, and the module is what it was.
+
+    Ctrl-C may come so late that a whole step, or the next one, is made first.
+    """
     error = _end(_fails, LookupError, "a mistake of one tile")
     assert error.__notes__ == ["This is rank 1 of 3 simulated ones."]
     shown = "".join(traceback.format_exception(error))
