@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_shard import hosts
 from lightning_shard.checkpoint.state import full, load_optimizer_state
 from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.data.same_batch import check_same_batch
@@ -44,7 +43,7 @@ from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts, us
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
 from lightning_shard.trainer.sample_order import Stride
 from lightning_shard.trainer.split_summary import split_summary
-from lightning_shard.trainer.strategy import HybridShardStrategy
+from lightning_shard.trainer.strategy import HybridShardStrategy, register
 
 
 class FabricStrategy(ParallelStrategy):
@@ -454,15 +453,4 @@ def become_fabric(strategy: HybridShardStrategy) -> bool:
     return True
 
 
-def register() -> None:
-    """Give the strategy its name, once, and let Fabric take a HybridShardStrategy."""
-    if HybridShardStrategy.strategy_name not in STRATEGY_REGISTRY:
-        STRATEGY_REGISTRY.register(
-            HybridShardStrategy.strategy_name,
-            FabricStrategy,
-            description="FSDP2 and spatial domain decomposition on one device mesh",
-        )
-        hosts.introduce(HybridShardStrategy, "lightning.fabric.strategies.ParallelStrategy")
-
-
-register()
+register(STRATEGY_REGISTRY, FabricStrategy, "lightning.fabric.strategies.ParallelStrategy")

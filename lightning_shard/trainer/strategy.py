@@ -646,15 +646,25 @@ class HybridShardStrategy(NotCompiled):
         self.checkpoint_io.teardown()
 
 
-def register() -> None:
-    """Give the strategy its name, once."""
-    if HybridShardStrategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(
+def register(
+    registry: Any = StrategyRegistry,
+    kind: type = HybridShardStrategy,
+    base: str = "lightning.pytorch.strategies.ParallelStrategy",
+) -> None:
+    """Give the strategy its name in a registry, once, and let what asks for `base` take it.
+
+    Args:
+        registry: The registry of Lightning or of Fabric.
+        kind: The class that the name makes.
+        base: The class for which a Trainer or Fabric takes a HybridShardStrategy.
+    """
+    if HybridShardStrategy.strategy_name not in registry:
+        registry.register(
             HybridShardStrategy.strategy_name,
-            HybridShardStrategy,
+            kind,
             description="FSDP2 and spatial domain decomposition on one device mesh",
         )
-        hosts.introduce(HybridShardStrategy, "lightning.pytorch.strategies.ParallelStrategy")
+        hosts.introduce(HybridShardStrategy, base)
 
 
 register()
