@@ -165,14 +165,14 @@ def free_memory(device: torch.device, tile_memory: str | None) -> tuple[int, str
             "tiles save nothing on a CPU unless they wait in files; give tile_memory, a directory "
             "on a disk, or a number of tiles."
         )
-    found = dict(_limits())
+    found = [*_limits()]
     if not found:
         raise ValueError(
             "the free memory of this machine is not known, which only Linux tells; give a number "
             "of tiles."
         )
-    where = min(found, key=lambda name: found[name])
-    return max(0, found[where]), where
+    where, least = min(found, key=lambda limit: limit[1])
+    return max(0, least), where
 
 
 def _limits() -> Iterator[tuple[str, int]]:

@@ -147,3 +147,11 @@ def test_trains_in_as_many(
     assert caplog.text.count("3 tiles: a step needs") == 1
     for name, value in states[0].items():
         assert_same(states[1][name], value, name)
+
+
+def test_the_least_of_two_limits_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    of_process = "within the limit of this process"
+    limits = [(of_process, 500), (of_process, 900), ("in this machine", 700)]
+    monkeypatch.setattr(least, "_limits", lambda: iter(limits))
+    found = least.free_memory(CPU, str(tmp_path))
+    assert found == (500, of_process)
