@@ -1,15 +1,18 @@
 """Opens checkpoints of any kind for tools that look into them or convert them."""
 
+import zipfile
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.checkpoint.directory import is_sharded, read_directory
+from lightning_shard.checkpoint.directory import REST, is_sharded, read_directory
 from lightning_shard.checkpoint.foreign import as_lightning
 from lightning_shard.checkpoint.manifest import problem_of, read_manifest
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, compare_all, read_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor, tensors_in
 from lightning_shard.checkpoint.torch_file import read_torch_file
+from lightning_shard.processes.narrow import is_dict
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,25 @@ def open_checkpoint(path: Path, *, trusted: bool = False) -> Opened:
     return Opened(f"{kind}, one file", content, None, {})
 
 
+def hyperparameters(path: Path, *, trusted: bool = False) -> dict[str, Any]:
+    """Return the hyperparameters in a checkpoint; none where it needs code to be read.
+
+    Args:
+        path: A checkpoint; a file that is no zip archive, and one that is missing, have none.
+        trusted: True for a file that may hold objects, which then has no hyperparameters.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    file = path / REST if path.is_dir() else path
+    loaded: Any = None
+    if zipfile.is_zipfile(file):
+        with suppress(ValueError) if trusted else nullcontext():
+            loaded = read_torch_file(file, only="data.pkl")
+    found = loaded.get("hyper_parameters") if is_dict(loaded) else None
+    return found if is_dict(found) else {}
+
+
 def _directory(path: Path, trusted: bool) -> Opened:
     manifest = read_manifest(path) or {}
     if problem := problem_of(path):
@@ -71,11 +93,3 @@ def weights(opened: Opened) -> dict[str, Any]:
     """Give the weights by name, not read yet."""
     state = opened.content["state_dict"]
     return state.stored if isinstance(state, StoredState) else dict(state)
-
-
-def with_integer_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """Key an optimizer's state as `Optimizer.state_dict` does, instead of by names."""
-    held = [name for group in state["param_groups"] for name in group["params"]]
-    index = {name: i for i, name in enumerate(held)}
-    groups = [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]]
-    return {"state": {index[n]: v for n, v in state["state"].items()}, "param_groups": groups}

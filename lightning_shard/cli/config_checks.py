@@ -12,8 +12,9 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.cli.positions import Given
-from lightning_shard.cli.usage import UsageError, as_usage_error, nearest, nearest_file
+from lightning_shard.cli.usage import UsageError, as_usage_error, nearest_file
 from lightning_shard.processes.device import accelerators, device_of, sees_own_device_only
+from lightning_shard.processes.nearest import nearest
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 from lightning_shard.trainer.process_mesh import domain_that_is_left, misfit

@@ -8,20 +8,16 @@ come from a stranger, so it gives numbers, and texts only where nothing but a te
 import inspect
 import re
 import types
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from pydoc import locate
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_shard.checkpoint.directory import REST
-from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.cli.messages import SPEC
 from lightning_shard.cli.positions import Given
-from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.cli.usage import UsageError
 from lightning_shard.trainer.host import option_types
 
 NUMBERS = (bool, int, float, types.NoneType)
@@ -30,26 +26,6 @@ ANYTHING = (Any, object, list, tuple, dict)
 WORD = r"[\w -]*"  # neither the path of a class, nor YAML
 VALUES = (*NUMBERS, str, list, tuple)
 Stored = Mapping[str, Any]
-
-
-def hyperparameters(path: str | None, *, trusted: bool) -> dict[str, Any]:
-    """Return the hyperparameters in a checkpoint; none where it needs code to be read.
-
-    Args:
-        path: The option ckpt_path.
-        trusted: True if weights_only is false; a file of objects then has no hyperparameters.
-
-    Raises:
-        UsageError: The file cannot be read.
-    """
-    file = Path(path or "")
-    file = file / REST if file.is_dir() else file
-    loaded: Any = None
-    if zipfile.is_zipfile(file):  # neither "last" nor another format, which holds weights alone
-        with suppress(ValueError) if trusted else as_usage_error(ValueError):
-            loaded = read_torch_file(file, only="data.pkl")
-    found = loaded.get("hyper_parameters") if isinstance(loaded, dict) else None
-    return found if isinstance(found, dict) else {}
 
 
 def fill_in(spec: Any, given: Given, key: str, stored: Stored | None = None) -> Iterator[str]:

@@ -54,11 +54,11 @@ def doctor(_: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def try_two_processes(timeout_s: float = 60.0) -> tuple[bool, str]:
+def try_two_processes() -> tuple[bool, str]:
     """Try a gloo group of two processes that add a number: whether it works, and a sentence."""
     start = time.monotonic()
     try:
-        found = launch(_sum_of_ranks, processes=2, timeout_s=timeout_s)
+        found = launch(_sum_of_ranks, processes=2, timeout_s=60.0)
     except Exception as err:  # whatever fails here is the finding
         reason = str(err).strip().splitlines() or [""]
         return False, f"FAILED: {type(err).__name__}: {reason[-1]}"

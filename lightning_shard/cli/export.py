@@ -5,18 +5,16 @@ The end of OUT chooses what is written: `.safetensors` and `.pt`, `.pth` or `.bi
 """
 
 import argparse
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from lightning_shard.checkpoint.atomic import written_file
-from lightning_shard.checkpoint.open import Opened, open_checkpoint, weights, with_integer_keys
-from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
-from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of
-from lightning_shard.cli.usage import UsageError, as_usage_error, nearest
+from lightning_shard.checkpoint.one_file import content_for, write_content
+from lightning_shard.checkpoint.open import open_checkpoint, weights
+from lightning_shard.checkpoint.stored import bytes_of
+from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.processes.nearest import nearest
 
 
 def export(options: argparse.Namespace) -> None:
@@ -32,8 +30,10 @@ def export(options: argparse.Namespace) -> None:
     if options.strip:
         opened.content["state_dict"] = _without_prefix(weights(opened), options.strip)
     try:
-        with as_usage_error(ValueError), written_file(options.out) as file:
-            _write(opened, options.out, file)
+        content = content_for(options.out, opened)
+        bar: tqdm[Any] = tqdm(total=bytes_of(content), unit="B", unit_scale=True, desc="reading")
+        with as_usage_error(ValueError), written_file(options.out) as file, bar:
+            write_content(content, options.out, file, bar.update)
     except OSError as err:
         raise UsageError(err.strerror or str(err)) from err
     except (RuntimeError, TypeError) as err:  # torch's, of tensors that the format cannot hold
@@ -51,36 +51,3 @@ def _without_prefix(named: dict[str, Any], prefix: str) -> dict[str, Any]:
     if len(found) < len(named):
         raise UsageError(f"without '{prefix}' two weights would have one name")
     return found
-
-
-def _write(opened: Opened, out: Path, file: IO[bytes]) -> None:
-    """Write the kind of file that the end of `out` chooses, in which all parts are read."""
-    content: dict[str, Any] = weights(opened)
-    if out.suffix == ".ckpt":
-        content = dict(opened.content)
-        states = content.get("optimizer_states", [])
-        content |= {"optimizer_states": [with_integer_keys(s) for s in states]} if states else {}
-    if out.suffix == ".safetensors":
-        content = {k: v for k, v in content.items() if isinstance(v, Tensor | StoredTensor)}
-    bar: tqdm[Any] = tqdm(total=bytes_of(content), unit="B", unit_scale=True, desc="reading")
-    with bar:
-        if out.suffix != ".safetensors":
-            torch.save(_read(content, bar), file)
-            return
-        shapes = {name: tensor.shape for name, tensor in content.items()}
-        dtypes = {name: tensor.dtype for name, tensor in content.items()}
-        parts = (_read(content[name], bar) for name in in_order(content, dtypes))
-        write_safetensors(file, shapes, dtypes, parts)
-
-
-def _read(value: Any, bar: "tqdm[Any]") -> Any:
-    """Read nested tensors, and move the bar of bytes on."""
-    if isinstance(value, Tensor | StoredTensor):
-        whole = value.whole() if isinstance(value, StoredTensor) else value
-        bar.update(whole.numel() * whole.element_size())
-        return whole
-    if isinstance(value, StoredState):
-        value = value.stored
-    if isinstance(value, dict):
-        return {key: _read(v, bar) for key, v in value.items()}
-    return type(value)(_read(v, bar) for v in value) if type(value) in (list, tuple) else value

@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,24 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard.cli.config_checks import check, check_numbers, find_device
-from lightning_shard.cli.defaults import check_model, fill_in, hyperparameters
+from lightning_shard.checkpoint.open import hyperparameters
+from lightning_shard.cli.config_checks import check, check_numbers, find_device, strategy_options
+from lightning_shard.cli.defaults import check_model, fill_in
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.tiles import add_tiles, builder, check_tiles, predicting
-from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, is_first_rank, note, origin
+from lightning_shard.cli.tiles import OPTIONS, builder, check_tiles
+from lightning_shard.cli.usage import (
+    ENV_PREFIX,
+    UsageError,
+    as_usage_error,
+    exit_with,
+    is_first_rank,
+    note,
+    origin,
+)
+from lightning_shard.lab.predict_in_tiles import predicting
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
@@ -102,7 +111,8 @@ class ShardCLI(LightningCLI):
         for name, (default, text) in SWITCHES.items():
             how = {"type": bool, "nargs": "?", "const": True, "default": default, "help": text}
             parser.add_argument(f"--{name}", **how)
-        add_tiles(parser)
+        for name, (kind, text) in OPTIONS.items():
+            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the words and check the result; every mistake becomes a UsageError."""
@@ -125,8 +135,9 @@ class ShardCLI(LightningCLI):
         check_tiles(command, config)
         self.after_parsing(config.trainer)
         find_device(config.trainer)
-        path = config.get("ckpt_path")
-        stored = hyperparameters(path, trusted=config.get("weights_only") is False)
+        path, trusted = config.get("ckpt_path"), config.get("weights_only") is False
+        with as_usage_error(ValueError):
+            stored = hyperparameters(Path(path), trusted=trusted) if path else {}
         check_model(config.model, stored, str(path))
         for key, part in (("model", stored), ("data", None), ("trainer.strategy", None)):
             for sentence in fill_in(config.get(key), given, key, part):
@@ -157,10 +168,14 @@ class ShardCLI(LightningCLI):
             }
 
     def _run_subcommand(self, subcommand: str) -> None:
-        config, tiles = self.config[subcommand], nullcontext()
-        if config.tiles and subcommand == "predict":
-            tiles = predicting(self.model, self.datamodule, self.trainer, config)
-        with tiles:
+        config = self.config[subcommand]
+        if not config.tiles or subcommand != "predict":
+            super()._run_subcommand(subcommand)
+            return
+        where = config.tiles, config.tile_memory, strategy_options(config.trainer).get("shard_dims")
+        with predicting(self.trainer, self.model, self.datamodule, *where) as least:
+            if least is not None:
+                note(str(least))
             super()._run_subcommand(subcommand)
 
     def before_fit(self) -> None:

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from lightning_shard import hosts
-from lightning_shard.cli.config_files import find_configs
 from lightning_shard.cli.help import PAGES, PROGRAM, page
-from lightning_shard.cli.positions import Given, read_given
-from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with, nearest
+from lightning_shard.cli.positions import Given, find_configs, read_given
+from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with
 from lightning_shard.cli.words import BESIDE_FIT, WORDS, read_words
+from lightning_shard.processes.nearest import nearest
 
 ROOM = "lightning_shard.cli"
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -45,19 +45,14 @@ def main(args: Sequence[str] | None = None) -> None:
         own, given = None, Given()
         if command in (*WORDS, *BESIDE_FIT):
             own, words[1:] = read_words(command, words[1:])
-        if command not in WORDS:
-            words = find_configs(words)
-            if _is_command(words):
-                given = read_given(words[1:], command if command in LIGHTNING else "fit")
+        if command in WORDS:
+            getattr(importlib.import_module(f"{ROOM}.{command}"), command)(own)
+            return
+        words = find_configs(words)
+        if _is_command(words):
+            given = read_given(words[1:], command if command in LIGHTNING else "fit")
     except UsageError as err:
         exit_with(err)
-    if command in WORDS:
-        tool = importlib.import_module(f"{ROOM}.{command}")
-        try:
-            getattr(tool, command)(own)
-        except UsageError as err:
-            exit_with(err)
-        return
     named = (o.text for o in given.options if o.key.endswith(("model", "class_path")))
     hosts.choose_by(named)
     if command in BESIDE_FIT:

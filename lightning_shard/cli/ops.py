@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_shard.cli.usage import UsageError, nearest
+from lightning_shard.cli.usage import UsageError
 from lightning_shard.ops import functions_with_rules, limits_of, name_of
 from lightning_shard.points import neighbours as neighbours  # its rules are listed, too
+from lightning_shard.processes.nearest import nearest
 
 PREFIXES = {"torch.nn.functional.": "F.", "torch.": "", "Tensor.": ""}
 INTRODUCTION = """\

@@ -1,9 +1,12 @@
 """The place of each option: file and line, variable, or the words of the command line.
 
+`--config tfno_darcy` and `--config tutorials/t5` name files that came with the package.
+
 Files are read here before the parser reads them, in bounded time: aliases that multiply, levels
 without end and keys that are given twice, all of which YAML takes, are refused. Nothing is merged.
 """
 
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +17,11 @@ from pathlib import Path
 
 import yaml
 
-from lightning_shard.cli.usage import ENV_PREFIX, UsageError, nearest, nearest_file
+from lightning_shard.cli.usage import ENV_PREFIX, UsageError, nearest_file
+from lightning_shard.processes.nearest import nearest
 
+WORKLOADS = "lightning_modules"  # the package whose classes and configs have short names
+TUTORIALS = "tutorials"  # the folder whose configs are named with it
 OWN_VARIABLES = ("TRACEBACK", "SUBCOMMAND", "CONFIG", "LAUNCHER", "CPU_SETTINGS")
 COMMAND_LINE = "on the command line"
 MAX_VALUES, MAX_LEVELS, MAX_BYTES = 100_000, 100, 2**24
@@ -75,6 +81,55 @@ def bare(key: str) -> str:
     *above, last = (part.removesuffix("+") for part in key.split("."))
     kept = (p for p in above if p not in ("init_args", "dict_kwargs") and not p.isdigit())
     return ".".join((*kept, last))
+
+
+def named_configs() -> dict[str, Path]:
+    """Find the configs that came with the package, by their bare names.
+
+    They are in the wheel, or beside the package in a checkout.
+    """
+    spec = importlib.util.find_spec(WORKLOADS)
+    for place in spec.submodule_search_locations or [] if spec else []:
+        for here in (Path(place) / "configs", Path(place).parent / "configs"):
+            if (here / "tfno_darcy.yaml").is_file():
+                found = sorted([*here.glob("*.yaml"), *here.glob("overlays/*.yaml")])
+                nested = {f"{TUTORIALS}/{p.stem}": p for p in here.glob(f"{TUTORIALS}/*.yaml")}
+                return {path.stem: path for path in found} | nested
+    return {}
+
+
+def find_configs(words: Sequence[str]) -> list[str]:
+    """Put paths in place of bare names of configs into the words of a command line.
+
+    A bare name has neither a suffix nor a folder other than `tutorials`, and no file of the working
+    directory has it.
+
+    Raises:
+        UsageError: No config of the package has the name.
+    """
+    found = list(words)
+    for index, word in enumerate(found):
+        option, equals, value = word.partition("=")
+        if option in ("-c", "--config") and equals:
+            found[index] = f"{option}={_path_of(value)}"
+        elif word in ("-c", "--config") and index + 1 < len(found):
+            found[index + 1] = _path_of(found[index + 1])
+    for name, value in os.environ.items():
+        if name.startswith(f"{ENV_PREFIX}_") and name.endswith("CONFIG") and value:
+            os.environ[name] = _path_of(value)
+    return found
+
+
+def _path_of(name: str) -> str:
+    if Path(name).exists() or name.removeprefix(f"{TUTORIALS}/") != Path(name).stem:
+        return name
+    configs = named_configs()
+    if name not in configs:
+        close = nearest(name, configs, "the package has")
+        raise UsageError(
+            f"there is no file '{name}', and no config of this name came with the package{close}"
+        )
+    return str(configs[name])
 
 
 def read_given(words: Sequence[str], subcommand: str) -> Given:

@@ -1,20 +1,16 @@
 """Reads `--tiles` and `--tile_memory`, with which one device computes a field in tiles."""
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pydoc import locate
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_options
-from lightning_shard.cli.usage import UsageError, as_usage_error, note
-from lightning_shard.lab.least_tiles import least_tiles
+from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.lab.tiled_strategy import TiledStrategy
-from lightning_shard.lab.tiles import in_tiles, sizes_of_tiles
+from lightning_shard.lab.tiles import sizes_of_tiles
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 OPTIONS: dict[str, tuple[Any, str]] = {
@@ -29,14 +25,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     ),
 }
 _KINDS = (HybridShardStrategy, TiledStrategy)  # whose options are those of tiles
-_TRANSFER = "transfer_batch_to_device"  # the hook of Lightning
 _OURS = {kind.strategy_name: f"lightning_shard.{kind.__name__}" for kind in _KINDS}
-
-
-def add_tiles(parser: Any) -> None:
-    """Add the options to the parser of a command of Lightning."""
-    for name, (kind, text) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=kind, default=None, help=text)
 
 
 def check_tiles(command: str, config: Any) -> None:
@@ -110,33 +99,3 @@ def builder(command: str, config: Any, build: Callable[..., Any]) -> Callable[..
         return build(TiledStrategy, *args, **where, **options)
 
     return built
-
-
-@contextmanager
-def predicting(
-    model: LightningModule, data: LightningDataModule | None, trainer: Trainer, config: Any
-) -> Generator[None]:
-    """Let `predict_step` compute in tiles, of batches that stay in the host's memory."""
-    dims = strategy_options(config.trainer).get("shard_dims")
-    tiles, device = config.tiles, trainer.strategy.root_device
-    if tiles == "auto":
-        found = least_tiles(
-            model, data, device, config.tile_memory, stage="predict", keeps_parameters=True,
-            shard_dims=dims, sharding="none", precision=trainer.precision,
-        )  # fmt: skip
-        note(str(found))
-        tiles = found.tiles
-    with in_tiles(
-        model,
-        tiles,
-        dims,
-        methods=("predict_step",),
-        device=device,
-        tile_memory=config.tile_memory,
-    ):
-        holder: Any = model if data is None or is_overridden(_TRANSFER, model) else data
-        setattr(holder, _TRANSFER, lambda batch, *_: batch)
-        try:
-            yield
-        finally:
-            delattr(holder, _TRANSFER)

@@ -5,7 +5,6 @@ other, say nothing, since rank 0 says the same; for a refusal while building the
 because it may have happened on them alone.
 """
 
-import difflib
 import os
 import pickle
 import sys
@@ -13,17 +12,17 @@ import sysconfig
 import textwrap
 import time
 import traceback
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from lightning_shard.processes.errors import LightningShardError
+from lightning_shard.processes.nearest import nearest
 from lightning_shard.processes.process_info import rank_variables
 from lightning_shard.processes.variables import end_attempts
 
 ENV_PREFIX = "LIGHTNING_SHARD"
-SHORT_LIST = 12
 SAYS_ALL = (ValueError, OSError, NotImplementedError)  # whose sentences need no kind
 LONGEST = 200  # characters of a cause
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
@@ -44,21 +43,6 @@ def as_usage_error(*kinds: type[Exception]) -> Generator[None]:
         yield
     except kinds as err:
         raise UsageError(str(err).rstrip(".")) from err
-
-
-def nearest(name: str, choices: Iterable[str], label: str = "accepted here:") -> str:
-    """End a sentence with the nearest valid name, or with the choices when they are few.
-
-    Args:
-        name: The word that was typed.
-        choices: The valid names.
-        label: The words before the list of choices.
-    """
-    by_lower = {choice.lower(): choice for choice in choices}
-    if close := difflib.get_close_matches(name.lower(), by_lower, 1):
-        return f"; did you mean '{by_lower[close[0]]}'?"
-    few = 0 < len(by_lower) <= SHORT_LIST and label
-    return f"; {label} {', '.join(sorted(by_lower.values()))}" if few else ""
 
 
 def nearest_file(path: Path, pattern: str = "*") -> str:

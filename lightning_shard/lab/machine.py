@@ -11,7 +11,6 @@ import re
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +23,7 @@ from lightning_shard.lab.machine_file import (
     is_whole,
     read_as,
 )
+from lightning_shard.processes.nearest import nearest
 
 GB = 1e9
 MOST_DEVICES = 16_384  # of which one step takes about a minute to predict
@@ -397,9 +397,8 @@ def _known(kind: str, name: str, names: Iterable[str]) -> str:
     if name.strip().lower() in lower:
         found = lower[name.strip().lower()]
         return _SAME.get(found, found)
-    close = get_close_matches(name.lower(), lower, 1, 0.6)
-    hint = f"did you mean '{lower[close[0]]}'?" if close else f"known are {', '.join(names)}."
-    raise ValueError(f"'{name}' is no known {kind}; {hint}")
+    close = nearest(name, names, "") or f"; known are {', '.join(names)}."
+    raise ValueError(f"'{name}' is no known {kind}{close}")
 
 
 def _from_file(path: Path, price: float | None) -> Cluster:

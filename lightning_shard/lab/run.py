@@ -16,7 +16,6 @@ between one process and several is the work of this package.
 
 import contextlib
 import copy
-import difflib
 import inspect
 import logging
 import math
@@ -47,6 +46,7 @@ from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.lab.batches import STEPS, Stage
 from lightning_shard.lab.simulate import simulate
 from lightning_shard.processes.launch import launch
+from lightning_shard.processes.nearest import nearest
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
@@ -294,9 +294,8 @@ def trainer_options(function: Callable[..., Any], given: Mapping[str, Any]) -> d
         if name in chosen:
             raise TypeError(f"{function.__name__}() chooses {name!r} of the Trainer itself.")
         if name not in known:
-            near = difflib.get_close_matches(name, [*ours, *(known - chosen)], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            close = nearest(name, [*ours, *(known - chosen)], "")
             raise TypeError(
-                f"neither {function.__name__}() nor the Trainer has an argument {name!r}{hint}"
+                f"neither {function.__name__}() nor the Trainer has an argument {name!r}{close}"
             )
     return dict(given)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from safetensors.torch import load_file
 
 from lightning_shard import load_weights
-from lightning_shard.cli.defaults import hyperparameters
+from lightning_shard.checkpoint.errors import UnsafeFileError
+from lightning_shard.checkpoint.open import hyperparameters
 from lightning_shard.cli.main import main
-from lightning_shard.cli.usage import UsageError
 from tests import pool
 from tests.checkpoint.tiny import SaveAt, Tiny, fit, loader, quiet, tiny
 
@@ -124,15 +124,13 @@ def test_inspect(saved, source, capsys):
 
 def test_hyperparameters_for_the_command_line(saved, tmp_path):
     """Of files and directories; weights alone have none; objects need weights_only=False."""
-    directory, file = str(saved / "directory.ckpt"), str(saved / "file.ckpt")
-    for source in (file, directory):
-        assert hyperparameters(source, trusted=False)["width"] == 5
-    assert hyperparameters("last", trusted=False) == {}
-    assert hyperparameters(None, trusted=False) == {}
+    for source in ("file.ckpt", "directory.ckpt"):
+        assert hyperparameters(saved / source)["width"] == 5
+    assert hyperparameters(Path("last")) == {}
     torch.save({"state_dict": {}, "a": Fraction(1, 2)}, tmp_path / "code.ckpt")
-    assert hyperparameters(str(tmp_path / "code.ckpt"), trusted=True) == {}
-    with pytest.raises(UsageError, match=r"fractions\.Fraction .* pass weights_only=False"):
-        hyperparameters(str(tmp_path / "code.ckpt"), trusted=False)
+    assert hyperparameters(tmp_path / "code.ckpt", trusted=True) == {}
+    with pytest.raises(UnsafeFileError, match=r"fractions\.Fraction .* pass weights_only=False"):
+        hyperparameters(tmp_path / "code.ckpt")
 
 
 def refused(capsys, words, text, code=2):

@@ -170,6 +170,8 @@ IN_THE_FILE = [
     ("max_epochs: 12", "logger: {class_path: CSVLogger}", "trainer.logger.init_args.save_dir",
      "is missing: the class needs it"),
     ("max_epochs: 12", "plugins: [zzz]", "trainer.plugins.0", "unknown class 'zzz'"),
+    ("model:\n  class_path: lightning_modules.TFNODarcy", "model:", "the option 'model.class_path'",
+     "is missing"),
     # YAML itself
     ("max_epochs: 12", "max_epochs: 12: 3", "is not valid YAML", "mapping values are not allowed"),
     ("  max_epochs: 12", "\tmax_epochs: 12", "is not valid YAML", "cannot start any token"),

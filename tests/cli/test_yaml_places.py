@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from lightning_shard.cli import positions
-from lightning_shard.cli.config_files import find_configs, named_configs
-from lightning_shard.cli.positions import UsageError, check_variables, read_given
+from lightning_shard.cli.positions import (
+    UsageError,
+    check_variables,
+    find_configs,
+    named_configs,
+    read_given,
+)
 from lightning_shard.cli.positions import read_file as options_of
 
 
@@ -83,7 +88,9 @@ def test_merged_keys_are_no_second_ones():
 def test_what_is_written_last_has_its_place():
     Path("x.yaml").write_text("model:\n  class_path: A\n  init_args:\n    modes: 1\n    lr: 1e-3\n")
     given = read_given(["--config", "x.yaml", "--model.modes=3"], "fit")
-    assert given.last("model.init_args.modes").text == "3"
+    last = given.last("model.init_args.modes")
+    assert last is not None
+    assert last.text == "3"
     assert given.place("model.init_args.modes") == "on the command line"
     assert given.place("model.lr") == "at x.yaml:5"
     assert given.place("model.init_args.zzz") == ""

@@ -243,14 +243,14 @@ def test_cnn_on_one_rank():
 
 def test_they_are_found_where_the_package_is_installed(tmp_path, monkeypatch):
     """The wheel has the configs inside lightning_modules."""
-    from lightning_shard.cli import config_files
+    from lightning_shard.cli import positions
 
     inside = tmp_path / "lightning_modules"
     inside.mkdir()
     (inside / "configs").symlink_to(ROOT / "configs")
     spec = type("Spec", (), {"submodule_search_locations": [str(inside)]})
-    monkeypatch.setattr(config_files.importlib.util, "find_spec", lambda _: spec)
-    found = config_files.find_configs(["fit", "--config", "tutorials/xpu_mnist"])
+    monkeypatch.setattr(positions.importlib.util, "find_spec", lambda _: spec)
+    found = positions.find_configs(["fit", "--config", "tutorials/xpu_mnist"])
     assert found[2] == str(inside / "configs" / "tutorials" / "xpu_mnist.yaml")
-    with pytest.raises(config_files.UsageError, match="did you mean 'tutorials/xpu_mnist'"):
-        config_files.find_configs(["fit", "--config=tutorials/xpu_mnits"])
+    with pytest.raises(positions.UsageError, match="did you mean 'tutorials/xpu_mnist'"):
+        positions.find_configs(["fit", "--config=tutorials/xpu_mnits"])

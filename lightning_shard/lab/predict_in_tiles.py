@@ -1,0 +1,53 @@
+"""Lets a Trainer predict in tiles on its one device, of batches that stay in the host's memory."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_shard.data.split import ShardDims
+from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
+from lightning_shard.lab.tiles import in_tiles
+
+_TRANSFER = "transfer_batch_to_device"  # the hook of Lightning
+
+
+@contextmanager
+def predicting(
+    trainer: Trainer,
+    model: LightningModule,
+    data: LightningDataModule | None,
+    tiles: int | str | Sequence[int],
+    tile_memory: str | None,
+    shard_dims: ShardDims,
+) -> Generator[LeastTiles | None]:
+    """Let `predict_step` compute in tiles, while open.
+
+    Args:
+        trainer: The Trainer that predicts.
+        model: Its module.
+        data: Its data module; None where the module has loaders.
+        tiles: The number of tiles, along each split dim; "auto": the least that fits.
+        tile_memory: A directory in whose files waiting tiles lie.
+        shard_dims: The dims that are split.
+
+    Yields:
+        The least number of tiles, if it was looked for.
+    """
+    device, found = trainer.strategy.root_device, None
+    if tiles == "auto":
+        found = least_tiles(
+            model, data, device, tile_memory, stage="predict", keeps_parameters=True,
+            shard_dims=shard_dims, sharding="none", precision=trainer.precision,
+        )  # fmt: skip
+        tiles = found.tiles
+    where: dict[str, Any] = {"device": device, "tile_memory": tile_memory}
+    with in_tiles(model, tiles, shard_dims, methods=("predict_step",), **where):
+        holder: Any = model if data is None or is_overridden(_TRANSFER, model) else data
+        setattr(holder, _TRANSFER, lambda batch, *_: batch)
+        try:
+            yield found
+        finally:
+            delattr(holder, _TRANSFER)
