@@ -74,8 +74,7 @@ def definitions(node: ast.AST, public: bool = True) -> Iterator[tuple[Any, bool]
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from definitions(child, public)
             continue
-        marks = " ".join(map(ast.unparse, child.decorator_list))
-        named = not child.name.startswith("_") and not re.search(r"override|\.setter", marks)
+        named = not child.name.startswith("_")
         yield child, public and named
         yield from definitions(child, public and named and isinstance(child, ast.ClassDef))
 

@@ -170,6 +170,7 @@ class TiledStrategy(HybridShardStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        """Let all tiles read one batch, which the first of them loads."""
         assert self.batches is not None
         return super().process_dataloader(self.batches.of(dataloader))
 
@@ -211,12 +212,14 @@ class TiledStrategy(HybridShardStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """Compute gradients, once the loss is seen to be the same in all tiles."""
         if self.batches is not None:
             self.batches.compare_loss(float(closure_loss.detach()))
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Add to an error of memory that more tiles need less."""
         super().on_exception(exception)
         if isinstance(exception, torch.OutOfMemoryError):
             more = [2 * size for size in self.tiles]
@@ -229,12 +232,14 @@ class TiledStrategy(HybridShardStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole weights, gathered from the tiles or, after the run, of one module."""
         if self.batches is None:
             return self._module.state_dict()
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state, gathered from the tiles or, after the run, of one optimizer."""
         if self.batches is None:
             return optimizer.state_dict()
         return super().optimizer_state(optimizer)
@@ -243,6 +248,7 @@ class TiledStrategy(HybridShardStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        """Write as one process does after a run; nothing after an error, which left half a step."""
         if self.has_failed:
             print(f"{filepath} was not saved: the tiles ended within a step.", file=sys.stderr)
         elif self.batches is None:
@@ -259,6 +265,7 @@ class TilesLauncher(Launcher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
+        """True: ranks are threads, which a notebook can start."""
         return True
 
     @override

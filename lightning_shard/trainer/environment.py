@@ -25,25 +25,30 @@ class LauncherEnvironment(ClusterEnvironment):
     @property
     @override
     def creates_processes_externally(self) -> bool:
+        """True: the launcher has started all processes."""
         return True
 
     @property
     @override
     def main_address(self) -> str:
+        """The host of rank 0."""
         return self.info.address
 
     @property
     @override
     def main_port(self) -> int:
+        """The port of the store on rank 0's host."""
         return self.info.port
 
     @staticmethod
     @override
     def detect() -> bool:
+        """Return whether a launcher has started several processes."""
         return process_info().world_size > 1
 
     @override
     def world_size(self) -> int:
+        """Return the number of processes."""
         return self.info.world_size
 
     @override
@@ -52,6 +57,7 @@ class LauncherEnvironment(ClusterEnvironment):
 
     @override
     def global_rank(self) -> int:
+        """Return the number of this process among all."""
         return self.info.rank
 
     @override
@@ -60,10 +66,12 @@ class LauncherEnvironment(ClusterEnvironment):
 
     @override
     def local_rank(self) -> int:
+        """Return the number of this process on its node."""
         return self.info.local_rank
 
     @override
     def node_rank(self) -> int:
+        """Return the number of this node."""
         return self.info.node
 
 

@@ -128,10 +128,12 @@ class FabricStrategy(ParallelStrategy):
     @property
     @override
     def precision(self) -> Precision:
+        """The plug-in for the precision, set by Fabric."""
         return super().precision
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Take the plug-in, and refuse modules whose complex numbers it would make real."""
         self._precision = precision
         if precision is not None:
             convert = precision.convert_module
@@ -152,6 +154,7 @@ class FabricStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        """Start the process group, compare the options of the ranks, and arrange the mesh."""
         super().setup_environment()
         options = self.like.sharding_options
         use_device(self.precision, self.root_device.type)
@@ -176,6 +179,7 @@ class FabricStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        """Give the random numbers of the process back, and stop to watch the other ranks."""
         self._until_end.close()
         self.peers.pause_watch()
         super().teardown()
@@ -193,10 +197,12 @@ class FabricStrategy(ParallelStrategy):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
+        """Move what has memory; parameters on the meta device get theirs in `setup_module`."""
         parameters.to_device(module, self.root_device)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the parameters, and let metrics count the samples of each domain once."""
         described = parameters.described(module)
         self.processes.compare("module", described, check=self.peers.check)
         moved = parameters.shard_with_copies(
@@ -217,6 +223,11 @@ class FabricStrategy(ParallelStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Give the optimizer the sharded parameters for those that it was made with.
+
+        Raises:
+            RuntimeError: It has a state already, whose tensors are whole.
+        """
         if optimizer.state:
             raise RuntimeError(
                 "the optimizer has a state of parameters before they are sharded; give "
@@ -239,6 +250,7 @@ class FabricStrategy(ParallelStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients; collectives of the module run over the data replicas."""
         with replica_world(self.device_mesh):
             super().backward(tensor, module, *args, **kwargs)
 
@@ -251,6 +263,7 @@ class FabricStrategy(ParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
+        """Scale all gradients down to a norm, that of the whole parameters; return it."""
         self.precision.unscale_gradients(optimizer)
         found: Any = self.precision.main_params(optimizer)
         return clip_grad_norm_(found, max_norm, norm_type, error_if_nonfinite)
@@ -259,6 +272,7 @@ class FabricStrategy(ParallelStrategy):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
+        """Limit each element of the gradients."""
         self.precision.unscale_gradients(optimizer)
         found: Any = self.precision.main_params(optimizer)
         clip_grad_value_(found, clip_val)
@@ -314,10 +328,12 @@ class FabricStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; a rank that has failed ends the wait."""
         self.peers.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src` on all ranks."""
         return self.peers.broadcast(obj, src)
 
     @override
@@ -346,11 +362,13 @@ class FabricStrategy(ParallelStrategy):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole weights, on the first rank."""
         self.like.steps.reshard(module)
         return self.saver.gather_module(module)
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state, on the first rank."""
         return self.saver.gather_optimizer(optimizer, self._module_of(optimizer))
 
     @override
@@ -370,6 +388,7 @@ class FabricStrategy(ParallelStrategy):
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
+        """Load each rank's part of whole weights."""
         self.like.steps.reshard(module)
         load_module_state(module, state_dict, strict)
 
@@ -381,6 +400,7 @@ class FabricStrategy(ParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        """Load whole states into this rank's parts; return what was not asked for."""
         path = self.broadcast(path)
         if isinstance(state, Optimizer):
             loaded = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)

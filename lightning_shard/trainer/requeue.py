@@ -38,6 +38,7 @@ class SaveBeforeRequeue(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
+        """Save, and queue the job again, if any rank has heard the signal."""
         asked = torch.tensor(float(self._asked), device=trainer.strategy.root_device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)  # ranks hear of it at different times
         if asked:

@@ -179,6 +179,7 @@ class Stride(DistributedSampler[Any]):
 
     @override
     def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch to the sampler that draws for all."""
         if hasattr(self._whole, "set_epoch"):
             self._whole.set_epoch(epoch)
 
@@ -215,6 +216,7 @@ class EachOnce(DistributedSampler[Any]):
 
     @override
     def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch to the sampler that is filled up."""
         self._filled.set_epoch(epoch)
 
 

@@ -218,6 +218,7 @@ class HybridShardStrategy(NotCompiled):
     @property
     @override
     def root_device(self) -> torch.device:
+        """The device of this process."""
         assert self.parallel_devices is not None
         shown = self.parallel_devices  # one, where a launcher shows each process its own only
         return shown[0] if len(shown) == 1 else shown[self.local_rank]
@@ -249,6 +250,7 @@ class HybridShardStrategy(NotCompiled):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Take the accelerator, and become the class of the host that assigns it."""
         asks, arguments = hosts.caller(), self._arguments
         became = hosts.become_of(self, asks.partition(".")[0])
         if ".fabric." in asks:
@@ -267,25 +269,30 @@ class HybridShardStrategy(NotCompiled):
 
     @cluster_environment.setter
     def cluster_environment(self, environment: ClusterEnvironment | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Take the environment, or that of a launcher which Lightning does not know."""
         self._environment = environment_of_launcher(environment)
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
+        """The plug-in that writes and reads files; this package's where none is given."""
         self._checkpoint_io = complete_io(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        """Take the plug-in; it is completed when it is asked for."""
         self._checkpoint_io = io
 
     @property
     @override
     def precision_plugin(self) -> Precision:
+        """The plug-in for the precision, set by the Trainer."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        """Take the plug-in, and let it clip gradients over all shards."""
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
             clip_over_shards(precision_plugin)
@@ -313,6 +320,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def setup_environment(self) -> None:
+        """Start the process group, compare the options of the ranks, and arrange the mesh."""
         super().setup_environment()
         use_device(self.precision_plugin, self.root_device.type)
         tell_of_unused_devices(self.root_device)
@@ -442,6 +450,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, with the sharded parameters for those that moved."""
         super().setup_optimizers(trainer)
         parameters.mend_optimizers(self.optimizers, self._module, self._moved)
         if self.world_size > 1:
@@ -449,6 +458,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def model_to_device(self) -> None:
+        """Move what has memory; parameters on the meta device get theirs when they are sharded."""
         parameters.to_device(self._module, self.root_device)
         tell_device(self._module, self.root_device)
 
@@ -456,6 +466,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        """Let a loader give this replica's samples, and end on all ranks together."""
         if not isinstance(dataloader, DataLoader):
             return dataloader
         late = self._module.trainer.ckpt_path is not None or self.restore_checkpoint_after_setup
@@ -474,6 +485,7 @@ class HybridShardStrategy(NotCompiled):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        """Move a batch, and split it: its tensors are then this rank's parts."""
         if self.domain_size == 1:
             return super().batch_to_device(batch, device, dataloader_idx)
         trainer = self._module.trainer
@@ -491,6 +503,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def on_train_start(self) -> None:
+        """Set the random numbers to those of the checkpoint that a run resumes from."""
         assert self.device_mesh is not None
         self.saver.continue_random_numbers(self.device_mesh, self.root_device)
 
@@ -505,6 +518,7 @@ class HybridShardStrategy(NotCompiled):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """Compute gradients; collectives of the module run over the data replicas."""
         collectives = replica_world(self.device_mesh)
         with collectives, self.steps.backward_of(closure_loss) as loss:
             return super().backward(loss, optimizer, *args, **kwargs)
@@ -512,41 +526,49 @@ class HybridShardStrategy(NotCompiled):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
+        """Leave gradients unreduced while a batch is accumulated."""
         with no_sync(self._module):
             yield
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, and shard again what it has gathered."""
         output = super().validation_step(*args, **kwargs)
         self.steps.reshard(self._module)
         return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, and shard again what it has gathered."""
         output = super().test_step(*args, **kwargs)
         self.steps.reshard(self._module)
         return output
 
     @override
     def on_predict_start(self) -> None:
+        """Gather all parameters at once, since ranks may have other numbers of batches."""
         self.steps.keep_parameters_whole(self._module, True)
 
     @override
     def on_predict_end(self) -> None:
+        """Shard the parameters again."""
         self.steps.keep_parameters_whole(self._module, False)
 
     # Collectives.
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; a rank that has failed ends the wait."""
         self.peers.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src` on all ranks."""
         return self.peers.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; "sum" counts those that share samples once."""
         if self.logged.reduces(tensor, reduce_op):
             return self.logged.reduce(tensor, group, reduce_op, self.domain_size)
         return self.peers.reduce(
@@ -563,6 +585,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Add to the error what it means on split batches, and learn whether ranks are lost."""
         explain(exception)
         self.announced.explain(exception)
         self.peers.is_disconnected()
@@ -571,10 +594,12 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights as the format wants them: whole on the first rank, or shards."""
         return {} if self.peers.is_disconnected() else self.saver.gather_module(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state as the format wants it: whole on the first rank, or shards."""
         if self.peers.is_disconnected():
             return {}
         return self.saver.gather_optimizer(optimizer, self._module)
@@ -583,6 +608,7 @@ class HybridShardStrategy(NotCompiled):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        """Write a checkpoint of all ranks; none once a rank is lost."""
         if self.peers.is_disconnected():
             return
         assert self.device_mesh is not None
@@ -603,6 +629,7 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a file or a directory of shards."""
         if not self.peers.is_disconnected():
             self.saver.remove(filepath, self.checkpoint_io)
 
@@ -610,6 +637,7 @@ class HybridShardStrategy(NotCompiled):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        """Read a file, or this rank's parts of a directory, of any mesh."""
         return self.saver.read(
             checkpoint_path,
             self.checkpoint_io,
@@ -620,14 +648,17 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load each rank's part of the weights."""
         self.saver.load_module(self._module, checkpoint, self.root_device, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each rank's part of the states."""
         self.saver.load_optimizers(self.optimizers, checkpoint, self._module)
 
     @override
     def teardown(self) -> None:
+        """End the stage; shards stay on the device, since their mesh is there."""
         self._while_set_up.close()
         share_mesh(None)
         self.logged.forget()

@@ -23,11 +23,13 @@ class DeviceTimer(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock of the device."""
         self.elapsed_s = None
         self._stop = _start_clock(trainer.strategy.root_device)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock, which waits for the device, then log and print the seconds."""
         self.elapsed_s = self._stop()
         for logger in trainer.loggers:
             logger.log_metrics({"device_time_s": self.elapsed_s}, step=trainer.global_step)

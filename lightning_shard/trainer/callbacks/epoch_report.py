@@ -42,12 +42,14 @@ class EpochReport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock, and take over the best values of a run that is resumed."""
         self._fit_began_s = time.perf_counter()
         scores = {c.monitor: c.best_model_score for c in _monitors(trainer)}  # of a run resumed
         self._best = {name: float(s) for name, s in scores.items() if name and s is not None}
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the clock, the counts and the peak of memory back."""
         self._began_s = self._trained_until_s = time.perf_counter()
         self._validating_s, self._batches, self._samples = 0.0, 0, 0
         if trainer.strategy.root_device.type != "cpu":
@@ -57,16 +59,19 @@ class EpochReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Count the samples of all replicas."""
         self._batches += 1
         self._samples += samples_of_all(trainer, batch)
         self._trained_until_s = time.perf_counter()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which metrics were there before the validation."""
         self._before = {*trainer.progress_bar_metrics}
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which metrics it brought, and take its seconds from those of training."""
         self._of_validation |= {*trainer.progress_bar_metrics} - self._before
         now_s = time.perf_counter()
         self._validating_s += now_s - self._trained_until_s
@@ -74,6 +79,7 @@ class EpochReport(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log and print the epoch's line; all ranks come here, since metrics are reduced."""
         if not self._batches:  # of a run that resumes after the last batch of an epoch
             return
         now_s = time.perf_counter()
@@ -118,6 +124,7 @@ class EpochReport(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print where the checkpoints are, and how to go on, unless the command line does."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective
         if not trainer.is_global_zero or _command_line_speaks(trainer):
             return

@@ -62,6 +62,11 @@ class PredictionWriter(BasePredictionWriter):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make an empty array file beside the path, to be renamed at the end.
+
+        Raises:
+            FileExistsError: There are predictions, and `overwrite` is false.
+        """
         if self.path.exists() and not self.overwrite:
             raise FileExistsError(
                 f"the predictions {self.path} are there already; choose another path, or "
@@ -83,6 +88,11 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
+        """Write this rank's rows of the samples of one batch at their places in the data set.
+
+        Raises:
+            ValueError: The data set has no indices, or a prediction has no dim of samples.
+        """
         if not batch_indices:
             raise ValueError(
                 "predictions can be ordered only if the dataset has indices; this dataloader reads "
@@ -142,6 +152,7 @@ class PredictionWriter(BasePredictionWriter):
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rename the finished file to the path, once all ranks have written."""
         trainer.strategy.barrier("PredictionWriter.on_predict_end")
         if trainer.is_global_zero:
             if self.path.exists():

@@ -66,12 +66,14 @@ class RunReport(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ask for the folder of the logs on all ranks, since the answer is rank 0's."""
         self._folder = str(trainer.log_dir or trainer.default_root_dir)  # a collective
 
     # What is seen while training. All ranks follow, since some metrics are reduced when asked for.
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget an earlier run; `fast_dev_run` gets no report."""
         self._begin()
         self._fits = not vars(trainer)["fast_dev_run"]
 
@@ -79,12 +81,14 @@ class RunReport(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Keep the split of the first batch in words."""
         self._split = self._split or str(split_summary(batch))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Add the loss to the mean of its window, and keep the learning rates of each window."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.add(loss * trainer.accumulate_grad_batches)
@@ -94,16 +98,19 @@ class RunReport(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which metrics were there before the validation."""
         self._before_validation = set(trainer.callback_metrics)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which metrics it brought; the sanity check counts for nothing."""
         if not trainer.sanity_checking:
             self._of_validation |= set(trainer.callback_metrics) - self._before_validation
             self._validated = True
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the metrics and the peak of memory of the epoch; all ranks come here."""
         metrics = _numbers(trainer.callback_metrics)  # a collective
         for name, value in metrics.items():
             if self._validated or name not in self._of_validation:
@@ -134,6 +141,7 @@ class RunReport(Callback):
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the metrics of the test."""
         self._tested = _numbers(trainer.callback_metrics)
 
     @override
@@ -151,6 +159,7 @@ class RunReport(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        """Write the report of a run that fails, with the first line of its error."""
         said = (str(exception).strip().splitlines() or [""])[0]
         stage = trainer.state.stage.value if trainer.state.stage else "run"
         self._outcome.append(

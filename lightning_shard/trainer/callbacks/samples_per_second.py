@@ -27,6 +27,7 @@ class SamplesPerSecond(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a new window, since what lies between epochs is no training."""
         self._ends.clear()  # what lies between epochs is not training
         self._ends.append((time.perf_counter(), 0))
 
@@ -34,6 +35,7 @@ class SamplesPerSecond(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Log the rate of the batches in the window."""
         self._ends.append((time.perf_counter(), samples_of_all(trainer, batch)))
         elapsed = self._ends[-1][0] - self._ends[0][0]
         rate = sum(n for _, n in list(self._ends)[1:]) / elapsed

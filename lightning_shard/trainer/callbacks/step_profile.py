@@ -86,6 +86,7 @@ class StepProfile(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget an earlier training, and begin if no batch is to be waited for."""
         self._steps, self.path, self.usage = 0, None, {}
         self._begin_if_due(pl_module)
 
@@ -93,6 +94,7 @@ class StepProfile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Move the profiler on; write once the last step is recorded."""
         self._steps += 1
         if self._profiler is not None:
             self._profiler.step()
@@ -104,6 +106,7 @@ class StepProfile(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write a recording that the end of training cuts short, or warn that there is none."""
         if self._profiler is not None and self._steps > self.wait + self.warmup:
             self._end(trainer)
         elif self.path is None and self._steps <= self.wait + self.warmup:
@@ -118,10 +121,12 @@ class StepProfile(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        """Stop the profiler without a file."""
         self._drop()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop the profiler, which another run of this process may need."""
         self._drop()
 
     def _begin_if_due(self, module: LightningModule) -> None:

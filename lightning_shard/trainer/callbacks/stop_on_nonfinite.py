@@ -39,12 +39,14 @@ class StopOnNonFinite(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Keep the batch, to be run again if its loss or gradients are not finite."""
         self._batch = (batch, batch_idx)
 
     @override
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
+        """Note the first batch with a loss that is not finite; ranks are compared later."""
         if self._bad is None and not loss.detach().isfinite().all():
             self._bad = self._batch
 

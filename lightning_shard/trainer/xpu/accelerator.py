@@ -124,11 +124,13 @@ class XPUAccelerator(Accelerator):
     @staticmethod
     @override
     def is_available() -> bool:
+        """Return whether torch sees an Intel GPU."""
         return torch.xpu.is_available()
 
     @staticmethod
     @override
     def name() -> str:
+        """Return the name by which a Trainer knows it, "xpu"."""
         return "xpu"
 
     @classmethod

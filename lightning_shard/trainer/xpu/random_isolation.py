@@ -25,10 +25,12 @@ class IsolatedSanityCheck(Callback):
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the random numbers."""
         self._before = random_state(trainer.strategy.root_device)
 
     @override
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the random numbers back."""
         set_random_state(self._before, trainer.strategy.root_device)
 
 

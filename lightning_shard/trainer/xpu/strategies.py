@@ -54,6 +54,11 @@ class SingleXPUStrategy(SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
+        """Take the one device.
+
+        Raises:
+            MisconfigurationException: There are others.
+        """
         if len(devices) != 1:
             raise MisconfigurationException(
                 f"strategy 'single_xpu' trains on one device; got {[str(d) for d in devices]}. Use "
@@ -80,6 +85,7 @@ class DDPXPUStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce over all ranks; a mean is a divided sum, since xccl has none of integers."""
         return reduce(tensor, self.root_device, group, reduce_op)
 
 
