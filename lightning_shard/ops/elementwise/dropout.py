@@ -17,7 +17,7 @@ _ALPHA = 1.7580993408473766  # minus the value that a SELU saturates to
 _BATCHED = {F.dropout1d: 3, F.dropout3d: 5}
 
 
-@implements(F.dropout, torch.dropout)
+@implements(F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 def dropout(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -26,8 +26,8 @@ def dropout(
     inplace: bool = False,
     **named: bool,
 ) -> Subdomain:
-    """Drop single elements of each rank's part; nothing travels."""
-    return _dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
+    """Drop single elements, or channels alike on ranks that share a sample; nothing travels."""
+    return _dropped(x, p, named.get("train", training), inplace, dims=_own_dims(func, x))
 
 
 @implements(torch.dropout_)
@@ -36,7 +36,9 @@ def dropout_in_place(func: Callable[..., Tensor], x: Subdomain, p: float, train:
     return _dropped(x, p, train, True, dims=range(x.ndim))
 
 
-@implements(F.alpha_dropout, torch.alpha_dropout)
+@implements(
+    F.alpha_dropout, torch.alpha_dropout, F.feature_alpha_dropout, torch.feature_alpha_dropout
+)
 def alpha_dropout(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -45,35 +47,16 @@ def alpha_dropout(
     inplace: bool = False,
     **named: bool,
 ) -> Subdomain:
-    """Replace single elements by the value that keeps mean and variance; nothing travels."""
-    return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(x.ndim))
+    """Replace elements or channels so that mean and variance are kept; nothing travels."""
+    return _alpha_dropped(x, p, named.get("train", training), inplace, dims=_own_dims(func, x))
 
 
-@implements(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
-def feature_dropout(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    **named: bool,
-) -> Subdomain:
-    """Drop whole channels, the same ones on the ranks that share a sample; nothing travels."""
-    dims = range(2 if x.ndim >= _BATCHED.get(func, 0) else 1)
-    return _dropped(x, p, named.get("train", training), inplace, dims=dims)
-
-
-@implements(F.feature_alpha_dropout, torch.feature_alpha_dropout)
-def feature_alpha_dropout(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    p: float = 0.5,
-    training: bool = False,
-    inplace: bool = False,
-    **named: bool,
-) -> Subdomain:
-    """Replace whole channels so that mean and variance are kept; nothing travels."""
-    return _alpha_dropped(x, p, named.get("train", training), inplace, dims=range(2))
+def _own_dims(func: Callable[..., Tensor], x: Subdomain) -> range:
+    """Return the first dims, for each index of which a number is drawn: all, or up to channels."""
+    if func in (F.dropout, torch.dropout, F.alpha_dropout, torch.alpha_dropout):
+        return range(x.ndim)
+    alpha = func in (F.feature_alpha_dropout, torch.feature_alpha_dropout)
+    return range(2 if alpha or x.ndim >= _BATCHED.get(func, 0) else 1)
 
 
 def _dropped(x: Subdomain, p: float, training: bool, inplace: bool, *, dims: range) -> Subdomain:
