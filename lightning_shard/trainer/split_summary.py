@@ -20,14 +20,10 @@ class SplitSummary:
     Attributes:
         split: The dims of each entry along which it is split over ranks.
         whole: The dtype of each entry that every rank holds whole.
-        split_bytes: Bytes of all split entries together, on all ranks.
-        whole_bytes: Bytes of all whole entries, on one rank.
     """
 
     split: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     whole: dict[str, str] = field(default_factory=dict[str, str])
-    split_bytes: int = 0
-    whole_bytes: int = 0
 
     def __str__(self) -> str:
         split = [
@@ -145,15 +141,13 @@ def split_summary(batch: Any) -> SplitSummary:
     """Read off a batch what is split, once `shard_batch` has split it."""
     split: dict[str, tuple[int, ...]] = {}
     whole: dict[str, str] = {}
-    bytes_of = {True: 0, False: 0}
     for path, leaf in named_leaves(batch):
         if not isinstance(leaf, Tensor):
             continue
         name = ".".join(map(str, path)) or "batch"
         dims = leaf.subdomain.layout.split_dims if isinstance(leaf, DomainTensor) else ()
-        bytes_of[bool(dims)] += leaf.numel() * leaf.dtype.itemsize
         if dims:
             split[name] = dims
         else:
             whole[name] = str(leaf.dtype).removeprefix("torch.")
-    return SplitSummary(split, whole, bytes_of[True], bytes_of[False])
+    return SplitSummary(split, whole)
