@@ -1,4 +1,4 @@
-"""Reads `--tiles` and `--tile_memory`, with which one device computes a field in tiles."""
+"""Reads the options with which a device computes a field in tiles: `--tiles` and its like."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,12 +11,13 @@ from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_optio
 from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.lab.tiled_strategy import TiledStrategy
 from lightning_shard.lab.tiles import sizes_of_tiles
+from lightning_shard.processes.process_info import launcher
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "tiles": (
         int | list[int] | str | None,
-        "Compute on one device in so many tiles, one after the other: 8, or 2x4 for two dims; auto "
+        "Compute on a device in so many tiles, one after the other: 8, or 2x4 for two dims; auto "
         "for the least number that fits.",
     ),
     "tile_memory": (
@@ -45,15 +46,17 @@ def check_tiles(command: str, config: Any) -> None:
     with as_usage_error(ValueError):
         config.tiles = "auto" if config.tiles == "auto" else [*sizes_of_tiles(config.tiles)]
     trainer, (domain, data) = config.trainer, sizes_of(config.trainer)
-    for name, count in (
-        ("devices", count_of(trainer.devices)), ("num_nodes", trainer.num_nodes),
-        ("strategy.domain_parallel_size", domain), ("strategy.data_parallel_size", data),
-    ):  # fmt: skip
-        if count not in (None, 1, "auto"):
-            raise UsageError(f"tiles share one device, but trainer.{name} is {count}; make it 1")
-    trainer.devices = 1
-    if command != "predict":
+    if domain not in (None, 1, "auto"):
+        raise UsageError(
+            f"tiles are the parts of a field, but trainer.strategy.domain_parallel_size is {domain}"
+            ", which splits it over devices; make it 1"
+        )
+    if command == "predict":
+        _check_one_device(trainer, data)
+    else:
         _check_strategy(trainer)
+    if count_of(trainer.devices) is None and not launcher().starts_all:
+        trainer.devices = 1
     if isinstance(trainer.strategy, str) and trainer.strategy in ("auto", *_OURS):
         named = _OURS.get(trainer.strategy, _OURS[TiledStrategy.strategy_name])
         trainer.strategy = Namespace(class_path=named)
@@ -63,6 +66,18 @@ def check_tiles(command: str, config: Any) -> None:
             "--tiles splits the same dims of all entries of a batch, but shard_dims names entries; "
             "give numbers of dims, such as 2"
         )
+
+
+def _check_one_device(trainer: Any, data: Any) -> None:
+    """Refuse replicas, of which each would predict other samples."""
+    for name, count in (
+        ("devices", count_of(trainer.devices)), ("num_nodes", trainer.num_nodes),
+        ("strategy.data_parallel_size", data),
+    ):  # fmt: skip
+        if count not in (None, 1, "auto"):
+            raise UsageError(
+                f"predict computes in tiles on one device, but trainer.{name} is {count}; make it 1"
+            )
 
 
 def _check_strategy(trainer: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import leaves_of
+from lightning_shard.lab.simulated.replicas import Replicas
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.processes.torch_private.internals import version_of
 from lightning_shard.trainer.random_state import random_state, set_random_state
@@ -33,24 +34,38 @@ class BatchesOnce:
     its random numbers, since a dataset may have drawn some.
 
     Attributes:
+        ranks: The number of ranks that share this process.
         wait: Lets other ranks run until there is a batch; set once the ranks are there.
-        is_stopping: True after Ctrl-C, until the ranks have heard of it.
     """
 
-    def __init__(self, ranks: int) -> None:
-        """Begin without a loader."""
+    def __init__(self, ranks: int, replicas: Replicas | None = None) -> None:
+        """Begin without a loader.
+
+        Args:
+            ranks: The number of ranks that share this process.
+            replicas: Other processes, which end with this one after Ctrl-C; None: there are none.
+        """
         self.wait: Callable[[int, Callable[[], bool], str], None]
-        self.is_stopping = False
-        self._ranks = ranks
+        self._was_asked_to_stop = False
+        self.ranks, self._replicas = ranks, replicas
         self._given = defaultdict[Any, deque[Any]](deque)
         self._loaders = defaultdict[int, int](int)  # by rank, counted alike on all
         self._losses = defaultdict[int, dict[int, float]](dict)  # by rank, of backwards under way
         self._backwards = defaultdict[int, int](int)  # by rank
         self._own_classes: list[tuple[Any, type]] = []  # of loaders of the first rank
 
+    @property
+    def is_stopping(self) -> bool:
+        """True after Ctrl-C, on all processes from the same step on."""
+        return self._was_asked_to_stop if self._replicas is None else self._replicas.all_stop
+
+    def tile(self) -> int:
+        """Return the number of the rank that runs, among those of this process."""
+        return dist.get_rank() % self.ranks
+
     def of(self, loader: Any) -> Any:
         """Return a loader, or any iterable, that the first rank alone reads."""
-        rank = dist.get_rank()
+        rank = self.tile()
         number = self._loaders[rank]
         self._loaders[rank] += 1
         passes = 0
@@ -89,7 +104,7 @@ class BatchesOnce:
         Raises:
             DisagreementError: It is another one, so the step does not do the same on all ranks.
         """
-        rank = dist.get_rank()
+        rank = self.tile()
         number = self._backwards[rank]
         self._backwards[rank] += 1
         losses = self._losses[number]
@@ -102,7 +117,7 @@ class BatchesOnce:
                 "but all tiles compute the loss of the whole field; let no step depend on "
                 "self.global_rank or on random numbers of one tile alone."
             )
-        if len(losses) == self._ranks:
+        if len(losses) == self.ranks:
             del self._losses[number]
 
     def _read(self, batches: Iterator[Any], key: Any, loader: Any) -> Iterator[Any]:
@@ -119,7 +134,7 @@ class BatchesOnce:
                     "slab_of the trainer, and no mesh, so that it reads the whole field."
                 )
             numbers, indices = random_state(_CPU), _indices(loader)
-            for rank in range(1, self._ranks):
+            for rank in range(1, self.ranks):
                 self._given[rank, key].append((batch, numbers, indices))
             if batch is _STOP:
                 raise KeyboardInterrupt
@@ -155,7 +170,9 @@ class BatchesOnce:
             signal.signal(signal.SIGINT, before)
             if is_over:  # Lightning has put this back after an error, as what it had found
                 signal.raise_signal(signal.SIGINT)
-            self.is_stopping = True
+            self._was_asked_to_stop = True
+            if self._replicas is not None:
+                self._replicas.wants_to_stop = True
 
         before = signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGINT, stop)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from lightning_shard.lab.simulated.alone import AloneGroup, Listener
 from lightning_shard.lab.simulated.group import OpenCollectives, SimulatedGroup
 from lightning_shard.lab.simulated.one_device import OneDevice
+from lightning_shard.lab.simulated.replicas import Replicas
 from lightning_shard.lab.simulated.state import State
-from lightning_shard.lab.simulated.store import LoneStore, SimulatedStore
+from lightning_shard.lab.simulated.store import LoneStore, SimulatedStore, Values
 from lightning_shard.lab.simulated.turns import Turns
 from lightning_shard.processes.forking import become_rank
 from lightning_shard.processes.torch_private.internals import backend_plugins, groups_of_threads
@@ -124,16 +125,17 @@ def _run(
     make_store: type[SimulatedStore],
     make_turns: MakeTurns = _on_cpu,
     devices: Sequence[str] = ("cpu",),
+    replicas: Replicas | None = None,
 ) -> list[Any]:
     if _running:
         raise RuntimeError(
             "a simulation is running in this process, by `simulate` or by a call in tiles; call "
             "the function itself, outside of `simulate` and `in_tiles`."
         )
-    written: dict[str, bytes] = {}
+    written = Values() if replicas is None else replicas.values
 
     def body(rank: int) -> Any:
-        store = make_store(written, rank, turns)
+        store = make_store(written, rank - ranks[0], turns)
         dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=processes)
         return function(*copy.deepcopy(args))
 
@@ -141,10 +143,10 @@ def _run(
     _begin_autograd()
     with _as_it_was():
         become_rank(0, processes, port=1)  # where nobody listens: the group is there already
+        local = ranks if replicas is None else replicas.become(os.environ)
+        names = ({"RANK": str(r), "LOCAL_RANK": str(n)} for r, n in zip(ranks, local, strict=True))
         with _backend(partial(group, open_ones=open_ones), devices):
-            turns.run([
-                State().as_rank({"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in ranks
-            ])  # fmt: skip
+            turns.run([State().as_rank(variables) for variables in names])
     return turns.values
 
 
@@ -153,17 +155,19 @@ def in_turns(function: Callable[[], Any], processes: int, shared: OneDevice) -> 
 
     Args:
         function: The function that each rank runs.
-        processes: Number of ranks.
+        processes: Number of ranks of this process.
         shared: The device.
 
     Returns:
         What each rank returned, in the order of the ranks.
     """
     kinds = list(dict.fromkeys(("cpu", shared.device.type)))
-    ranks = range(processes)
+    replicas = shared.replicas
+    all_ = processes if replicas is None else replicas.world_size
+    ranks = range(shared.first_rank, shared.first_rank + processes)
     with shared.shared():
         return _run(
-            ranks, processes, function, (), SimulatedGroup, SimulatedStore, shared.turns, kinds
+            ranks, all_, function, (), SimulatedGroup, SimulatedStore, shared.turns, kinds, replicas
         )
 
 

@@ -1,4 +1,7 @@
-"""Trains on one device in tiles: the ranks of a domain take turns in one process."""
+"""Trains on a device in tiles: the ranks of a domain take turns in one process.
+
+Several such processes, each with a device, are data replicas of each other.
+"""
 
 import copy
 import inspect
@@ -9,11 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import StrategyRegistry
@@ -41,8 +44,10 @@ from lightning_shard.lab.batches_once import BatchesOnce, datasets_in, versions
 from lightning_shard.lab.least_tiles import LeastTiles, data_of, least_tiles
 from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
+from lightning_shard.lab.simulated.replicas import Replicas
+from lightning_shard.lab.tiled_replicas import join_replicas, meeting_of, most_tiles
 from lightning_shard.lab.tiles import place_rows, sizes_of_tiles
-from lightning_shard.processes.process_info import launcher, process_info
+from lightning_shard.processes.process_info import process_info
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer.environment import LauncherEnvironment
@@ -52,6 +57,8 @@ from lightning_shard.trainer.host import (
     callbacks_of,
     trainer_of,
 )
+from lightning_shard.trainer.notebook import NotebookLauncher
+from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.random_state import random_state, set_random_state
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -68,12 +75,13 @@ _VALUES = (bool, int, float, str, type(None))
 
 
 class TiledStrategy(HybridShardStrategy):
-    """Trains on fields many times larger than the one device, exactly, in tiles that take turns.
+    """Trains on fields many times larger than a device, exactly, in tiles that take turns.
 
     Each tile is a rank of a domain, with a Trainer and a module of its own; all take turns in this
     process. While one computes, what the others hold lies in the host's memory. The first one has
     the callbacks, the loggers and the progress bar of the Trainer, and alone reads data, prints and
-    writes checkpoints. The module has whole weights again once the run ends.
+    writes checkpoints. The module has whole weights again once the run ends. Each further device is
+    a data replica, which reads samples of its own and computes them in as many tiles.
     """
 
     strategy_name = "tiles"
@@ -100,13 +108,17 @@ class TiledStrategy(HybridShardStrategy):
             ValueError: `tiles` is no number from 1 on, or an argument does not go with tiles.
         """
         sizes = (1,) if tiles == "auto" else sizes_of_tiles(tiles)
-        for name in ("domain_parallel_size", "data_parallel_size"):
-            if options.pop(name, 1) not in (1, "auto"):
-                raise ValueError(
-                    f"tiles share one device, so they do not go with {name}; leave it out, or use "
-                    "HybridShardStrategy on several devices."
-                )
-        super().__init__(data_parallel_size=1, domain_parallel_size=sizes, **options)
+        if options.pop("domain_parallel_size", 1) not in (1, "auto"):
+            raise ValueError(
+                "tiles are the parts of a field, so they do not go with domain_parallel_size; "
+                "leave it out, or use HybridShardStrategy, which splits a field over devices."
+            )
+        super().__init__(domain_parallel_size=sizes, **options)
+        if self.sharding_options.mode == "hybrid":
+            raise ValueError(
+                'sharding="hybrid" spreads parameters over groups of processes, which tiles do not '
+                'know; take "full" or "none".'
+            )
         own = {"tiles": tiles, "tile_memory": tile_memory, "tile_budget": tile_budget}
         self._arguments = own | options
         if self.sharding_options.compile_blocks:
@@ -120,6 +132,8 @@ class TiledStrategy(HybridShardStrategy):
         self.chosen: LeastTiles | None = None  # for "auto", once it is known
         self._is_auto = tiles == "auto"
         self.batches: BatchesOnce | None = None
+        self.others = Peers(self._is_interrupted)  # the other replicas
+        self._own_device: torch.device | None = None  # of the tiles, while they take turns
         self.has_failed = False  # so that the module is not what it was trained to be
 
     def choose_tiles(self, stage: TrainerFn | None, args: Any, kwargs: Any, precision: str) -> None:
@@ -150,21 +164,66 @@ class TiledStrategy(HybridShardStrategy):
 
     @property
     def num_processes(self) -> int:
-        """The number of ranks: of tiles while they take turns, of one process otherwise."""
-        return math.prod(self.tiles) if self.batches is not None else 1
+        """The number of ranks of this node: of tiles while they take turns."""
+        return super().num_processes if self.batches is None else process_info().local_world_size
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return super().root_device if self._own_device is None else self._own_device
 
     @override
     def _configure_launcher(self) -> None:
-        started = launcher()
-        more = started.starts_all and process_info().world_size > 1
-        if len(self.parallel_devices or ()) != 1 or self.num_nodes != 1 or more:
+        super()._configure_launcher()
+        if isinstance(self._launcher, NotebookLauncher):
             raise ValueError(
-                f"tiles share one device in one process; got {len(self.parallel_devices or ())} "
-                f"devices on {self.num_nodes} nodes"
-                f"{f', started by {started.title}' if more else ''}. Use devices=1, or "
-                "HybridShardStrategy on several devices."
+                "in an interactive session tiles take turns on one device; use devices=1, or start "
+                "a script for several replicas."
             )
-        self._launcher = TilesLauncher()
+        self._launcher = TilesLauncher(self._launcher)
+
+    def meet_replicas(self, trainer: Trainer, args: Any, kwargs: Any) -> Replicas | None:
+        """Join the processes of other replicas, agree with them, and choose the tiles.
+
+        Args:
+            trainer: The Trainer, whose stage begins.
+            args: The arguments of its method.
+            kwargs: The same by name.
+
+        Returns:
+            The meeting of all processes; None if this is the only one.
+
+        Raises:
+            ValueError: Replicas differ, or no number of tiles is known to be enough.
+        """
+        environment = self.cluster_environment
+        assert environment is not None
+        count = join_replicas(environment, self.processes, self.others)
+        self.choose_tiles(trainer.state.fn, args, kwargs, trainer.precision)
+        if count == 1:
+            return None
+        if self._is_auto:
+            self.tiles = self.processes.domain_sizes = (most_tiles(*self.tiles),)
+        return meeting_of(environment, self.processes, self.others, super().num_processes)
+
+    @contextmanager
+    def taking_turns(self, replicas: Replicas | None) -> Generator[BatchesOnce]:
+        """Let the ranks of this process be tiles, while open.
+
+        Args:
+            replicas: The processes of the run; None: this is the only one.
+        """
+        environment, device = self.cluster_environment, self.root_device
+        self.has_failed = False
+        self.batches, self._own_device = BatchesOnce(math.prod(self.tiles), replicas), device
+        try:
+            yield self.batches
+        finally:
+            self.batches.give_back()
+            self.batches = self._own_device = None
+            self.cluster_environment = environment
+            self.processes.mesh = None
+            process_mesh.print_on_first_only(self.global_rank)
 
     # Data.
 
@@ -221,6 +280,8 @@ class TiledStrategy(HybridShardStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error of memory that more tiles need less."""
         super().on_exception(exception)
+        if self.batches is None:
+            self.others.is_disconnected()  # which tells them why this one ends
         if isinstance(exception, torch.OutOfMemoryError):
             more = [2 * size for size in self.tiles]
             exception.add_note(
@@ -228,7 +289,13 @@ class TiledStrategy(HybridShardStrategy):
                 f"parameters; take more tiles, such as TiledStrategy({more})."
             )
 
-    # After the run there is one process, whose module and optimizers are whole.
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self.batches is None:
+            self.others.pause_watch()
+
+    # After the run the module and the optimizers of each process are whole.
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -262,6 +329,15 @@ class TilesLauncher(Launcher):
 
     _former: nn.Module | None = None  # sharded by an earlier stage, to which the Trainer may point
 
+    def __init__(self, outer: Launcher | None) -> None:
+        """Begin.
+
+        Args:
+            outer: Starts the processes of other replicas; None where there are none, or where they
+                have been started.
+        """
+        self._outer = outer
+
     @property
     @override
     def is_interactive_compatible(self) -> bool:
@@ -270,7 +346,9 @@ class TilesLauncher(Launcher):
 
     @override
     def kill(self, signum: Any) -> None:
-        """Leave it to the process, whose threads the ranks are."""
+        """End the processes of other replicas; this process ends its own ranks, its threads."""
+        if self._outer is not None:
+            self._outer.kill(signum)
 
     @override
     def launch(
@@ -288,35 +366,53 @@ class TilesLauncher(Launcher):
         strategy: Any = trainer.strategy if trainer is not None else None
         if not isinstance(strategy, TiledStrategy) or trainer is None:
             return function(*args, **kwargs)
-        strategy.choose_tiles(trainer.state.fn, args, kwargs, trainer.precision)
-        module, ranks = strategy.lightning_module, math.prod(strategy.tiles)
+        in_tiles = partial(self._in_tiles, strategy, trainer, function, args, kwargs)
+        return in_tiles() if self._outer is None else self._outer.launch(in_tiles, trainer=trainer)
+
+    def _in_tiles(
+        self,
+        strategy: TiledStrategy,
+        trainer: Trainer,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        replicas = strategy.meet_replicas(trainer, args, kwargs)
+        module = strategy.lightning_module
         assert isinstance(module, LightningModule)
-        shared = OneDevice(strategy.root_device, strategy.budget, strategy.tile_memory)
-        strategy.batches = batches = BatchesOnce(ranks)
-        strategy.has_failed = False
-        calls = _calls(function, args, kwargs, module, [*self._kept(strategy, trainer)], ranks)
+        shared = OneDevice(
+            strategy.root_device, strategy.budget, strategy.tile_memory, replicas=replicas
+        )
+        with strategy.taking_turns(replicas) as batches:
+            first = self._on_all(trainer, (function, args, kwargs, module), shared, batches)
+        strategy.others.pause_watch()
+        return first
+
+    def _on_all(
+        self,
+        trainer: Trainer,
+        call: tuple[Any, tuple[Any, ...], dict[str, Any], LightningModule],
+        shared: OneDevice,
+        batches: BatchesOnce,
+    ) -> Any:
+        strategy: Any = trainer.strategy
+        calls = _calls(*call, [*self._kept(strategy, trainer)], batches.ranks)
         self._former = calls[0][3]
         before = {(id(part), name) for part, name in _replaced_methods(trainer)}
         run = _Run(strategy, calls, trainer.state.fn)
-        environment = strategy.cluster_environment
         try:
             with (
-                _printing_once(),
+                _printing_once(shared.first_rank),
                 _reading_together(),
                 batches.stopping_between_steps(),
             ):
                 batches.wait = lambda *how: shared.wait(*how)
-                first, *_ = in_turns(run.on_rank, ranks, shared)
+                first, *_ = in_turns(run.on_rank, batches.ranks, shared)
         except BaseException:
             strategy.has_failed = run.fits and not run.is_whole
             raise
         finally:
-            strategy.batches = None
-            batches.give_back()
-            strategy.cluster_environment = environment
-            strategy.processes.mesh = None
-            process_mesh.print_on_first_only(0)
-            run.bring_back(module)
+            run.bring_back(call[3])
             for part, name in [*_replaced_methods(trainer)]:
                 if (id(part), name) not in before:  # of this stage, which copies would call
                     delattr(part, name)
@@ -326,7 +422,7 @@ class TilesLauncher(Launcher):
 
     def _kept(self, strategy: TiledStrategy, trainer: Trainer) -> Iterator[Any]:
         """Yield what all ranks share, and what an earlier stage has left, which has no copies."""
-        yield from (self, strategy.batches, *trainer.loggers)
+        yield from (self, strategy.batches, strategy.others, *trainer.loggers)
         if self._former is not None:
             yield from self._former.modules()
         for part in (strategy, *vars(strategy).values()):
@@ -354,8 +450,10 @@ class _Run:
 
     def on_rank(self) -> Any:
         """Run the stage on one rank."""
-        rank = dist.get_rank()
-        function, args, kwargs, module = self._calls[rank]
+        batches = self._strategy.batches
+        assert batches is not None
+        tile = batches.tile()
+        function, args, kwargs, module = self._calls[tile]
         strategy = function.__self__.strategy
         strategy.cluster_environment = LauncherEnvironment(process_info())
         strategy.set_world_ranks()
@@ -363,15 +461,15 @@ class _Run:
             result = function(*args, **kwargs)
         except KeyboardInterrupt:  # between two steps, on all ranks
             self.after = self.after or random_state(strategy.root_device)
-            self._gather(strategy, module, first=rank == 0)
+            self._gather(strategy, module, first=tile == 0)
             raise
         except BaseException:  # of the rank that failed; the others end after it
             self.after = self.after or random_state(strategy.root_device)
             raise
-        self._gather(strategy, module, first=rank == 0)
+        self._gather(strategy, module, first=tile == 0)
         if self._predicts and result is not None:
             self._join(result, itertools.count())
-        if rank == 0:
+        if tile == 0:
             self.after = random_state(strategy.root_device)
         return result
 
@@ -412,7 +510,7 @@ class _Run:
         for part, other in trained.named_modules():
             for name, value in vars(other).items():
                 if part in own_parts and name[0] != "_" and _is_value(value):
-                    setattr(own_parts[part], name, value)
+                    setattr(own_parts[part], name, map_leaves(_detached, value))
         if not self.is_whole:
             return
         with self._strategy.precision_plugin.module_init_context():
@@ -443,7 +541,8 @@ def _calls(
     for _ in range(1, ranks):
         memo = shared | {id(profiler): PassThroughProfiler()}  # the first rank alone measures
         try:
-            called, values, named, own = copy.deepcopy((function, args, kwargs, module), memo)
+            with _copying_without_graphs():
+                called, values, named, own = copy.deepcopy((function, args, kwargs, module), memo)
         except (TypeError, RuntimeError) as error:  # of a lock, an open file, a part of a graph
             raise TypeError(
                 "each tile has a copy of the module, its data module and the callbacks, but one of "
@@ -451,11 +550,27 @@ def _calls(
                 "a __deepcopy__ that returns itself."
             ) from error
         found.append((called, values, named, own))
-    own = copy.deepcopy(module, {id(x): x for x in (*shared.values(), function.__self__)})
+    with _copying_without_graphs():
+        own = copy.deepcopy(module, {id(x): x for x in (*shared.values(), function.__self__)})
     values = tuple(own if x is module else x for x in args)
     named = {name: own if x is module else x for name, x in kwargs.items()}
     function.__self__.strategy.connect(own)
     return [(function, values, named, own), *found]
+
+
+@contextmanager
+def _copying_without_graphs() -> Generator[None]:
+    """Let tensors be copied that are parts of a graph, such as values of metrics, while open."""
+    plain = Tensor.__deepcopy__
+
+    def copied(self: Tensor, memo: dict[int, Any]) -> Any:
+        return plain(self if self.is_leaf else self.detach(), memo)
+
+    Tensor.__deepcopy__ = copied
+    try:
+        yield
+    finally:
+        Tensor.__deepcopy__ = plain
 
 
 def _replaced_methods(trainer: Trainer) -> Iterator[tuple[Any, str]]:
@@ -474,16 +589,16 @@ def _replaced_methods(trainer: Trainer) -> Iterator[tuple[Any, str]]:
 
 
 @contextmanager
-def _printing_once() -> Generator[None]:
-    """Let the first rank alone print and log, while open."""
+def _printing_once(first: int) -> Generator[None]:
+    """Let the first rank of this process alone print and log, while open."""
     handle, streams = logging.Logger.handle, (sys.stdout, sys.stderr)
 
     def first_only(self: logging.Logger, record: logging.LogRecord) -> None:
-        if _is_first():
+        if _runs(first):
             handle(self, record)
 
     logging.Logger.handle = first_only
-    sys.stdout, sys.stderr = (_OfFirst(stream) for stream in streams)
+    sys.stdout, sys.stderr = (_OfOne(stream, first) for stream in streams)
     try:
         yield
     finally:
@@ -505,23 +620,28 @@ def _reading_together() -> Generator[None]:
         reader.pl_legacy_patch = before
 
 
-class _OfFirst:
-    """A stream into which the first rank alone writes."""
+class _OfOne:
+    """A stream into which one rank alone writes."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, rank: int) -> None:
+        self._stream, self._rank = stream, rank
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write on the first rank."""
-        return self._stream.write(text) if _is_first() else len(text)
+        """Write on the one rank."""
+        return self._stream.write(text) if _runs(self._rank) else len(text)
 
 
-def _is_first() -> bool:
-    """Return True on the first rank, and where no rank has its turn."""
-    return os.environ.get("RANK", "0") == "0"
+def _runs(rank: int) -> bool:
+    """Return True on this rank, and where no rank has its turn."""
+    return os.environ.get("RANK", "0") in (str(rank), "0")
+
+
+def _detached(value: Any) -> Any:
+    """Return a tensor without its graph, as that of a metric's state after a training step."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _is_value(value: Any) -> bool:

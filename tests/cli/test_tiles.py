@@ -325,7 +325,7 @@ def test_plans_and_checks_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
         (
             ["fit", "--tiles", "2", "--trainer.strategy.domain_parallel_size", "2"],
-            "tiles share one device, but trainer.strategy.domain_parallel_size is 2; make it 1",
+            "strategy.domain_parallel_size is 2, which splits it over devices; make it 1",
         ),
         (
             ["fit", "--tiles", "2", "--trainer.strategy.sharding.compile_blocks", "true"],
@@ -333,7 +333,7 @@ def test_plans_and_checks_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
         (
             ["predict", "--tiles", "2", "--trainer.devices", "2"],
-            "tiles share one device, but trainer.devices is 2; make it 1",
+            "predict computes in tiles on one device, but trainer.devices is 2; make it 1",
         ),
         (
             ["predict", "--tiles", "2", "--trainer.strategy.shard_dims", "{field: 2}"],

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_shard.lab.simulated import collectives
-from lightning_shard.lab.simulated.turns import Turns
+from lightning_shard.lab.simulated.replicas import Replicas
+from lightning_shard.lab.simulated.turns import Ready, Turns
 
 # torch documents how to subclass neither; its signatures have changed between releases
 _AnyWork: Any = dist.Work
@@ -34,6 +35,10 @@ class _Collective:
     brought: dict[int, Any] = field(default_factory=dict[int, Any])
     done: bool = False
 
+    def finish(self) -> None:
+        """Note that the results are there."""
+        self.done = True
+
 
 class OpenCollectives:
     """All collectives of a simulation that have begun and have not ended.
@@ -42,17 +47,31 @@ class OpenCollectives:
         turns: The ranks.
     """
 
-    def __init__(self, turns: Turns, on_host: OnHost = nullcontext) -> None:
+    def __init__(
+        self, turns: Turns, on_host: OnHost = nullcontext, replicas: Replicas | None = None
+    ) -> None:
         """Begin without any.
 
         Args:
             turns: The ranks.
             on_host: Gives what the ranks bring as tensors in which a collective is computed.
+            replicas: Other processes with ranks of the same world; None: there are none.
         """
-        self.turns, self._on_host = turns, on_host
+        self.turns, self._on_host, self._replicas = turns, on_host, replicas
         self._open: dict[Any, _Collective] = {}
         self._sent = defaultdict[Any, list[tuple[_Collective, list[Tensor]]]](list)
         self._wanted = defaultdict[Any, list[tuple[_Collective, list[Tensor]]]](list)
+
+    def wait(self, rank: int, ready: Ready, what: str) -> None:
+        """Let others run until `ready()`, which the rank `rank` of all processes waits for."""
+        self.turns.wait(self._number(rank), ready, what)
+
+    def give_way(self, rank: int) -> None:
+        """Let others run, to which the rank `rank` of all processes gives way."""
+        self.turns.give_way(self._number(rank))
+
+    def _number(self, rank: int) -> int:
+        return rank if self._replicas is None else rank - self._replicas.first
 
     def bring(
         self, key: Any, group: Sequence[int], place: int, name: str, data: Any, compute: Any
@@ -66,8 +85,14 @@ class OpenCollectives:
                 f"{met.name}; all ranks of a group must call the same collectives in one order."
             )
         met.brought[place] = data
-        if len(met.brought) == len(group):
-            del self._open[key]
+        own = group if self._replicas is None else self._replicas.own(group)
+        if len(met.brought) < len(own):
+            return met
+        del self._open[key]
+        if self._replicas is not None and len(own) < len(group):
+            brought, met.brought = met.brought, {}
+            self._replicas.pend(key, name, brought, compute, self._on_host, met.finish)
+        else:
             with torch.no_grad():
                 try:
                     with self._on_host([met.brought[other] for other in range(len(group))]) as all_:
@@ -76,11 +101,22 @@ class OpenCollectives:
                     error.add_note(f"This is {name} of ranks {', '.join(map(str, group))}.")
                     raise
             met.brought.clear()
-            met.done = True
+            met.finish()
         return met
 
-    def pass_on(self, key: Any, tensors: list[Tensor], *, sends: bool) -> _Collective:
-        """Send to a rank, or receive from it: the n-th send meets the n-th receive of one key."""
+    def pass_on(
+        self, key: Any, tensors: list[Tensor], pair: Sequence[int], *, sends: bool
+    ) -> _Collective:
+        """Send to a rank, or receive from it: the n-th send meets the n-th receive of one key.
+
+        Raises:
+            NotImplementedError: The pair of ranks is of two processes.
+        """
+        if self._replicas is not None and len({*map(self._replicas.process_of, pair)}) > 1:
+            raise NotImplementedError(
+                f"rank {pair[0]} sends to rank {pair[1]}, which is a tile of another replica; use "
+                "a collective of all ranks, such as all_gather."
+            )
         met = _Collective("send" if sends else "recv")
         (self._sent if sends else self._wanted)[key].append((met, tensors))
         while self._sent[key] and self._wanted[key]:
@@ -119,17 +155,19 @@ class Handle(_AnyWork):
 class _Work(Handle):
     """A collective that has begun."""
 
-    def __init__(self, rank: int, met: _Collective, what: str, turns: Turns, result: Any) -> None:
+    def __init__(
+        self, rank: int, met: _Collective, what: str, open_ones: OpenCollectives, result: Any
+    ) -> None:
         super().__init__(result)
-        self._rank, self._met, self._what, self._turns = rank, met, what, turns
+        self._rank, self._met, self._what, self._open_ones = rank, met, what, open_ones
 
     def wait(self, timeout: Any = None) -> bool:
-        self._turns.wait(self._rank, lambda: self._met.done, self._what)
+        self._open_ones.wait(self._rank, lambda: self._met.done, self._what)
         return True
 
     def is_completed(self) -> bool:
         if not self._met.done:
-            self._turns.give_way(self._rank)  # to those whom a loop would wait for
+            self._open_ones.give_way(self._rank)  # to those whom a loop would wait for
         return self._met.done
 
     def is_success(self) -> bool:
@@ -169,7 +207,7 @@ class SimulatedGroup(_AnyGroup):
 
     def _work(self, met: _Collective, what: str, result: Any) -> Any:
         rank = self._members[self._place]
-        return _Work(rank, met, what, self._open_ones.turns, result)
+        return _Work(rank, met, what, self._open_ones, result)
 
     def __deepcopy__(self, memo: Any) -> "SimulatedGroup":
         """Return the group itself, to which a Trainer's next stage may still point."""
@@ -288,8 +326,8 @@ class SimulatedGroup(_AnyGroup):
 
     def _pass_on(self, tensors: Any, route: tuple[int, int, int], *, sends: bool) -> Any:
         key = self._name, self._members, route
-        met = self._open_ones.pass_on(key, list(tensors), sends=sends)
         sender, receiver = (self._members[place] for place in route[:2])
+        met = self._open_ones.pass_on(key, list(tensors), (sender, receiver), sends=sends)
         what = f"{met.name} from rank {sender} to rank {receiver}"
         return self._work(met, what, tensors)
 

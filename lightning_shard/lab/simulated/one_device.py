@@ -11,6 +11,7 @@ import torch
 from lightning_shard.fsdp.paging.memory import FileMemory
 from lightning_shard.fsdp.paging.pager import Pager, with_index
 from lightning_shard.lab.simulated.group import OpenCollectives
+from lightning_shard.lab.simulated.replicas import Replicas
 from lightning_shard.lab.simulated.state import State
 from lightning_shard.lab.simulated.turns import Ready, Turns
 
@@ -21,11 +22,17 @@ class OneDevice:
     Attributes:
         device: The device.
         pager: None on a CPU without files, where nothing is moved.
+        replicas: The processes with ranks of the same world; None: this is the only one.
         wait: Lets other ranks run until something is there; set by `turns`.
     """
 
     def __init__(
-        self, device: torch.device, budget: int | None = None, folder: str | Path | None = None
+        self,
+        device: torch.device,
+        budget: int | None = None,
+        folder: str | Path | None = None,
+        *,
+        replicas: Replicas | None = None,
     ) -> None:
         """Move nothing yet.
 
@@ -34,15 +41,22 @@ class OneDevice:
             budget: Bytes of tensors that may stay there beside those of before; None: only what
                 the running rank reads.
             folder: A directory in whose files waits what is not there; None: the host's memory.
+            replicas: The processes with ranks of the same world; None: this is the only one.
 
         Raises:
             ValueError: There is no such directory.
         """
         self.device = device = with_index(device)
+        self.replicas = replicas
         self.wait: Callable[[int, Ready, str], None]
         memory = None if folder is None else FileMemory(folder)
         pages = device.type != "cpu" or folder is not None
         self.pager = Pager(device, budget, memory) if pages else None
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this process."""
+        return 0 if self.replicas is None else self.replicas.first
 
     def turns(self, bodies: Sequence[Callable[[], Any]]) -> tuple[Turns, OpenCollectives]:
         """Return the ranks that run `bodies`, and their collectives.
@@ -52,13 +66,14 @@ class OneDevice:
         """
         pager, cores = self.pager, torch.get_num_threads()
         paged = [partial(self._paged, body) for body in bodies]
+        meet = None if self.replicas is None else self.replicas.meet
         if pager is None:
-            turns = Turns(paged, cores=cores)
-            open_ones = OpenCollectives(turns)
+            turns = Turns(paged, cores=cores, meet=meet)
+            open_ones = OpenCollectives(turns, replicas=self.replicas)
         else:
             pager.ranks = len(bodies)
-            turns = Turns(paged, pager.hand_over, cores=cores)
-            open_ones = OpenCollectives(turns, pager.on_host)
+            turns = Turns(paged, pager.hand_over, cores=cores, meet=meet)
+            open_ones = OpenCollectives(turns, pager.on_host, self.replicas)
         self.wait = turns.wait
         return turns, open_ones
 

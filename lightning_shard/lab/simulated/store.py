@@ -16,15 +16,56 @@ from lightning_shard.lab.simulated.turns import Turns
 _AnyStore: Any = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
 
+class Values(dict[str, bytes]):
+    """Values that ranks have written, by name.
+
+    Attributes:
+        changes: What the ranks of this process have changed since other processes were told; None
+            where there are no others.
+    """
+
+    changes: list[tuple[str, str, Any]] | None = None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        self._change(("put", key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return the sum."""
+        self._change(("add", key, amount))
+        return int(self[key])
+
+    def drop(self, key: str) -> bool:
+        """Delete a value; return True if it was there."""
+        there = key in self
+        self._change(("drop", key, None))
+        return there
+
+    def change(self, changes: Sequence[tuple[str, str, Any]]) -> None:
+        """Change what other processes have changed."""
+        for kind, key, value in changes:
+            if kind == "put":
+                self[key] = value
+            elif kind == "add":
+                self[key] = str(int(self.get(key, b"0")) + value).encode()
+            else:
+                self.pop(key, None)
+
+    def _change(self, change: tuple[str, str, Any]) -> None:
+        self.change([change])
+        if self.changes is not None:
+            self.changes.append(change)
+
+
 class SimulatedStore(_AnyStore):
     """The view that one simulated rank has of the store of all.
 
     Attributes:
         values: Values that all ranks have written, by name.
-        rank: The rank whose view it is.
+        rank: The number of the rank among those that take turns.
     """
 
-    def __init__(self, values: dict[str, bytes], rank: int, turns: Turns) -> None:
+    def __init__(self, values: Values, rank: int, turns: Turns) -> None:
         super().__init__()
         self.values, self.rank, self._turns = values, rank, turns
 
@@ -32,7 +73,7 @@ class SimulatedStore(_AnyStore):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self.values[key] = value.encode() if isinstance(value, str) else value
+        self.values.put(key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
         """Return a value, once it is written."""
@@ -43,9 +84,8 @@ class SimulatedStore(_AnyStore):
         """Add to a number, and return the sum; 0 reads it."""
         if amount == 0:  # a look at what others add
             self._let_others_run()
-        total = int(self.values.get(key, b"0")) + amount
-        self.values[key] = str(total).encode()
-        return total
+            return int(self.values.get(key, b"0"))
+        return self.values.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all keys are written; let other ranks run before it returns False."""
@@ -61,7 +101,7 @@ class SimulatedStore(_AnyStore):
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
         """Delete a key; return True if it was there."""
-        return self.values.pop(key, None) is not None
+        return self.values.drop(key)
 
     def getNumKeys(self) -> int:  # noqa: N802
         """Count the keys."""

@@ -12,6 +12,7 @@ from lightning_shard.processes.errors import LightningShardError
 
 Ready = Callable[[], bool]
 HandOver = Callable[[int, int], None]
+Meet = Callable[..., bool]
 
 
 class StuckError(LightningShardError, RuntimeError):
@@ -38,7 +39,12 @@ class Turns:
     """
 
     def __init__(
-        self, bodies: list[Callable[[], Any]], hand_over: HandOver = _nothing, *, cores: int = 1
+        self,
+        bodies: list[Callable[[], Any]],
+        hand_over: HandOver = _nothing,
+        *,
+        cores: int = 1,
+        meet: Meet | None = None,
     ) -> None:
         """Begin without a rank that runs.
 
@@ -46,8 +52,11 @@ class Turns:
             bodies: The functions that the ranks run.
             hand_over: Is told the rank whose turn ends, and the one whose turn begins.
             cores: The number of torch's threads with which each rank computes.
+            meet: Lets other processes tell what their ranks have done, once all ranks of this one
+                wait or have ended (`Replicas.meet`); None: there are no others.
         """
-        self._hand_over, self._cores = hand_over, cores
+        self._hand_over, self._cores, self._meet = hand_over, cores, meet
+        self._meetings = self._looking = 0
         self.values: list[Any] = [None] * len(bodies)
         self._bodies = bodies
         self._states: list[State] = []
@@ -107,7 +116,7 @@ class Turns:
             )
         while self._failure is None and not ready():
             self._waits[rank] = ready, what
-            following = self._next(rank)
+            following = self._following(rank)
             if following is None:
                 raise StuckError(self._all_that_wait())
             self._states[rank] = State()
@@ -117,9 +126,17 @@ class Turns:
             raise _OthersFailedError
 
     def give_way(self, rank: int) -> None:
-        """Let each other rank that can go on run once before this one."""
-        asked = iter([False])
-        self.wait(rank, lambda: next(asked, True), "the others")
+        """Let each other rank that can go on run once before this one; meet other processes."""
+        if self._meet is None:
+            asked = iter([False])
+            self.wait(rank, lambda: next(asked, True), "the others")
+            return
+        before = self._meetings
+        self._looking += 1
+        try:
+            self.wait(rank, lambda: self._meetings > before, "the others")
+        finally:
+            self._looking -= 1
 
     def _body(self, rank: int) -> None:
         self._wake[rank].acquire()
@@ -134,15 +151,32 @@ class Turns:
             self._failure = self._failure or (rank, error)
         finally:
             self._waits[rank] = None
-            following = self._next(rank)
-            if following is None and any(self._waits):
-                error = StuckError(self._all_that_wait())
-                self._failure = self._failure or (rank, error)
-                following = self._next(rank)
+            following = self._following_one_that_ended(rank)
             if following is None:
                 self._caller.release()
             else:
                 self._go_on(rank, following)
+
+    def _following_one_that_ended(self, rank: int) -> int | None:
+        following = None
+        try:
+            following = self._following(rank)
+            if following is None and any(self._waits):
+                raise StuckError(self._all_that_wait())
+        except BaseException as error:
+            self._failure = self._failure or (rank, error)
+            following = self._next(rank)
+        return following
+
+    def _following(self, rank: int) -> int | None:
+        """The next rank that can go on, if need be after other processes have told what is new."""
+        while (following := self._next(rank)) is None and self._meet and self._failure is None:
+            has_ended = not any(self._waits)
+            waits = "" if has_ended else self._waiting()
+            if not self._meet(looks=self._looking > 0, has_ended=has_ended, waits=waits):
+                break
+            self._meetings += 1
+        return following
 
     def _next(self, rank: int) -> int | None:
         """The next rank that can go on; once one has failed all others can, to end."""
@@ -161,11 +195,14 @@ class Turns:
         self._wake[following].release()
 
     def _all_that_wait(self) -> str:
+        return f"no rank can go on: {self._waiting()}."
+
+    def _waiting(self) -> str:
         groups: dict[str, list[int]] = {}
         for rank, waits in enumerate(self._waits):
             groups.setdefault(f"waits for {waits[1]}" if waits else "has ended", []).append(rank)
         said = [f"rank {', '.join(map(str, ranks))} {what}" for what, ranks in groups.items()]
-        return f"no rank can go on: {'; '.join(said)}."
+        return "; ".join(said)
 
 
 def _is_ready() -> bool:
