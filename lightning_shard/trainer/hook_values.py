@@ -2,21 +2,37 @@
 
 A logger draws what lies on all ranks. So `x.numpy()`, `x.tolist()` and what calls them gather
 there, on all ranks of a domain. In training steps they are refused: an array has no gradient.
+
+Lightning gives the object that draws, `logger.experiment`, to the first rank alone, and an object
+that does nothing to the others. So what a program gives to either of them is gathered on the way,
+in every hook and step, and so are the arguments of `logger.log_image` and its like.
 """
 
+import functools
 import hashlib
+import inspect
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.tensor import DTensor
 
+from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.fsdp.meeting import meet
+from lightning_shard.ops.elementwise.show import READS
+from lightning_shard.tensor.placement import gather
+from lightning_shard.tensor.tensor import DomainTensor
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
+_giving: set[Callable[..., Any]] = set()  # functions and classes that give what is whole
+PROCESS_STATE = {"_giving": _giving}
 
 
 class HookValues:
@@ -42,25 +58,47 @@ class HookValues:
         hook = str(getattr(self._module, "_current_fx_name", ""))  # as Lightning names a hook
         if not (hook.startswith("on_") or hook in _EVALUATION):
             return False
-        axes = range(x.domain.mesh.ndim)
-        ranks = tuple(dist.get_process_group_ranks(x.domain.group(tuple(axes))))
+        self._read(x, hook, f"reads the values of {{}} in {hook}, as numpy() does", _callers())
+        return True
+
+    def for_logger(self, x: Any, method: str) -> Any:
+        """Return the whole of a split tensor or of a shard; other arguments as they are.
+
+        Args:
+            x: An argument of the method.
+            method: The method of a logger that all ranks call.
+        """
+        if not isinstance(x, DomainTensor | DTensor):
+            return x
+        hook = str(getattr(self._module, "_current_fx_name", "") or "the step")
+        part = x.subdomain if isinstance(x, DomainTensor) else x
+        self._read(part, hook, f"gives {{}} to the logger's {method}() in {hook}", method)
+        with torch.no_grad():
+            return x.full_tensor() if isinstance(x, DTensor) else gather(x)
+
+    def _read(self, x: Subdomain | DTensor, hook: str, does: str, place: str) -> None:
+        """Wait until all ranks have come to read a tensor, and count its bytes."""
+        if isinstance(x, DTensor):
+            ranks, kind = x.device_mesh.mesh.flatten().tolist(), "sharded"
+        else:
+            axes = tuple(range(x.domain.mesh.ndim))
+            ranks, kind = dist.get_process_group_ranks(x.domain.group(axes)), "split"
         meet(
-            ranks,
-            f"values {hook} {_callers()}",
-            f"reads the values of a split tensor of shape {tuple(x.shape)} in {hook}, as numpy() "
-            "does",
+            tuple(ranks),
+            f"values {hook} {place}",
+            does.format(f"a {kind} tensor of shape {tuple(x.shape)}"),
             "all ranks must read them, since each holds a part; draw or log the array on one "
-            "rank, and leave numpy() out of rank_zero_only",
+            "rank, and leave numpy() and the logger's call out of rank_zero_only",
         )
-        size = math.prod(x.shape) * x.local.dtype.itemsize
+        dtype = x.dtype if isinstance(x, DTensor) else x.local.dtype
+        size = math.prod(x.shape) * dtype.itemsize
         if not self.reads[hook]:
             rank_zero_warn(
-                f"{hook} reads the values of a split tensor, as numpy() does; it is gathered, "
-                f"{size:,} bytes on every rank. The run's report counts all such bytes."
+                f"{hook} reads the values of a {kind} tensor, as numpy() and loggers do; it is "
+                f"gathered, {size:,} bytes on every rank. The run's report counts all such bytes."
             )
         self.reads[hook] += 1
         self.gathered_bytes[hook] += size
-        return True
 
     def __str__(self) -> str:
         return ", ".join(
@@ -77,3 +115,68 @@ def _callers() -> str:
         lines.append((frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
     return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
+
+
+def give_whole_to(loggers: Sequence[Any]) -> None:
+    """Let the methods of loggers and of their experiments take split tensors, on all ranks.
+
+    Args:
+        loggers: The loggers of a Trainer. The property `experiment` of their classes, their methods
+            `log_...` and the experiments' public methods are replaced, once for each class.
+    """
+    for kind in {type(logger) for logger in loggers}:
+        _take_whole(kind, "log_")
+        made = inspect.getattr_static(kind, "experiment", None)
+        if isinstance(made, property) and made.fget and made.fget not in _giving:
+            getter = _whole_experiment(made.fget)
+            _giving.add(getter)
+            setattr(kind, "experiment", property(getter, made.fset, made.fdel))  # noqa: B010
+
+
+def _whole_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(make)
+    def experiment(logger: Any) -> Any:
+        made = make(logger)
+        if type(made).__name__ == "_DummyExperiment":  # of lightning or of pytorch_lightning
+            return _Joins()
+        if type(made) not in _giving:
+            _giving.add(type(made))
+            _take_whole(type(made), "")
+        return made
+
+    return experiment
+
+
+def _take_whole(kind: type, prefix: str) -> None:
+    """Let the public methods of a class whose names begin with `prefix` take whole tensors."""
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name, None)
+        is_public = name.startswith(prefix) and name[0] != "_" and inspect.isfunction(method)
+        if is_public and method not in _giving:
+            given_whole = _given_whole(method, name)
+            _giving.add(given_whole)
+            setattr(kind, name, given_whole)
+
+
+def _given_whole(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        reads = READS.get()
+        if isinstance(reads, HookValues):
+            args, kwargs = map_leaves(lambda x: reads.for_logger(x, name), (args, kwargs))
+        return method(*args, **kwargs)
+
+    return call
+
+
+class _Joins:
+    """Stands for the experiment on the other ranks: takes part in what the first rank reads."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _given_whole(lambda *_, **__: None, name)
+
+    def __getitem__(self, _: Any) -> "_Joins":
+        return self
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        return None

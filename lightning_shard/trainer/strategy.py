@@ -41,7 +41,7 @@ from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
-from lightning_shard.trainer.hook_values import HookValues
+from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
     NotCompiled,
     callbacks_of,
@@ -176,7 +176,7 @@ class HybridShardStrategy(NotCompiled):
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
         self.announced = Announcements()
-        self.hook_values: HookValues | None = None  # of the newest stage with a domain
+        self.hook_values: HookValues | None = None  # of the newest stage on several ranks
 
     # The mesh.
 
@@ -442,10 +442,11 @@ class HybridShardStrategy(NotCompiled):
         self._while_set_up.close()
         if self.exact_random is not None:
             self._while_set_up.enter_context(use_exact_random(self.exact_random))
-        if self.domain_size > 1:
+        if self.world_size > 1:
             self.hook_values = HookValues(self._module)
             self._while_set_up.callback(READS.set, READS.get())  # a teardown may be in a thread
             READS.set(self.hook_values)
+            give_whole_to(trainer.loggers)
         self.barrier("HybridShardStrategy.setup")
 
     @override

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_shard import gather
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.fsdp import meeting
 from lightning_shard.trainer.report.facts import mesh_table
@@ -111,25 +110,65 @@ class Pictures(Logger):
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[Any] = []
+        self._writer = Writer(self.drawn)
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        return SimpleNamespace(add_image=lambda _, x: self.drawn.append(np.asarray(x)))
+        return self._writer
+
+    @rank_zero_only
+    def log_image(self, key: str, images: list[Any]) -> None:
+        self.drawn += [np.array(x) for x in images]
+
+
+class Writer:
+    """Draws twice what it is given once, and nothing of what it is only told."""
+
+    def __init__(self, drawn: list[Any]) -> None:
+        self.drawn = drawn
+
+    def add_image(self, name: str, x: Any) -> None:
+        self.drawn += [np.array(x), np.array(x)]
+
+    def add_text(self, name: str, x: Any) -> None:
+        assert name == "not drawn"
 
 
 class Logs(Featured):
-    """Gives a logger the whole of a split tensor, which all ranks gather."""
+    """Gives split tensors and shards to a logger in a step and in a hook, as on one process."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logger: Any = self.logger
+        logger.experiment.add_image("x", batch["x"])
+        logger.experiment.add_text("not drawn", {"x": batch["x"]})
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.logger.experiment.add_image("x", gather(batch["x"]))
+        logger: Any = self.logger
+        logger.log_image("y", list(batch["y"]))
+        for p in self.parameters():
+            logger.experiment.add_image("p", p.detach())
 
 
 @pytest.mark.spmd(2)
-def test_pictures_of_whole_tensors_for_a_logger() -> None:
-    logger = Pictures()
-    fit_sharded(Logs(), (2,), limit_train_batches=1, limit_val_batches=0, logger=logger)
-    assert [x.shape for x in logger.drawn] == [(4, 1, 9, 7)] * (dist.get_rank() == 0)
+@pytest.mark.parametrize("domain", [(2,), (1,)])
+def test_loggers_draw_split_tensors_and_shards_as_in_one_process(domain: tuple[int, ...]) -> None:
+    alone, split = Pictures(), Pictures()
+    options = {"limit_train_batches": 2, "limit_val_batches": 0}
+    fit_sharded(Logs(), domain, **options, logger=split)
+    fit_alone(Logs(), **options, logger=alone)
+    if dist.get_rank() == 0:
+        shapes = {tuple(p.shape) for p in Logs().parameters()}
+        both = [  # a replica has its own samples
+            [x for x in each.drawn if domain == (2,) or x.shape in shapes]
+            for each in (alone, split)
+        ]
+        assert len(both[0]) > 8
+        for expected, found in zip(*both, strict=True):
+            assert found == pytest.approx(expected, rel=1e-10)
+    else:
+        assert not split.drawn
 
 
 @pytest.mark.spmd(2)
