@@ -24,10 +24,12 @@ FILES = (
     "earth",
     "images",
     "language",
+    "microscopy",
     "self_supervised",
     "tables",
     "uncertainty",
     "volumes",
+    "weather",
 )
 
 

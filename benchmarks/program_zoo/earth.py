@@ -230,3 +230,40 @@ def dgmr_nowcasting(channels: int = 384) -> Parts:
     )
     dims = {"shard_dims": {"0": 3, "1": 3}}
     return Parts(module, data, batch=1, validates=False, strategy=dims)
+
+
+@program("rslearn", meshes=SPLIT)
+def rslearn_segmentation() -> Parts:
+    """Train a Swin transformer and a decoder on lists of dictionaries, as rslearn collates them."""
+    from rslearn.models.singletask import SingleTaskModel
+    from rslearn.models.swin import Swin
+    from rslearn.models.unet import UNetDecoder
+    from rslearn.train.lightning_module import RslearnLightningModule
+    from rslearn.train.model_context import RasterImage
+    from rslearn.train.tasks.segmentation import SegmentationHead, SegmentationTask
+    from torch.utils.data import DataLoader
+
+    encoder = Swin("swin_t", input_channels=4, output_layers=[1, 3])
+    decoder = UNetDecoder([(4, 96), (8, 192)], 3, num_channels={1: 8, 2: 8, 4: 16, 8: 16})
+    task = SegmentationTask(num_classes=3, enable_miou_metric=True, enable_f1_metric=True)
+    model = SingleTaskModel([encoder], [decoder, SegmentationHead(dice_loss=True)])
+    module = RslearnLightningModule(model, task)
+
+    def item(i: int) -> Any:
+        valid = (numbers(1, 1, 64, 64, seed=i + 90) > -1).to(torch.get_default_dtype())
+        target = {
+            "classes": RasterImage(classes(1, 1, 64, 64, of=3, seed=i)),
+            "valid": RasterImage(valid),
+        }
+        return (
+            {"image": RasterImage(numbers(4, 1, 64, 64, seed=i))},
+            target,
+            {"name": f"window {i}"},
+        )
+
+    def loader(size: int) -> Any:
+        return DataLoader(
+            fields(4, item), size, collate_fn=lambda items: tuple(zip(*items, strict=True))
+        )  # pyright: ignore[reportArgumentType]
+
+    return Parts(module, loader, stages=("fit", "test"))

@@ -1,0 +1,63 @@
+"""Denoising of microscopes' images: modules and data modules of CAREamics."""
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+from benchmarks.program_zoo import SPLIT, Parts, numbers, program
+
+
+def denoising(kind: str, **options: Any) -> Parts:
+    """Make the module and data module of `kind`, for patches of one noisy image."""
+    import careamics.config.factories as factories
+    import careamics.lightning as careamics
+
+    three = options.pop("three", False)
+    config = getattr(factories, f"create_{kind}_config")(
+        experiment_name="small",
+        data_type="array",
+        axes="ZYX" if three else "YX",
+        patch_size=[8, 16, 16] if three else [32, 32],
+        batch_size=2,
+        num_steps=3,
+        **options,
+    )
+    module = (careamics.N2VModule if kind.endswith("n2v") else careamics.CAREModule)(
+        config.algorithm_config
+    )
+    shape = (16, 32, 32) if three else (64, 96)
+    noisy = numbers(*shape).float().numpy()
+    given = {"train_data": noisy, "val_data": noisy}
+    if kind in ("care", "n2n"):
+        clean = numbers(*shape, seed=1).float().numpy()
+        given |= {"train_data_target": clean, "val_data_target": clean}
+
+    def loader(batch: int) -> Any:
+        config.data_config.batch_size, config.data_config.seed = batch, 3
+        return careamics.CareamicsDataModule(config.data_config, **given)
+
+    return Parts(module, loader, validates=False, trainer={"limit_val_batches": 2})
+
+
+@program("careamics", float32=True, meshes=SPLIT)
+def careamics_care() -> Parts:
+    return denoising("care")
+
+
+@program("careamics", float32=True)
+def careamics_care_3d() -> Parts:
+    return denoising("care", three=True)
+
+
+@program("careamics", float32=True)
+def careamics_n2n() -> Parts:
+    return denoising("n2n")
+
+
+@program("careamics", float32=True)
+def careamics_n2v() -> Parts:
+    return denoising("n2v")
+
+
+@program("careamics", float32=True)
+def careamics_n2v2() -> Parts:
+    return denoising("n2v", use_n2v2=True)

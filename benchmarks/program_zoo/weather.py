@@ -1,0 +1,81 @@
+"""Fields of weather services: networks of Météo-France's mfai, with its own LightningModule."""
+# pyright: reportMissingImports=false
+
+import importlib
+from typing import Any
+
+import torch
+
+from benchmarks.program_zoo import SPLIT, Parts, classes, fields, folder, numbers, program
+
+
+def forecast(
+    name: str, size: tuple[int, int] = (48, 64), kind: str = "regression", **options: Any
+) -> Parts:
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from mfai.pytorch.lightning_modules import SegmentationLightningModule
+
+    file, _, name = name.partition(".")
+    network = getattr(importlib.import_module(f"mfai.pytorch.models.{file}"), name)
+    channels = options.pop("channels", 2)
+    settings = network.settings_kls(**options)
+    model = network(in_channels=channels, out_channels=3, input_shape=size, settings=settings)
+    loss = torch.nn.MSELoss() if kind == "regression" else torch.nn.CrossEntropyLoss()
+
+    def sample(i: int) -> Any:
+        x = numbers(channels, *size, seed=i)
+        y = numbers(3, *size, seed=i + 50) if kind == "regression" else classes(*size, of=3, seed=i)
+        return x, y
+
+    module = SegmentationLightningModule(model.to(torch.get_default_dtype()), kind, loss)
+    logger = TensorBoardLogger(folder(name))
+    return Parts(module, fields(4, sample), trainer={"logger": logger}, stages=("fit", "test"))
+
+
+@program("mfai", meshes=SPLIT)
+def mfai_half_unet() -> Parts:
+    return forecast("half_unet.HalfUNet")
+
+
+@program("mfai")
+def mfai_half_unet_absolute() -> Parts:
+    return forecast("half_unet.HalfUNet", absolute_pos_embed=True)
+
+
+@program("mfai")
+def mfai_unet_classes() -> Parts:
+    return forecast("unet.UNet", kind="multiclass")
+
+
+@program("mfai")
+def mfai_custom_unet() -> Parts:
+    return forecast(
+        "unet.CustomUNet", size=(64, 64), encoder_name="resnet18", encoder_weights=False
+    )
+
+
+@program("mfai")
+def mfai_deeplab() -> Parts:
+    return forecast(
+        "deeplabv3.DeepLabV3Plus", size=(64, 64), encoder_name="resnet18", encoder_weights=False
+    )
+
+
+@program("mfai")
+def mfai_segformer() -> Parts:
+    return forecast("segformer.Segformer")
+
+
+@program("mfai")
+def mfai_swin_unetr() -> Parts:
+    return forecast("swinunetr.SwinUNetR", size=(64, 64))
+
+
+@program("mfai")
+def mfai_unetrpp() -> Parts:
+    return forecast("unetrpp.UNetRPP", size=(64, 64))
+
+
+@program("mfai")
+def mfai_vit() -> Parts:
+    return forecast("vit.VitEncoder", size=(64, 64))
