@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_shard.cli import lightning_cli
-from lightning_shard.cli.config_checks import count_of, sizes_of, strategy_options
+from lightning_shard.cli.config_checks import sizes_of, strategy_options
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.lab.compare import certify, check
 from lightning_shard.lab.predict import plan
 from lightning_shard.lab.search import best
+from lightning_shard.trainer.asked_devices import count_of
 from lightning_shard.trainer.process_mesh import domain_that_is_left
 
 

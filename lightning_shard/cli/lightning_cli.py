@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.checkpoint.open import hyperparameters
-from lightning_shard.cli.config_checks import check, check_numbers, find_device, strategy_options
+from lightning_shard.cli.config_checks import check, check_numbers, strategy_options
 from lightning_shard.cli.defaults import check_model, fill_in
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
@@ -35,6 +35,7 @@ from lightning_shard.cli.usage import (
     origin,
 )
 from lightning_shard.lab.predict_in_tiles import predicting
+from lightning_shard.trainer.asked_devices import meant
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
@@ -134,7 +135,7 @@ class ShardCLI(LightningCLI):
         check_numbers(config, given)
         check_tiles(command, config)
         self.after_parsing(config.trainer)
-        find_device(config.trainer)
+        config.trainer.accelerator = meant(config.trainer.accelerator)
         path, trusted = config.get("ckpt_path"), config.get("weights_only") is False
         with as_usage_error(ValueError):
             stored = hyperparameters(Path(path), trusted=trusted) if path else {}

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import lightning_shard
-from lightning_shard.cli.config_checks import _device_kind, find_device
 from lightning_shard.cli.doctor import _devices
 from lightning_shard.ops.spectral.cost import Extent, plan
 from lightning_shard.processes import device as devices
@@ -18,6 +17,7 @@ from lightning_shard.processes.device import DEVICES, Device, Rates, device_of
 from lightning_shard.processes.failures.failure import is_lost_connection
 from lightning_shard.processes.forking import initialised_accelerator
 from lightning_shard.processes.start import start_process_group
+from lightning_shard.trainer.asked_devices import device_kind, meant
 
 ROOT = Path(lightning_shard.__file__).parent
 NAMES = re.compile(r"\b(cuda|xpu|hpu|mps|npu|mtia|nccl|xccl|hccl|ccl)\b")
@@ -28,7 +28,7 @@ NAMED = {
     "__init__.py": "names that side",
     "hosts.py": "imports it",
     "tensor/facts.py": "torch's own list of attributes",
-    "cli/config_checks.py": "Lightning's `gpu` is Apple's, where there is one",
+    "trainer/asked_devices.py": "Lightning's `gpu` is Apple's, where there is one",
     "processes/torch_private/internals.py": "says what breaks",
 }
 
@@ -59,7 +59,7 @@ def test_only_the_table_names_devices():
     assert naming["processes/device.py"] >= {"cuda", "xpu", "ccl"}
     strange = {name: found for name, found in naming.items() if not name.startswith(tuple(NAMED))}
     assert strange == {}
-    assert naming["cli/config_checks.py"] == {"mps"}
+    assert naming["trainer/asked_devices.py"] == {"mps"}
 
 
 @pytest.fixture
@@ -84,11 +84,9 @@ def test_a_new_row_is_known_everywhere(another_device):
     assert devices.present() == "abacus"
     assert initialised_accelerator() == "ABACUS"
     assert any(line.split() == "abacus 3 x Abacus 3".split() for line in _devices())
-    assert _device_kind("abacus") == "abacus"
+    assert device_kind("abacus") == "abacus"
     for word in ("auto", "gpu", "cpu"):
-        trainer = SimpleNamespace(accelerator=word)
-        find_device(trainer)
-        assert trainer.accelerator == ("cpu" if word == "cpu" else "abacus")
+        assert meant(word) == ("cpu" if word == "cpu" else "abacus")
     # what the CPU multiplies, a device of quick FFTs transforms
     extents = (Extent(1024, 1024, 32, 4), Extent(1024, 1024, 17, 1))
     assert {fft for _, fft in plan(extents, 32, 4, True, "cpu")} == {False}

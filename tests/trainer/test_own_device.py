@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,8 +12,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core import rank_zero
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.cli import config_checks
 from lightning_shard.processes.device import sees_own_device_only
+from lightning_shard.trainer.asked_devices import Asked
 from lightning_shard.trainer.xpu.accelerator import XPUAccelerator
 from tests.fake_xpu.build import CannotBuildError, library
 from tests.pool import free_port
@@ -145,10 +144,9 @@ def test_cuda_device_of_each_process():
 @pytest.mark.usefixtures("_one_cuda_device")
 @pytest.mark.parametrize("devices", [2, 1, "auto"])
 def test_cuda_device_of_each_process_on_the_command_line(devices):
-    trainer = SimpleNamespace(accelerator="gpu", devices=devices, num_nodes=1, strategy="auto")
-    config_checks._check_devices(trainer, {"trainer.devices": ""})
-    assert trainer.devices == ("auto" if devices == "auto" else 1)
-    config_checks._check_processes(trainer, {"trainer.devices": ""})
+    asked = Asked("gpu", devices, 1)
+    assert asked.names_all == (devices == 2)
+    assert not [*asked.misfits(None, "auto", devices_given=True)]
 
 
 def test_intel_gpu_of_each_process(environment):
