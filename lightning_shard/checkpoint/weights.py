@@ -18,11 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.atomic import written_file
 from lightning_shard.checkpoint.directory import is_sharded, read_weights
-from lightning_shard.checkpoint.foreign import (
-    plain_names,
-    refuse_other_weights,
-    weights_of,
-)
+from lightning_shard.checkpoint.foreign import plain_names, refuse_other_weights, weights_of
 from lightning_shard.checkpoint.pretrained import file_in, pretrained_names
 from lightning_shard.checkpoint.safetensors_file import (
     SAFETENSORS,
@@ -31,12 +27,7 @@ from lightning_shard.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from lightning_shard.checkpoint.state import full, module_state
-from lightning_shard.checkpoint.stored import (
-    StoredState,
-    StoredTensor,
-    bytes_of,
-    own_region,
-)
+from lightning_shard.checkpoint.stored import StoredState, StoredTensor, bytes_of, own_region
 from lightning_shard.checkpoint.torch_file import read_torch_file
 from lightning_shard.fsdp.complex_pairs import pair_names
 from lightning_shard.fsdp.parallelize import SHARDED_OVER

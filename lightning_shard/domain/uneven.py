@@ -19,11 +19,7 @@ def spans_of(sizes: Sequence[int]) -> list[Span]:
 
 
 def exchange_rows(
-    x: Tensor,
-    dim: int,
-    owned: Sequence[Span],
-    wanted: Sequence[Span],
-    group: dist.ProcessGroup,
+    x: Tensor, dim: int, owned: Sequence[Span], wanted: Sequence[Span], group: dist.ProcessGroup
 ) -> Tensor:
     """The global rows that this rank wants, from the ranks that own them.
 

@@ -16,13 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from lightning_shard.lab.machine_file import (
-    Must,
-    is_number,
-    is_text,
-    is_whole,
-    read_as,
-)
+from lightning_shard.lab.machine_file import Must, is_number, is_text, is_whole, read_as
 from lightning_shard.processes.nearest import nearest
 
 GB = 1e9

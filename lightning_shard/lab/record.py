@@ -212,12 +212,7 @@ class _Recorder(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss: Any = outputs.get("loss") if is_mapping(outputs) else outputs
         self._found.losses.append(math.nan if loss is None else float(loss))

@@ -122,12 +122,7 @@ def radius_of_parts(
 
 
 def _of_parts(
-    x: Operand,
-    y: Operand,
-    batch_x: Batch,
-    batch_y: Batch,
-    reach: Reach,
-    search: Search,
+    x: Operand, y: Operand, batch_x: Batch, batch_y: Batch, reach: Reach, search: Search
 ) -> Subdomain:
     """The pairs of this rank's queries, moved to the canonical partition of all pairs."""
     if is_traced():

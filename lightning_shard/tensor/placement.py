@@ -54,10 +54,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
 
 
 def from_local(
-    local: Tensor,
-    mesh: DeviceMesh,
-    dims: int | Sequence[int],
-    shape: Sequence[int] | None = None,
+    local: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int] | None = None
 ) -> DomainTensor:
     """Wrap this rank's part of a split tensor.
 

@@ -92,12 +92,7 @@ def refuse_other_formats(chosen: str) -> None:
 
 
 def is_directory(
-    chosen: Format,
-    checkpoint: dict[str, Any],
-    path: str | Path,
-    io: CheckpointIO,
-    *,
-    options: Any,
+    chosen: Format, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, *, options: Any
 ) -> bool:
     """Say whether a checkpoint becomes a directory.
 

@@ -34,11 +34,7 @@ class NotebookLauncher(MultiProcessingLauncher):
 
     @override
     def launch(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        trainer: Trainer | None = None,
-        **named: Any,
+        self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **named: Any
     ) -> Any:
         """Run `function` on all ranks; return what it returns on rank 0.
 

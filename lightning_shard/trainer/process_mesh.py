@@ -26,11 +26,7 @@ from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.variables import end_attempts
 from lightning_shard.trainer.environment import check_processes
-from lightning_shard.trainer.host import (
-    Launcher,
-    SubprocessScriptLauncher,
-    destroy_process_group,
-)
+from lightning_shard.trainer.host import Launcher, SubprocessScriptLauncher, destroy_process_group
 from lightning_shard.trainer.notebook import NotebookLauncher
 
 # Ranks that differ in these would call other collectives, or train other weights.

@@ -82,11 +82,7 @@ class SampleOrder:
         add_once(trainer, _EpochsBeginAlike(self._agree), first=True)
 
     def prepare(
-        self,
-        loader: DataLoader[Any],
-        resumed: Callable[[int], Numbers | None],
-        *,
-        late: bool,
+        self, loader: DataLoader[Any], resumed: Callable[[int], Numbers | None], *, late: bool
     ) -> DataLoader[Any]:
         """Return a loader of this rank's samples.
 

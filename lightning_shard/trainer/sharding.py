@@ -115,9 +115,7 @@ def copy_shards(source: nn.Module, target: nn.Module) -> None:
 
 
 def mend_optimizers(
-    optimizers: Sequence[Optimizer],
-    module: nn.Module,
-    moved: Mapping[nn.Parameter, nn.Parameter],
+    optimizers: Sequence[Optimizer], module: nn.Module, moved: Mapping[nn.Parameter, nn.Parameter]
 ) -> None:
     """Let optimizers that were made before the module was sharded train its new parameters.
 

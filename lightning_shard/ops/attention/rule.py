@@ -166,12 +166,7 @@ def _with_all_keys(
 
 
 def _weights(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
     """Weights of the values, in functions that carry tangents, as torch's kernels do not."""
     k = _of_each_head(k, q)
@@ -239,10 +234,7 @@ def _by_ring(operands: Operands, layout: Layout, *, is_causal: bool, scale: floa
     return ring_attention(q, k, v, mask, ring)
 
 
-@implements(
-    left_aligned,
-    limits="inference with rows padded at the end",
-)
+@implements(left_aligned, limits="inference with rows padded at the end")
 def padded_rows(func: Callable[..., bool], x: Operand, mask: Operand) -> bool:
     """nn.TransformerEncoder asks; if so and in inference it drops the padded rows: zeros remain."""
     rows_first = mask[:, 1:] <= mask[:, :-1] if isinstance(mask, Tensor) else None

@@ -39,10 +39,7 @@ Operand = Subdomain | Tensor
 
 
 def contract(
-    compute: Callable[..., Tensor],
-    operands: Sequence[Operand],
-    inputs: Sequence[str],
-    output: str,
+    compute: Callable[..., Tensor], operands: Sequence[Operand], inputs: Sequence[str], output: str
 ) -> Operand:
     """Compute on local parts what `compute` contracts over the labels that `output` lacks.
 
@@ -170,10 +167,7 @@ def outer(func: Callable[..., Tensor], input: Operand, vec2: Operand) -> Operand
     return contract(torch.outer, [input, vec2], ["X", "Z"], "XZ")
 
 
-@implements(
-    torch.einsum,
-    limits="an equation without a repeated label in one operand",
-)
+@implements(torch.einsum, limits="an equation without a repeated label in one operand")
 def einsum(func: Callable[..., Tensor], equation: str, *operands: Any) -> Operand:
     """Einstein sum: kept dims stay split, sums over split dims are added up over the ranks."""
     if not isinstance(equation, str):

@@ -20,9 +20,7 @@ from lightning_shard.processes.torch_private.typed import integers
 
 
 @implements(
-    SyncBatchNorm,
-    limits="split channels; a process group without the whole domain",
-    checked=False,
+    SyncBatchNorm, limits="split channels; a process group without the whole domain", checked=False
 )
 def sync_batch_norm(
     func: Callable[..., Any],

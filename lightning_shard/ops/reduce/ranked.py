@@ -54,11 +54,7 @@ def kth_of_row(
 
 
 def quantile_of_row(
-    func: Callable[..., Tensor],
-    x: Subdomain,
-    q: Any,
-    dims: int = 0,
-    interpolation: str = "linear",
+    func: Callable[..., Tensor], x: Subdomain, q: Any, dims: int = 0, interpolation: str = "linear"
 ) -> Tensor:
     """Quantiles of all elements; NaN among them makes all quantiles NaN, or is left out.
 

@@ -139,11 +139,7 @@ def _interleaved(matrix: Tensor) -> Tensor:
 
 @made_once
 def table(
-    extent: int,
-    kept: Frequencies,
-    rows: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
+    extent: int, kept: Frequencies, rows: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """exp(-2 pi i f n / N) of shape (kept, rows); zero for rows beyond N."""
     f = torch.tensor(kept, dtype=torch.int64, device=device)[:, None]

@@ -181,11 +181,7 @@ def _boxes(halo: Halo, parts: Sequence[Tensor]) -> dict[Box, Tensor]:
 
 
 def _convolved(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    numbers: Numbers,
-    paddings: dict[int, int],
+    x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Numbers, paddings: dict[int, int]
 ) -> Tensor:
     padding = numbers.around(paddings)
     none, dilation, groups = [0] * len(padding), numbers.dilation, numbers.groups
