@@ -35,7 +35,9 @@ def described(opened: Opened) -> Iterator[str]:
     """Describe a checkpoint in lines for a terminal."""
     content, manifest = opened.content, opened.manifest
     yield labelled("kind", opened.kind)
-    yield labelled("complete", f"no: {opened.problem}" if opened.problem else _complete(opened))
+    files = manifest.get("files")
+    whole = f"yes, the hashes of {len(files)} files are right" if files else "yes"
+    yield labelled("complete", f"no: {opened.problem}" if opened.problem else whole)
     own = content.get(OWN, manifest)
     for key in ("epoch", "global_step"):
         if key in {**manifest, **content}:
@@ -59,11 +61,6 @@ def described(opened: Opened) -> Iterator[str]:
     others = [key for key in content if key not in known and not key.startswith("pytorch-l")]
     if others:
         yield labelled("also", ", ".join(map(str, others)))
-
-
-def _complete(opened: Opened) -> str:
-    files = opened.manifest.get("files")
-    return f"yes, the hashes of {len(files)} files are right" if files else "yes"
 
 
 def _weights(state: Mapping[str, Any]) -> Iterator[str]:
