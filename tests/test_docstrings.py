@@ -63,7 +63,9 @@ def test_a_broken_line_is_found():
         described(inspect.cleandoc(broken))
 
 
+NO_VERB = r"(The|This|A|An|All|Each|One) \S"  # of a function
 NO_SUBJECT = r"(Of|As|What|Which|Whose|Whether|How|Those|For) "
+MARKS = r"property|setter|implements"  # attributes, and rules, which say what travels
 ARGUMENT = re.compile(rf"^ +\w+( \(.*\))?: {NO_SUBJECT}", re.MULTILINE)
 PACKAGE = Path(lightning_shard.__file__).parent
 
@@ -93,6 +95,10 @@ def test_docstrings_are_sentences_with_a_subject(room):
                 wrong.append(f"{place} begins without a subject")
             if is_public and not words:
                 wrong.append(f"{place} has none")
+            marks = " ".join(map(ast.unparse, getattr(node, "decorator_list", ())))
+            returns = isinstance(node, ast.FunctionDef) and not re.search(MARKS, marks)
+            if is_public and returns and re.match(NO_VERB, words):
+                wrong.append(f"{place} begins with a noun, where a verb says what it does")
     assert not wrong, "\n".join(wrong)
 
 

@@ -22,7 +22,7 @@ from lightning_shard.processes.torch_private.typed import typed_torch
 
 
 def subdomains(values: Any) -> list[Subdomain]:
-    """All `Subdomain`s in nested lists, tuples and dicts, in order."""
+    """Return all `Subdomain`s in nested lists, tuples and dicts, in order."""
     if isinstance(values, Subdomain):
         return [values]
     items = values.values() if is_dict(values) else values if is_list(values) else ()
@@ -30,7 +30,7 @@ def subdomains(values: Any) -> list[Subdomain]:
 
 
 def in_own_memory(result: Subdomain, given: Subdomain) -> Subdomain:
-    """The same tensor in memory of its own, where torch's function never returns that of `given`.
+    """Return the tensor in memory of its own, where torch never returns that of `given`.
 
     A write into the result would else change what it was made from.
     """
@@ -40,14 +40,14 @@ def in_own_memory(result: Subdomain, given: Subdomain) -> Subdomain:
 
 
 def take_part(x: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of a plain tensor of the layout's global shape."""
+    """Cut this rank's part out of a plain tensor of the layout's global shape."""
     for d in layout.split_dims:
         x = take_local(x, d, layout.dims[d], layout.grid)
     return x
 
 
 def whole(x: Subdomain, dim: int) -> Subdomain:
-    """The same tensor with every row of `dim` on every rank."""
+    """Bring every row of `dim` to every rank."""
     if not x.layout.axes(dim):
         return x
     layout = x.layout.with_dim(dim, x.shape[dim], axes=())
@@ -55,7 +55,7 @@ def whole(x: Subdomain, dim: int) -> Subdomain:
 
 
 def gathered(x: Subdomain) -> Tensor:
-    """The full tensor on every rank; its gradient goes back to the owners, added up."""
+    """Gather the full tensor on every rank; its gradient goes back to the owners, added up."""
     flat = Layout(tuple((f,) for dim in x.layout.dims for f in dim), x.layout.grid)
     parts = x.like(x.local.reshape(flat.local_shape), flat)
     for dim in flat.split_dims:
@@ -64,7 +64,7 @@ def gathered(x: Subdomain) -> Tensor:
 
 
 def one_factor(x: Subdomain, dim: int) -> Subdomain:
-    """The same tensor with `dim` of one factor.
+    """Return the same tensor with `dim` of one factor.
 
     Rows of a flattened product of dims are moved to the canonical partition of the product.
     """
@@ -80,7 +80,7 @@ def one_factor(x: Subdomain, dim: int) -> Subdomain:
 
 
 def split_moved(x: Subdomain, dim: int, other: int, factors: Dim | None = None) -> Subdomain:
-    """The same tensor with the split of `dim` moved to the whole dim `other`, by an all-to-all.
+    """Move the split of `dim` to the whole dim `other`, by an all-to-all.
 
     Args:
         x: Its dim `dim` is split.
@@ -137,14 +137,14 @@ def spread(x: Subdomain | Tensor, layout: Layout, owner: Subdomain) -> Subdomain
 
 
 def broadcasting(x: Subdomain | Tensor, dims: Collection[int]) -> Subdomain | Tensor:
-    """A stand-in for `x` in `common_layout`, whose `dims` are of extent 1."""
+    """Make a stand-in for `x` in `common_layout`, whose `dims` are of extent 1."""
     if isinstance(x, Subdomain):
         return x.like(x.local, x.layout.with_dims({d: (Factor(1),) for d in dims}))
     return x.new_empty(()).expand([1 if d in dims else n for d, n in enumerate(x.shape)])
 
 
 def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
-    """The layout of the broadcast result of `operands`; a plain tensor is whole on every rank.
+    """Find the layout of the broadcast result of `operands`; plain ones are whole on all ranks.
 
     Where operands are split differently, the largest (of these the first) decides; `local_part`
     moves the others.
@@ -192,13 +192,13 @@ def _fits_into(x: Subdomain | Tensor, first: Subdomain) -> bool:
 
 
 def split_differently(operands: Sequence[Subdomain | Tensor]) -> UnsupportedOperationError:
-    """The refusal of operands whose split dims do not fit together."""
+    """Make the refusal of operands whose split dims do not fit together."""
     shown = "; ".join(str(o.layout) for o in operands if isinstance(o, Subdomain))
     return UnsupportedOperationError(f"the operands are split differently: {shown}")
 
 
 def common_dim(a: Dim, b: Dim) -> Dim | None:
-    """The dim that both split dims can be brought to: of one factor, if the axes are the same."""
+    """Find the dim that both split dims can be brought to: of one factor, if the axes are alike."""
     if merge(a) == merge(b):
         return a
     axes = [tuple(sorted(axis for f in dim for axis in f.axes)) for dim in (a, b)]
@@ -207,7 +207,7 @@ def common_dim(a: Dim, b: Dim) -> Dim | None:
 
 
 def local_part(x: Subdomain | Tensor, layout: Layout) -> Tensor:
-    """The local tensor that stands for `x` in an operation whose broadcast result has `layout`."""
+    """Return the local tensor that stands for `x` where the broadcast result has `layout`."""
     if isinstance(x, Subdomain):
         if x.layout is layout or x.layout == layout:
             return x.local
@@ -270,7 +270,7 @@ def _split_elsewhere(x: Subdomain, dim: int, layout: Layout) -> Subdomain:
 
 
 def volume(layout: Layout, dims: Sequence[int]) -> int:
-    """The number of elements along `dims` of the global tensor."""
+    """Count the elements along `dims` of the global tensor."""
     return math.prod(layout.shape[d] for d in dims)
 
 
@@ -284,7 +284,7 @@ def sum_over(x: Subdomain, local: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def all_gather_small(x: Subdomain, axes: tuple[int, ...], part: Tensor) -> Tensor:
-    """The `part`s of all ranks along `axes` (alike in shape), stacked in order, on every rank."""
+    """Gather the `part`s of all ranks along `axes`, alike in shape, stacked in order."""
     if not axes:
         return part.unsqueeze(0)
     grid = x.layout.grid

@@ -49,7 +49,7 @@ class Route:
 
 
 def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
-    """The pieces of all ranks' rows along `dim` that `route` brings here, put together in order."""
+    """Bring the pieces of all ranks' rows along `dim` that `route` names, put together in order."""
     if not route.moves:
         rank = dist.get_rank(group)
         return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
@@ -89,12 +89,12 @@ def transpose(
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over the ranks, on every rank."""
+    """Add `x` up over the ranks, on every rank."""
     return _AllReduce.apply(with_tangent(x), group)
 
 
 def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
-    """The elementwise extreme (`ReduceOp.MAX` or `MIN`) over the ranks; carries no gradient."""
+    """Find the elementwise `ReduceOp.MAX` or `MIN` over the ranks; it carries no gradient."""
     refuse_tangent(x)
     result = x.detach().clone(memory_format=torch.contiguous_format)
     reduce_in_place(result, op, group)
@@ -102,7 +102,7 @@ def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
 
 
 def of_all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The `part`s of all ranks, alike in shape, stacked in order; carries no gradient."""
+    """Gather the `part`s of all ranks, alike in shape, stacked in order, without a gradient."""
     refuse_tangent(part)
     ranks, size = dist.get_world_size(group), part.numel()
     copies = part.detach().expand(ranks, *part.shape).reshape(-1).contiguous()

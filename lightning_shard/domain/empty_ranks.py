@@ -27,7 +27,7 @@ def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
-    """A tensor without elements, or of zeros, that depends on `sources`.
+    """Make a tensor without elements, or of zeros, that depends on `sources`.
 
     A rank without rows must still take part in every collective of the backward pass, and give each
     parameter a gradient (of zeros). Each of these has memory of its own, since gradients are summed

@@ -66,7 +66,7 @@ def segments(factors: Dim, sizes: tuple[int, ...]) -> tuple[Segment, ...]:
 
 @lru_cache(maxsize=4096)
 def route(source: tuple[Segment, ...], rank: int, needs: Needs) -> Route:
-    """The route that brings `needs` from the ranks that hold `source`, seen from `rank`."""
+    """Plan the route that brings `needs` from the ranks that hold `source`, seen from `rank`."""
     lows = [s.low for s in source]
 
     def pieces(spans: tuple[Span, ...]) -> Iterator[tuple[int, int, int]]:
@@ -91,7 +91,7 @@ def route(source: tuple[Segment, ...], rank: int, needs: Needs) -> Route:
 
 
 def route_of(x: Subdomain, dim: int, needs: Needs) -> Route:
-    """The route that brings `needs` of `dim` to the ranks that split it."""
+    """Plan the route that brings `needs` of `dim` to the ranks that split it."""
     return _route_of(x.layout.dims[dim], x.layout.grid, needs)
 
 
@@ -102,7 +102,7 @@ def _route_of(factors: Dim, grid: Grid, needs: Needs) -> Route:
 
 
 def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:
-    """The rows of `dim` that this rank needs, from whichever ranks hold them, in the order asked.
+    """Bring the rows of `dim` that this rank needs, from whichever ranks hold them, in that order.
 
     Args:
         x: The split tensor.
@@ -113,7 +113,7 @@ def fetch(x: Subdomain, dim: int, needs: Needs) -> Tensor:
 
 
 def fetch_to_read(x: Subdomain, dim: int, needs: Needs) -> Tensor:
-    """The same for a function that computes something new of them.
+    """Bring rows as `fetch` does, for a function that computes something new of them.
 
     Where each rank needs its own rows, they are `x.local` itself: a view would cost a copy in
     backward.
@@ -126,7 +126,7 @@ def fetch_to_read(x: Subdomain, dim: int, needs: Needs) -> Tensor:
 
 
 def fetch_all(x: Subdomain, dim: int) -> Tensor:
-    """All rows of `dim` on every rank."""
+    """Bring all rows of `dim` to every rank."""
     parts = x.layout.grid.parts(x.layout.axes(dim))
     return fetch(x, dim, (((0, x.shape[dim]),),) * parts)
 

@@ -172,7 +172,7 @@ def _owners(numbers: Tensor, factors: Dim, grid: Grid) -> tuple[Tensor, Tensor]:
 def rows_of(
     parts: Sequence[Tensor], extents: Sequence[int], *, negative: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The flat row numbers that indices name in a product of dims, one index for each dim.
+    """Find the flat row numbers that indices name in a product of dims, one index for each dim.
 
     Args:
         parts: The indices, alike in shape.

@@ -91,7 +91,7 @@ def halo_of(layout: Layout, needs: tuple[tuple[int, Needs], ...]) -> Halo:
 
 
 def places(grid: Grid, axes: tuple[int, ...]) -> Sequence[Grid]:
-    """The ranks that differ along `axes` only, in the order of their group."""
+    """Return the ranks that differ along `axes` only, in the order of their group."""
     found: list[Grid] = []
     for coord in itertools.product(*(range(grid.sizes[a]) for a in axes)):
         place = dict(enumerate(grid.coord)) | dict(zip(axes, coord, strict=True))
@@ -148,14 +148,14 @@ def return_halo(
 
 
 def part_of(x: Tensor, dims: Sequence[int], box: Box) -> Tensor:
-    """The rows of a box, as a view."""
+    """Return the rows of a box, as a view."""
     for dim, (low, high) in zip(dims, box, strict=True):
         x = x.narrow(dim, low, high - low)
     return x
 
 
 def framed(like: Tensor, dims: Sequence[int], frame: Box, parts: dict[Box, Tensor]) -> Tensor:
-    """The rows in `frame`, put together from the boxes that have some of them, and zeros.
+    """Put the rows in `frame` together from the boxes that have some of them, and zeros.
 
     Where one box has just these rows, they are its own, not a copy.
     """

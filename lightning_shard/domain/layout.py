@@ -41,7 +41,7 @@ class Grid:
         return math.prod(self.sizes[a] for a in axes)
 
     def index(self, axes: tuple[int, ...]) -> int:
-        """This rank's place along `axes` taken together, the last of them fastest."""
+        """Return this rank's place along `axes` taken together, the last of them fastest."""
         index = 0
         for a in axes:
             index = index * self.sizes[a] + self.coord[a]
@@ -58,7 +58,7 @@ class Factor(NamedTuple):
     axes: tuple[int, ...] = ()
 
     def bounds(self, grid: Grid) -> tuple[int, int]:
-        """The global rows `[low, high)` of this rank."""
+        """Return the global rows `[low, high)` of this rank."""
         return _bounds(self, grid)
 
     def rows(self, grid: Grid) -> int:
@@ -106,7 +106,7 @@ class Layout:
 
     @staticmethod
     def of(shape: Sequence[int], splits: dict[int, tuple[int, ...]], grid: Grid) -> "Layout":
-        """The layout of a tensor of `shape` whose dim `d` is split over mesh axes `splits[d]`."""
+        """Make the layout of a tensor of `shape` whose dim `d` is split over axes `splits[d]`."""
         dims = tuple((Factor(int(n), splits.get(d, ())),) for d, n in enumerate(shape))
         return _same(dims, grid)
 
@@ -131,7 +131,7 @@ class Layout:
         return tuple([d for d, dim in enumerate(self.dims) if any(f.axes for f in dim)])
 
     def axes(self, *dims: int) -> tuple[int, ...]:
-        """The mesh axes over which `dims` are split (all dims if none is named)."""
+        """Return the mesh axes over which `dims` are split (all dims if none is named)."""
         if len(dims) == 1:
             return self._axes[dims[0]]
         return tuple(sorted([a for d in dims or range(self.ndim) for a in self._axes[d]]))
@@ -150,7 +150,7 @@ class Layout:
         return dim % max(self.ndim, 1)
 
     def with_dim(self, dim: int, extent: int, axes: tuple[int, ...] | None = None) -> "Layout":
-        """The same layout with `dim` of another extent (and split over other axes, if given)."""
+        """Return the layout with `dim` of another extent (and split over other axes, if given)."""
         axes = self.axes(dim) if axes is None else axes
         return self.with_dims({dim: (Factor(extent, axes),)})
 
@@ -174,7 +174,7 @@ def _same(dims: tuple[Dim, ...], grid: Grid) -> Layout:
 
 
 def merge(dim: Sequence[Factor]) -> Dim:
-    """The shortest equal dim: neighbouring whole factors become one, factors of extent 1 go."""
+    """Return the shortest equal dim: neighbouring whole factors are one, those of extent 1 go."""
     merged: list[Factor] = []
     for factor in dim:
         if factor.extent == 1 and not factor.axes:
@@ -189,7 +189,7 @@ def merge(dim: Sequence[Factor]) -> Dim:
 def splits_of(
     ndim: int, sizes: Sequence[int], dims: int | Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that split each tensor dim, from the dim that each mesh axis splits.
+    """Find the mesh axes that split each tensor dim, from the dim that each mesh axis splits.
 
     All axes may split one dim, such as the nodes of a graph.
     """

@@ -40,7 +40,7 @@ class Chosen:
     transfer: Transfer | None
 
     def moved(self, rows: Tensor, domain: Domain) -> Tensor:
-        """This rank's part of the chosen rows of all ranks; `rows` has one for each place."""
+        """Bring this rank's part of the chosen rows of all ranks; `rows` has one for each place."""
         if self.transfer is None:
             return rows.index_select(0, self.places)
         return transferred(rows, self.transfer, domain.group(self.factor.axes))
@@ -122,13 +122,13 @@ def _owners(runs: Dim, axes: tuple[int, ...], grid: Grid) -> Tensor:
 
 
 def global_rows(factors: Dim, grid: Grid, device: torch.device) -> Tensor:
-    """The global rows that this rank holds of a dim, in their local order."""
+    """Return the global rows that this rank holds of a dim, in their local order."""
     rows = torch.arange(Layout((factors,), grid).shape[0], device=device)
     return take_local(rows, 0, factors, grid)
 
 
 def flat_places(layout: Layout, extents: Sequence[int], device: torch.device) -> Tensor:
-    """Where this rank's elements lie in a flattened tensor of `extents`, as large or larger."""
+    """Find the places of this rank's elements in a flattened tensor of `extents` or larger."""
     found = torch.zeros((), dtype=torch.long, device=device)
     for dim, extent in zip(layout.dims, extents, strict=True):
         found = found.unsqueeze(-1) * extent + global_rows(dim, layout.grid, device)

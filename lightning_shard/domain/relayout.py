@@ -20,7 +20,7 @@ from lightning_shard.processes.torch_private.typed import integers
 
 
 def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
-    """This rank's part of a plain tensor's `dim`, split as `factors` say; it may be sparse."""
+    """Cut this rank's part, perhaps a sparse one, out of a plain `dim` split by `factors`."""
     if x.layout != torch.strided:
         if x.requires_grad:
             raise UnsupportedOperationError("a part of a sparse tensor has no gradient in torch")
@@ -37,7 +37,7 @@ def take_local(x: Tensor, dim: int, factors: Dim, grid: Grid) -> Tensor:
 
 
 def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tensor]:
-    """The global rows, in their local order, that each rank along `axes` has of a dim."""
+    """Return the global rows, in their local order, that each rank along `axes` has of a dim."""
     rows = torch.arange(math.prod(f.extent for f in factors))
     found: list[Tensor] = []
     for coord in itertools.product(*(range(grid.sizes[a]) for a in axes)):
@@ -47,7 +47,7 @@ def places_by_rank(factors: Dim, axes: tuple[int, ...], grid: Grid) -> list[Tens
 
 
 def relaid(x: Subdomain, target: Layout) -> Subdomain:
-    """The same tensor with each split dim either whole, or split as `target` splits that dim.
+    """Make each split dim either whole, or split as `target` splits it.
 
     Args:
         x: The split tensor.

@@ -170,7 +170,7 @@ class Subdomain:
 
 
 def domain_of(mesh: DeviceMesh) -> Domain:
-    """The `Domain` of a mesh; the same object for the same mesh."""
+    """Return the `Domain` of a mesh, the same object for the same mesh."""
     return _domain_of(mesh, dist.group.WORLD)
 
 

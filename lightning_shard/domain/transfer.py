@@ -48,7 +48,7 @@ class Transfer:
 
 
 def transferred(x: Tensor, transfer: Transfer, group: dist.ProcessGroup) -> Tensor:
-    """The rows of `x` of all ranks, where `transfer` puts them; all ranks of the group call it."""
+    """Move the rows of all ranks to where `transfer` puts them; all ranks of the group call it."""
     return _Transfer.apply(with_tangent(x), transfer, group)
 
 

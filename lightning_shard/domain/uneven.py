@@ -14,14 +14,14 @@ from lightning_shard.domain.subdomain import Domain
 
 
 def spans_of(sizes: Sequence[int]) -> list[Span]:
-    """The global rows of parts of these sizes, one after the other."""
+    """Return the global rows of parts of these sizes, one after the other."""
     return list(pairwise([0, *accumulate(sizes)]))
 
 
 def exchange_rows(
     x: Tensor, dim: int, owned: Sequence[Span], wanted: Sequence[Span], group: dist.ProcessGroup
 ) -> Tensor:
-    """The global rows that this rank wants, from the ranks that own them.
+    """Bring the global rows that this rank wants from the ranks that own them.
 
     Args:
         x: The rows that this rank owns, along `dim`.
@@ -37,7 +37,7 @@ def exchange_rows(
 
 
 def gathered_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The `value` of each rank of the group, on every rank."""
+    """Gather the `value` of each rank of the group, on every rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -46,7 +46,7 @@ def gathered_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 def to_canonical(
     local: Tensor, domain: Domain, splits: Mapping[int, tuple[int, ...]]
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Parts of any size, moved to the canonical partition; with the global shape.
+    """Move parts of any size to the canonical partition, and return the global shape, too.
 
     Args:
         local: This rank's part. Ranks at the same place along the axes that split a dim have as

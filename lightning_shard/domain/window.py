@@ -15,7 +15,7 @@ from lightning_shard.domain.subdomain import Subdomain
 
 
 def per_dim(value: int | Sequence[int], count: int) -> list[int]:
-    """One value for each spatial dim."""
+    """Return one value for each spatial dim."""
     values = [value] if isinstance(value, int) else list(value)
     return values * count if len(values) == 1 else values
 
@@ -31,7 +31,7 @@ def window_rows(
     dilation: int = 1,
     fill: float = 0.0,
 ) -> Subdomain:
-    """The rows of split `dim` under this rank's windows, padded with `fill` beyond the edges.
+    """Bring the rows of split `dim` under this rank's windows, with `fill` beyond the edges.
 
     Returns:
         The local rows, with the layout of the output in `dim`: a window function without padding
@@ -76,7 +76,7 @@ def _window_plan(
 def window_needs(
     extent: int, parts: int, output: int, kernel: int, stride: int, padding: int, dilation: int
 ) -> Needs:
-    """The in-range input rows under the windows of each rank's output rows."""
+    """Return the in-range input rows under the windows of each rank's output rows."""
 
     def spans(low: int, high: int) -> Sequence[Span]:
         first, last = window_span(low, high, kernel, stride, padding, dilation)
@@ -87,7 +87,7 @@ def window_needs(
 
 
 def window_span(low: int, high: int, kernel: int, stride: int, padding: int, dilation: int) -> Span:
-    """The input rows under the windows of output rows `[low, high)`; may reach beyond the edges."""
+    """Return the input rows under output rows `[low, high)`; they may reach beyond the edges."""
     return low * stride - padding, (high - 1) * stride - padding + dilation * (kernel - 1) + 1
 
 
@@ -102,7 +102,7 @@ def spread_rows(
     dilation: int = 1,
     fill: float = 0.0,
 ) -> tuple[Subdomain, int]:
-    """The rows of split `dim` whose windows reach this rank's rows of an output of `output` rows.
+    """Bring the rows of split `dim` whose windows reach this rank's part of `output` rows.
 
     Input row i spreads over output rows i * stride - padding + dilation * (0 ... kernel - 1). Rows
     beyond the edges are `fill`, so that the windows cover all of this rank's output rows.

@@ -20,7 +20,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The elements of all pieces, one after the other; a piece that lies so is not copied.
+    """Join the elements of all pieces, one after the other; a piece that lies so is not copied.
 
     Args:
         pieces: The tensors that are to travel.
@@ -37,7 +37,7 @@ def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 def all_to_all(
     outgoing: Tensor, sizes: list[int], given: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """The elements that come, `sizes[p]` from peer p, for those that go, `given[p]` to peer p.
+    """Send `given[p]` elements to each peer p, and return those that come, `sizes[p]` of peer p.
 
     The wire carries bytes, so every dtype works on every backend.
     """

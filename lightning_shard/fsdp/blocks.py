@@ -32,7 +32,7 @@ _IN_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def blocks(
     root: nn.Module, wrap: Wrap | None = None, min_num_params: int | None = None
 ) -> list[nn.Module]:
-    """The modules under `root` that FSDP2 shall gather on their own, inner ones first.
+    """Find the modules under `root` that FSDP2 shall gather on their own, inner ones first.
 
     Args:
         root: The whole network, which is not among them.
@@ -62,7 +62,7 @@ def _wanted(root: nn.Module, wrap: Wrap | None, min_num_params: int | None) -> l
 
 
 def named(root: nn.Module, names: Sequence[str], option: str) -> set[nn.Module]:
-    """The modules under `root` whose class has one of `names`.
+    """Find the modules under `root` whose class has one of `names`.
 
     Raises:
         ValueError: A class is not there; `option` names the argument.

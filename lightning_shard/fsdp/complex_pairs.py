@@ -58,7 +58,7 @@ def store_as_pairs(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 def pair_names(root: nn.Module) -> set[str]:
-    """The qualified names of the parameters under `root` that are stored as pairs."""
+    """Return the qualified names of the parameters under `root` that are stored as pairs."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in named_modules(root, remove_duplicate=False)
@@ -83,7 +83,7 @@ def as_pairs(value: Tensor) -> Tensor:
 
 
 def placed_as(like: DTensor, local: Tensor, shape: Sequence[int]) -> DTensor:
-    """A DTensor of `shape`, placed as `like`, of which this rank holds `local`."""
+    """Make a DTensor of `shape`, placed as `like`, of which this rank holds `local`."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(
         local,

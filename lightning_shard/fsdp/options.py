@@ -144,7 +144,7 @@ class ShardingOptions:
         return self.cpu_offload or self.policy != MixedPrecisionPolicy()
 
     def described(self) -> dict[str, str]:
-        """The options by name, in words that are equal in all processes."""
+        """Describe the options by name, in words that are equal in all processes."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {f"mp_policy.{f.name}": getattr(self.policy, f.name) for f in fields(self.policy)}
         del values["mp_policy"]
@@ -169,7 +169,7 @@ def bytes_of(size: str, name: str) -> int:
 
 
 def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy:
-    """The policy that a mapping describes, as a config file does: `{reduce_dtype: bfloat16}`.
+    """Make the policy that a mapping describes, as a config does: `{reduce_dtype: bfloat16}`.
 
     Raises:
         ValueError: A key is no field of the policy, or a value no dtype of floating point.

@@ -28,7 +28,7 @@ def without_autocast(x: Subdomain | Tensor) -> AbstractContextManager[Any]:
 
 
 def uncast(rule: Callable[P, R]) -> Callable[P, R]:
-    """The rule `without_autocast`, whose operands are cast before or never."""
+    """Wrap a rule to run `without_autocast`: its operands are cast before, or never."""
 
     @functools.wraps(rule)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -40,7 +40,7 @@ def uncast(rule: Callable[P, R]) -> Callable[P, R]:
 
 
 def cast_for(call: Callable[..., Tensor], *operands: Any) -> list[Any]:
-    """The operands in the types in which autocast would give them to a function.
+    """Cast the operands to the types in which autocast would give them to a function.
 
     Args:
         call: The function for operands of one element each, with as many dims as these have. It is
@@ -58,7 +58,7 @@ def cast_for(call: Callable[..., Tensor], *operands: Any) -> list[Any]:
 
 @functools.cache
 def of_one(func: Callable[..., Any], *options: Any) -> Callable[..., Tensor]:
-    """The function with options that one element can have, as `cast_for` takes it."""
+    """Return the function with options that one element can have, as `cast_for` takes it."""
 
     def call(*operands: Tensor) -> Tensor:
         found = func(*operands, *options)

@@ -161,7 +161,7 @@ def rule_for(function: Function, *, lazy: bool = False) -> Rule | None:
 
 
 def limits_of(function: Any) -> str:
-    """The uses that the function's rule refuses; empty where it serves all."""
+    """Name the uses that the function's rule refuses; the text is empty where it serves all."""
     rule = rule_for(function) or _OPERATORS.get(function if isinstance(function, str) else "")
     return rule.limits if rule else ""
 
@@ -227,7 +227,7 @@ def _binding(
 def canonical_names(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments under torch's own names: numpy's `axis` is `dim`, its `keepdims` is `keepdim`.
+    """Give the arguments torch's own names: numpy's `axis` is `dim`, its `keepdims` `keepdim`.
 
     A tensor given as `input=` becomes the first positional argument.
     """
@@ -238,7 +238,7 @@ def canonical_names(
 
 
 def without_deprecated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a loss but those that `reduction` has replaced, which are refused."""
+    """Return the arguments of a loss but those that `reduction` replaces, which it refuses."""
     deprecated = ("size_average", "reduce")
     if any(given.get(name) is not None for name in deprecated):
         raise UnsupportedOperationError(
@@ -278,12 +278,12 @@ def _ways_to_write(function: Callable[..., Any]) -> tuple[bool, int]:
 
 
 def listed(values: Sequence[Any]) -> Sequence[Any]:
-    """The values of a call `f(a, b)`, or those of the one list in `f([a, b])`: torch takes both."""
+    """Return the values of a call `f(a, b)`, or those of the one list in `f([a, b])`."""
     return values[0] if len(values) == 1 and is_sequence(values[0]) else values
 
 
 def name_of(function: Any) -> str:
-    """A readable name: `torch.conv2d`, `torch.nn.functional.pad`, `Tensor.add_`, `Tensor.shape`."""
+    """Make a readable name: `torch.conv2d`, `torch.nn.functional.pad`, `Tensor.add_`."""
     if isinstance(function, (OperatorPacket, Operator, str)):
         return f"torch.ops.{str(function).replace('::', '.')}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))

@@ -115,7 +115,7 @@ def reach_of_boxes(queries: Cells, points: Cells, k: int, counts: Tensor) -> Ten
 
 
 def reach_of_nearest(queries: Cells, points: Cells, k: int) -> Tensor:
-    """The same from the points that are here."""
+    """Find distances as `reach_of_boxes` does, from the points that are here."""
     counts, found = (points.numbers >= 0).sum(1), [queries.bounds.new_zeros(0)]
     for own, _ in _blocks(queries, len(points)):
         found.append(_reach_of_first(own, points, _gaps(own, points), counts, k))
@@ -123,7 +123,7 @@ def reach_of_nearest(queries: Cells, points: Cells, k: int) -> Tensor:
 
 
 def pairs_within(queries: Cells, points: Cells, radius: float) -> Tensor:
-    """All pairs (2, E) of a query and a point at most `radius` away, by query, then by point."""
+    """Find all pairs (2, E) of a query and a point at most `radius` away, by query, then point."""
     found = [queries.numbers.new_zeros(2, 0)]
     for own, _ in _blocks(queries, len(points)):
         gaps = _gaps(own, points)
@@ -136,7 +136,7 @@ def pairs_within(queries: Cells, points: Cells, radius: float) -> Tensor:
 
 
 def nearest_pairs(queries: Cells, points: Cells, k: int) -> Tensor:
-    """The pairs (2, E) of each query with its `k` nearest points, by query, then by distance.
+    """Find the pairs (2, E) of each query with its `k` nearest points, by query, then distance.
 
     Of points at one distance that with the lower number comes first. A query with fewer points in
     its sample has fewer pairs.

@@ -14,7 +14,7 @@ from lightning_shard.domain.layout import partition
 
 
 def curve_order(points: Tensor) -> Tensor:
-    """The order of points (N, D) along a Hilbert curve: `points[curve_order(points)]`.
+    """Order points (N, D) along a Hilbert curve: `points[curve_order(points)]`.
 
     Points in one cell of the curve's finest grid keep their order.
     """
@@ -57,7 +57,7 @@ def crossing_edges(edge_index: Tensor, nodes: int, ranks: int) -> int:
 
 
 def ordered_graph(graph: Any, points: Tensor) -> Any:
-    """A graph of torch_geometric with its nodes along a curve, and edges in the order of receivers.
+    """Order the nodes of a graph of torch_geometric along a curve, and its edges by receiver.
 
     Args:
         graph: A `Data`; its `edge_index` and all that has a row for each node or edge is reordered.

@@ -30,7 +30,7 @@ Batch = Operand | None
 def knn(
     x: Tensor, y: Tensor, k: int, batch_x: Tensor | None = None, batch_y: Tensor | None = None
 ) -> Tensor:
-    """The `k` points of `x` that are nearest to each point of `y`, as torch_cluster.knn finds them.
+    """Find the `k` points of `x` that are nearest to each point of `y`, as torch_cluster.knn does.
 
     The points may be split over ranks, plain, or either. Ranks exchange the points near their
     boundaries only; points in the order of `curve_order` have few of them.
@@ -58,7 +58,7 @@ def knn(
 def radius(
     x: Tensor, y: Tensor, r: float, batch_x: Tensor | None = None, batch_y: Tensor | None = None
 ) -> Tensor:
-    """All points of `x` within distance `r` of each point of `y`; none is left out.
+    """Find all points of `x` within distance `r` of each point of `y`; none is left out.
 
     Args:
         x: Points (N, D).

@@ -15,7 +15,7 @@ from lightning_shard.tensor.part import part_of
 
 
 def attributes_of(names: str) -> set[Any]:
-    """The getters of attributes of `Tensor`, as `__torch_function__` is given them."""
+    """Find the getters of attributes of `Tensor`, as `__torch_function__` is given them."""
     found = (getattr(Tensor, name, None) for name in names.split())
     return {attribute.__get__ for attribute in found if attribute is not None}
 

@@ -39,12 +39,12 @@ from lightning_shard.tensor import placement
 
 
 def scatter(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Tensor:
-    """This rank's part of `x`, which every rank holds whole."""
+    """Return this rank's part of `x`, which every rank holds whole."""
     return placement.shard(x, mesh, dims).to_local()
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The whole tensor of `shape`, on every rank.
+    """Gather the whole tensor of `shape`, on every rank.
 
     Raises:
         ValueError: `x` is not this rank's part of it.
@@ -55,7 +55,7 @@ def gather(x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequen
 def all_gather_v(
     x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """The parts of all ranks one after the other, on every rank.
+    """Gather the parts of all ranks one after the other, on every rank.
 
     Args:
         x: This rank's part, with any number of rows.
@@ -74,7 +74,7 @@ def all_gather_v(
 def gather_v(
     x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = None, *, dst: int = 0
 ) -> Tensor:
-    """The parts of all ranks one after the other, on rank `dst` of the mesh; others get no rows.
+    """Gather the parts of all ranks in order on rank `dst` of the mesh; others get no rows.
 
     Args:
         x: This rank's part, with any number of rows.
@@ -94,7 +94,7 @@ def gather_v(
 def scatter_v(
     x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int], *, src: int = 0
 ) -> Tensor:
-    """This rank's part, `sizes[rank]` rows, of the tensor of rank `src`.
+    """Send each rank its part, `sizes[rank]` rows, of the tensor of rank `src`.
 
     Args:
         x: The tensor on rank `src` of the mesh. On the other ranks a tensor without rows of `dim`,
@@ -115,7 +115,7 @@ def scatter_v(
 
 
 def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of `x` over the ranks of the mesh, on every rank.
+    """Add `x` up over the ranks of the mesh, on every rank.
 
     Its adjoint is the sum over the ranks, too. Suppose that each of P ranks starts backward on its
     replica of a loss. Then a split leaf before `reduce` gets P times the gradient of one process:
@@ -168,7 +168,7 @@ def fftn(
     dim: Sequence[int] | None = None,
     norm: str | None = None,
 ) -> Tensor:
-    """This rank's part of `torch.fft.fftn` of the whole tensor, split along the same dims.
+    """Compute this rank's part of `torch.fft.fftn` of the whole, split along the same dims.
 
     Args:
         x: This rank's part.
@@ -188,14 +188,14 @@ def fftn(
 def ifftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
-    """This rank's part of `torch.fft.ifftn` of the whole tensor; arguments are as for `fftn`."""
+    """Compute this rank's part of `torch.fft.ifftn` of the whole; arguments are as for `fftn`."""
     return _transform(fft.ifftn, x, mesh, dims, shape, **options)
 
 
 def rfftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
-    """This rank's part of `torch.fft.rfftn` of a real tensor; arguments are as for `fftn`.
+    """Compute this rank's part of `torch.fft.rfftn` of a real tensor; arguments as for `fftn`.
 
     The last transformed dim of the result is one-sided.
     """
@@ -205,7 +205,7 @@ def rfftn(
 def irfftn(
     x: Tensor, mesh: DeviceMesh, dims: int | Sequence[int], shape: Sequence[int], **options: Any
 ) -> Tensor:
-    """This rank's part of `torch.fft.irfftn` of the whole tensor; arguments are as for `fftn`.
+    """Compute this rank's part of `torch.fft.irfftn` of the whole; arguments are as for `fftn`.
 
     `shape` is that of the one-sided spectrum `x`.
     """

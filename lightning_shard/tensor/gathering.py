@@ -22,7 +22,7 @@ PROCESS_STATE = {"gathered_functions": gathered_functions}
 
 
 def split_in(values: Any, kind: type[Tensor]) -> Iterator[Any]:
-    """The tensors of a class in nested lists, tuples and dicts."""
+    """Find the tensors of a class in nested lists, tuples and dicts."""
     if isinstance(values, kind):
         yield values
     elif isinstance(values, dict):

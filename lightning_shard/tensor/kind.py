@@ -35,7 +35,7 @@ class _Same:
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """A key that is equal for modules whose forwards differ in parameters and buffers alone."""
+    """Return a key, equal for modules whose forwards differ in parameters and buffers alone."""
     return tuple(
         (name, _class_of(inner), *_state(inner, root=inner is module))
         for name, inner in module.named_modules()

@@ -52,7 +52,7 @@ class Part(Protocol):
         ...
 
     def read(self) -> Subdomain:
-        """The rows of this rank.
+        """Return the rows of this rank.
 
         Raises:
             UnsupportedOperationError: The part has no rows that could be read.
@@ -61,7 +61,7 @@ class Part(Protocol):
 
 
 def part_of(tensor: Any) -> Part:
-    """The part of a split tensor.
+    """Return the part of a split tensor.
 
     Raises:
         UnsupportedOperationError: A foreign autograd.Function put its history on the wrapper. Or

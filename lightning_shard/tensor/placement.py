@@ -87,7 +87,7 @@ def from_local(
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank; a plain tensor comes back unchanged.
+    """Gather the full tensor on every rank; a plain tensor comes back unchanged.
 
     Differentiable: each rank's gradient of the full tensor is a partial one, which is added up and
     split again.
@@ -102,7 +102,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:
-    """The local tensor, and what `pack` needs to wrap another one like it."""
+    """Return the local tensor, and what `pack` needs to wrap another one like it."""
     part = tensor.subdomain
     return part.local, part
 

@@ -91,7 +91,7 @@ class DomainTensor(Tensor):
         return wrapper
 
     def to_local(self) -> Tensor:
-        """This rank's part: a plain tensor, connected to the autograd graph."""
+        """Return this rank's part: a plain tensor, connected to the autograd graph."""
         return self.subdomain.local
 
     @property

@@ -189,7 +189,7 @@ def trainer_of(module: LightningModule) -> Trainer | None:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The Trainer's own list, which can be added to; Lightning does not declare it."""
+    """Return the Trainer's own list, which can be added to; Lightning does not declare it."""
     found: list[Callback] = vars(trainer)["callbacks"]
     return found
 

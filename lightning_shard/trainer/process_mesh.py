@@ -121,7 +121,7 @@ class ProcessMesh:
         return sizes_of(self.mesh)
 
     def replica(self, rank: int) -> int:
-        """The data replica of this process, whose global rank is `rank`."""
+        """Return the data replica of this process, whose global rank is `rank`."""
         if self.mesh is None:
             return rank // self.domain_size
         return sub_mesh(self.mesh, ("data",)).get_local_rank()
@@ -134,7 +134,7 @@ class ProcessMesh:
         return [places[rank] for rank in sorted(places)]
 
     def domain_rank(self, rank: int) -> int:
-        """The place of this process, whose global rank is `rank`, among those of its samples."""
+        """Return the place of this process, of global rank `rank`, among those of its samples."""
         if self.mesh is None:
             return rank % self.domain_size
         index = 0
@@ -221,13 +221,13 @@ def domain_that_is_left(world: int, data: int | Literal["auto"]) -> tuple[int, .
 
 @dataclass(frozen=True)
 class Misfit:
-    """Explains why the sizes of a mesh do not multiply to the number of processes.
+    """Explains why an option cannot be satisfied, such as a size of a mesh.
 
     Attributes:
-        option: The argument of the strategy that is wrong.
+        option: The name of the option.
         size: Its value in words, such as "2 x 2".
         problem: The rest of the sentence, to be written after `size` without a space.
-        remedy: The sizes that would fit.
+        remedy: The values that would fit.
     """
 
     option: str

@@ -43,7 +43,7 @@ def _kind(weight: Any) -> str:
 
 
 def contraction_of(layer: Any) -> Callable[..., Tensor]:
-    """The layer's contraction of plain tensors, which never reconstructs the dense weight.
+    """Return the layer's contraction of plain tensors, which never rebuilds the dense weight.
 
     It takes the factors in the order of least work, which is to reconstruct where that is cheaper.
     """

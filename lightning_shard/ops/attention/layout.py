@@ -67,7 +67,7 @@ class Operands:
         return with_last(layout, 1, self.value.shape[-1])
 
     def shares(self, output: Layout) -> list[tuple[Operand, Layout]]:
-        """Each operand with the layout of what is needed of it for an output of this layout."""
+        """Return each operand with the layout of what an output of this layout needs of it."""
         keys = with_last(output, 2, self.key.shape[-2])
         if self.grouped:
             keys = keys.with_dim(keys.ndim - 3, self.key.shape[-3])
@@ -80,22 +80,22 @@ class Operands:
         return list(zip(self._each(), layouts, strict=False))
 
     def sequence_axes(self) -> tuple[int, ...]:
-        """The mesh axes that split queries and keys along the sequence; none if they differ."""
+        """Return the axes that split queries and keys along the sequence; none if they differ."""
         return _axes_of_rows(self.query, self.key, self.value)
 
     def key_axes(self) -> tuple[int, ...]:
-        """The mesh axes that split keys and values along the sequence; none if they differ."""
+        """Return the axes that split keys and values along the sequence; none if they differ."""
         return _axes_of_rows(self.key, self.value)
 
     def keys(self) -> Dim:
-        """The split of keys and values along the sequence."""
+        """Return the split of keys and values along the sequence."""
         split = [x for x in subdomains([self.key, self.value]) if x.layout.axes(x.ndim - 2)]
         dim = common_dim(split[0].layout.dims[-2], split[-1].layout.dims[-2])
         assert dim is not None  # they have the same axes
         return dim
 
     def by_heads(self, output: Layout) -> Layout | None:
-        """The output with whole rows, and the heads (or a batch dim) split in their place.
+        """Return the output with whole rows, and the heads (or a batch dim) split in their place.
 
         Of the dims that are whole the one that keeps the ranks busiest. None if there is none.
         """
@@ -120,7 +120,7 @@ class Operands:
         return total
 
     def key_bytes(self) -> int:
-        """The bytes of the keys and values of all ranks for one rank's batches and heads."""
+        """Count the bytes of the keys and values of all ranks for one rank's batches and heads."""
         axes, total = self.key_axes(), 0
         for x in (self.key, self.value):
             parts = 1
@@ -135,17 +135,17 @@ class Operands:
 
 
 def balance(extent: int, ranks: int) -> float:
-    """The mean over the greatest number of rows of a rank."""
+    """Divide the mean number of rows of a rank by the greatest."""
     return extent / (ranks * max(-(-extent // ranks), 1))
 
 
 def with_last(layout: Layout, back: int, extent: int) -> Layout:
-    """The layout with the dim `back` from the end whole and of another extent."""
+    """Return the layout with the dim `back` from the end whole and of another extent."""
     return layout.with_dim(layout.ndim - back, extent, ())
 
 
 def bring(x: Operand, wanted: Layout) -> Tensor:
-    """This rank's part of `x` in an operation of layout `wanted`."""
+    """Bring this rank's part of `x` in an operation of layout `wanted`."""
     for d, instead in _moves(x, wanted):
         assert isinstance(x, Subdomain)
         x = whole(x, d) if instead is None else split_moved(x, d, instead)
@@ -153,7 +153,7 @@ def bring(x: Operand, wanted: Layout) -> Tensor:
 
 
 def bring_all(shares: Sequence[tuple[Operand, Layout]]) -> list[Tensor]:
-    """This rank's part of each operand; small ones that travel alike do so together."""
+    """Bring this rank's part of each operand; small ones that travel alike do so together."""
     found: list[Tensor] = []
     for (kind, *_), group in itertools.groupby(shares, _travel):
         operands, layouts = zip(*group, strict=True)

@@ -120,7 +120,7 @@ def _possible(operands: Operands, layout: Layout, dropout_p: float) -> dict[str,
 
 
 def choose(operands: Operands, possible: Mapping[str, Layout]) -> str:
-    """The algorithm of least cost: see the module's table."""
+    """Choose the algorithm of least cost: see the module's table."""
     layout, by_heads = possible["gather"], possible.get("all_to_all")
     many = operands.key_bytes() >= RING_BYTES
     if by_heads is not None:

@@ -91,7 +91,7 @@ def backward(
 
 @composes(Tensor.register_hook, checked=False)
 def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) -> Any:
-    """The hook sees the gradient as a split tensor, as many times smaller as there are ranks."""
+    """Let a hook see the gradient, split, as many times smaller as there are ranks."""
     part, shown = x.subdomain, type(x)
     layout, domain = part.layout, part.domain  # not x: a hook must not keep its own tensor alive
 
@@ -106,7 +106,7 @@ def register_hook(func: Callable[..., Any], x: Any, hook: Callable[[Any], Any]) 
 def register_post_accumulate_grad_hook(
     func: Callable[..., Any], x: Any, hook: Callable[[Any], None]
 ) -> Any:
-    """The hook sees the leaf as a split tensor."""
+    """Let a hook see the leaf as a split tensor."""
     part, shown = x.subdomain, type(x)
     layout, domain = part.layout, part.domain
     return func(part.local, lambda local: hook(shown(Subdomain(local, layout, domain))))
@@ -148,7 +148,7 @@ def ranks_of(domain: Domain) -> int:
 
 
 def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
-    """The whole gradient of a plain tensor, from what it is on each rank."""
+    """Average the gradient of a plain tensor over the ranks, each of which has its own part."""
     return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / ranks_of(
         domain
     )

@@ -13,7 +13,7 @@ from lightning_shard.ops.registry import composes
 @composes(F.gaussian_nll_loss, F.gumbel_softmax, F.multilabel_soft_margin_loss,
             F.multi_head_attention_forward, F.triplet_margin_with_distance_loss)  # fmt: skip
 def composite(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's own code with split tensors; every function it calls needs a rule."""
+    """Run the function's own code with split tensors; every function it calls needs a rule."""
     return own_code(func)(*args, **kwargs)
 
 

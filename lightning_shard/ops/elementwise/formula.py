@@ -182,7 +182,7 @@ def renorm(func: Callable[..., Tensor], x: Any, p: float, dim: int, maxnorm: flo
 
 @composes(Tensor.sum_to_size)
 def sum_to_size(func: Callable[..., Tensor], x: Any, *size: Any) -> Tensor:
-    """The adjoint of `expand`."""
+    """Apply the adjoint of `expand`."""
     target = list(listed(size))
     added = x.ndim - len(target)
     x = x.sum(tuple(range(added))) if added else x

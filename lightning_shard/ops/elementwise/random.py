@@ -90,7 +90,7 @@ def is_exact() -> bool:
 
 
 def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> torch.Generator:
-    """A generator for this rank's part of a tensor that is split as `x`."""
+    """Make a generator for this rank's part of a tensor that is split as `x`."""
     _refuse_in_a_graph()
     if _exact:
         raise UnsupportedOperationError(
@@ -125,7 +125,7 @@ def own_random_state(x: Subdomain) -> Generator[None]:
 
 
 def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) -> Tensor:
-    """This rank's part of the random numbers that `draw` writes into a tensor like `x`."""
+    """Draw this rank's part of the random numbers that `draw` writes into a tensor like `x`."""
     local = x.local.detach()
     if not _exact:
         result = torch.empty_like(local)

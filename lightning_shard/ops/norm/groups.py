@@ -96,7 +96,7 @@ def own_moments(view: Tensor) -> Tensor:
 
 
 def mixed(parts: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The moments of all values (2, ...) from those of their parts (n, 2, ...).
+    """Mix the moments of all values (2, ...) from those of their parts (n, 2, ...).
 
     Args:
         parts: Mean and variance of each part.
@@ -139,7 +139,7 @@ def _shares(layout: Layout, dims: tuple[int, ...]) -> tuple[float, ...]:
 def groups_of(
     x: Subdomain, dims: tuple[int, ...], number: int, eps: float, parts: int = 1
 ) -> Groups:
-    """The groups of values along `dims` of a split tensor.
+    """Find the groups of values along `dims` of a split tensor.
 
     Args:
         x: The split tensor.

@@ -162,7 +162,7 @@ def unique_consecutive(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:
-    """The first element of each run of equal ones, in the order of all elements."""
+    """Find the first element of each run of equal ones, in the order of all elements."""
     if dim is not None:
         raise UnsupportedOperationError("distinct slices along a dim; leave dim out")
     flat = x.detach().flatten()

@@ -24,7 +24,7 @@ _PAIRS: dict[str, Any] = {
 
 
 def row_of_all(x: Subdomain) -> Subdomain:
-    """All elements in their order, as one dim of one factor."""
+    """Return all elements in their order, as one dim of one factor."""
     factors = tuple(f for dim in x.layout.dims for f in dim)
     return one_factor(x.like(x.local.reshape(-1), Layout((factors,), x.layout.grid)), 0)
 
@@ -33,7 +33,7 @@ def row_of_all(x: Subdomain) -> Subdomain:
 def kth_of_row(
     func: Callable[..., Any], x: Subdomain, dim: int | None, keepdim: bool, k: int | None
 ) -> Any:
-    """The k-th smallest element of a row, or its median, and where it is; plain tensors.
+    """Find the k-th smallest element of a row, or its median, and its place; plain tensors.
 
     Without `dim` equal elements share the gradient, as in torch.
     """

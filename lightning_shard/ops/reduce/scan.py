@@ -55,7 +55,7 @@ def _scan(
 
 
 def one_of_each(x: Subdomain, dim: int, row: Tensor) -> Tensor:
-    """The one row of `dim` of every rank that splits `dim` of `x`, in order, on every rank."""
+    """Gather the one row of `dim` of every rank that splits `dim` of `x`, in order."""
     axes = x.layout.axes(dim)
     layout = x.layout.with_dim(dim, x.layout.grid.parts(axes), axes)
     return fetch_all(x.like(row, layout), dim)

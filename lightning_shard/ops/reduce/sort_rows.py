@@ -22,7 +22,7 @@ from lightning_shard.processes.torch_private.typed import integers
 
 
 def sorted_rows(x: Subdomain, *, descending: bool) -> tuple[Subdomain, Subdomain]:
-    """The elements of a tensor of one split dim of one factor in order, and where they were."""
+    """Sort the elements of a tensor of one split dim of one factor; return their places, too."""
     if is_traced():
         raise UnsupportedOperationError(
             "which elements travel is known only when it runs, so no graph can hold it"

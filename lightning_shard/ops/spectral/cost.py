@@ -60,7 +60,7 @@ class Extent:
 def plan(
     extents: tuple[Extent, ...], others: int, real_bytes: int, real: bool, device: str
 ) -> tuple[Step, ...]:
-    """The steps from field to modes, in order; from modes to field they are taken in reverse.
+    """Choose the steps from field to modes, in order; back they are taken in reverse.
 
     Args:
         extents: The transformed dims.

@@ -54,7 +54,7 @@ def analyse(x: Tensor, dim: int, transform: Transform) -> Tensor:
 
 
 def synthesise(modes: Tensor, dim: int, transform: Transform, *, real: bool) -> Tensor:
-    """The adjoint, sum over f of modes_f exp(+2 pi i f n / N), or its real part.
+    """Apply the adjoint, sum over f of modes_f exp(+2 pi i f n / N), or its real part.
 
     (..., k, ...) complex -> (..., n, ...) complex or real.
     """

@@ -89,7 +89,7 @@ class Spectrum:
         return replace(self, frequencies=frequencies)
 
     def read(self) -> Subdomain:
-        """The modes, split along the dims along which the source is split."""
+        """Return the modes, split along the dims along which the source is split."""
         x = self.source
         for dim in self.dims:
             x = one_factor(x, dim)
@@ -133,7 +133,7 @@ def inverse(
     norm: str | None,
     real: bool,
 ) -> Subdomain:
-    """The field whose spectrum is the sum of `writes`, split as the modes are.
+    """Make the field whose spectrum is the sum of `writes`, split as the modes are.
 
     Args:
         writes: Modes and the positions where they stand.

@@ -35,7 +35,7 @@ def refuse_other_domains(*operands: object) -> None:
 
 
 def aligned_layout(dim: int, shape: Sequence[int], operands: Sequence[Operand]) -> Layout | None:
-    """The layout of a result of `shape`: every dim but `dim` split where any operand is.
+    """Find the layout of a result of `shape`: each dim but `dim` split where any operand is.
 
     None where the operands do not have the same rows along such dims.
     """
@@ -55,7 +55,7 @@ def aligned_layout(dim: int, shape: Sequence[int], operands: Sequence[Operand]) 
 
 
 def part_of_row(x: Operand, layout: Layout, dim: int) -> Tensor:
-    """This rank's part of `x` along all dims but `dim`."""
+    """Return this rank's part of `x` along all dims but `dim`."""
     local = x.local if isinstance(x, Subdomain) else x
     for d in layout.split_dims:
         if d != dim and not (isinstance(x, Subdomain) and x.layout.axes(d)):
@@ -72,7 +72,7 @@ def as_split(x: Operand, owner: Operand) -> Subdomain:
 
 
 def as_table(x: Operand, owner: Subdomain) -> Subdomain:
-    """All elements of `x`, in their order, as rows of one dim."""
+    """Lay out all elements of `x`, in their order, as rows of one dim."""
     x = as_split(x, owner)
     factors = tuple(f for dim in x.layout.dims for f in dim) or (Factor(1),)
     return x.like(x.local.reshape(-1), Layout((factors,), x.layout.grid))
@@ -93,7 +93,7 @@ def places_of(layout: Layout, local: Tensor, dim: int | None = None) -> list[Ten
 
 
 def brought(x: Operand, layout: Layout) -> Tensor:
-    """This rank's part of `x` in a layout of its shape, however it is split now."""
+    """Bring this rank's part of `x` in a layout of its shape, however it is split now."""
     if not isinstance(x, Subdomain):
         return local_part(x, layout)
     for e in x.layout.split_dims:

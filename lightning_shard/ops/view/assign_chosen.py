@@ -32,7 +32,7 @@ Picks = Sequence[tuple[int, Operand]]
 
 
 def picks_of(entries: Sequence[Any]) -> Picks | None:
-    """The tensors among entries, each with its dim, if all others are whole slices."""
+    """Find the tensors among entries, each with its dim, if all others are whole slices."""
     picks: list[tuple[int, Operand]] = []
     d = 0
     for entry in entries:

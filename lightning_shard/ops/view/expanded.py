@@ -15,7 +15,7 @@ from lightning_shard.ops.view.aligned import Operand
 
 
 def row_numbers_of(x: Operand, dim: int, index: Operand, source: Any) -> Operand | None:
-    """The number of each row along `dim`, if the index has the same for all elements of a row.
+    """Return the number of each row along `dim`, if the index has one for all elements of a row.
 
     The ranks agree on it, since a rank without rows cannot tell.
     """

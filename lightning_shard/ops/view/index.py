@@ -74,7 +74,7 @@ def chosen_rows(x: Subdomain, dim: int, extent: int, row_of: Callable[[int], int
 
 
 def take_rows(x: Subdomain, dim: int, index: Tensor) -> Subdomain:
-    """The rows of `dim` that a plain list of them names, in its order."""
+    """Bring the rows of `dim` that a plain list of them names, in its order."""
     rows = [row_of(x, dim, row) for row in integers(index)]
     if x.layout.axes(dim):
         return in_own_memory(chosen_rows(x, dim, len(rows), rows.__getitem__), x)
@@ -109,7 +109,7 @@ def getitem(func: Callable[..., Any], x: Any, index: Any) -> Any:
 def brought_in_front(
     x: Subdomain, picks: Sequence[tuple[int, Operand]]
 ) -> tuple[Subdomain, list[tuple[int, Operand]]]:
-    """The dims for which tensors stand become the first ones, as in torch if slices part them."""
+    """Move the dims for which tensors stand to the front, as torch does if slices part them."""
     order: list[int] = []
     moved: list[tuple[int, Operand]] = []
     for d, entry in picks:

@@ -87,7 +87,7 @@ def looked_up(
 
 
 def rows_named(table: Subdomain, numbers: Tensor, wrong: Tensor, complaint: Complaint) -> Tensor:
-    """The rows of the table's first dim that this rank names.
+    """Bring the rows of the table's first dim that this rank names.
 
     Args:
         table: The tensor in which rows are looked up.
@@ -129,7 +129,7 @@ def index_layout(
 
 
 def index_part(index: Operand, layout: Layout) -> Tensor:
-    """This rank's part of an index in a layout that may be whole where the index is split."""
+    """Return this rank's part of an index in a layout; it may be whole where the index is split."""
     if isinstance(index, Subdomain):
         for d in index.layout.split_dims:
             if not layout.axes(layout.ndim - index.ndim + d):

@@ -35,7 +35,7 @@ def masked_rows(x: Operand, first: int, mask: Operand) -> Subdomain:
 
 
 def covered(x: Operand, first: int, mask: Operand) -> tuple[Subdomain, Subdomain]:
-    """The tensor, and a mask of its dims from `first` on, split alike."""
+    """Return the tensor, and a mask of its dims from `first` on, split alike."""
     for d, n in enumerate(mask.shape):
         if n != x.shape[first + d]:
             raise IndexError(
@@ -59,7 +59,7 @@ def added_at_end(x: Operand) -> Operand:
 
 
 def in_front(local: Tensor, first: int, count: int) -> Tensor:
-    """The tensor with `count` dims from `first` on as one dim, which is the first."""
+    """Return the tensor with `count` dims from `first` on as one dim, which is the first."""
     order = [*range(first, first + count), *range(first), *range(first + count, local.ndim)]
     moved = local.permute(order)
     return moved.reshape(math.prod(moved.shape[:count]), *moved.shape[count:])

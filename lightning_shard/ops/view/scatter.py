@@ -150,7 +150,7 @@ def local_of(x: Operand) -> Tensor:
 
 
 def given_back(func: Callable[..., Any], x: Operand, found: Tensor) -> Operand:
-    """The result like `x`; an in-place function writes it there."""
+    """Return the result like `x`; for an in-place function, write it there."""
     if is_in_place(func):
         found = local_of(x).copy_(found)
     return x.like(found) if isinstance(x, Subdomain) else found

@@ -61,7 +61,7 @@ class Writing:
 
 
 def written(x: Subdomain, rows: Rows, writing: Writing) -> Tensor:
-    """This rank's part of `x`, of which rows of the first dim were written.
+    """Write rows of the first dim of `x`, and return this rank's part of the result.
 
     All ranks call; dims of `x` but the first are those of the rows.
     """

@@ -40,7 +40,7 @@ def window(output_row: int, extent: int, output: int) -> Span:
 
 
 def fetched_windows(x: Subdomain, dim: int, output: int) -> tuple[Subdomain, Span, Span]:
-    """The rows under this rank's output rows, with the output's layout; both spans of rows."""
+    """Bring the rows under this rank's output rows; return the output's layout and both spans."""
     extent, layout = x.shape[dim], x.layout.with_dim(dim, output)
     (factor,) = layout.dims[dim]
     grid = layout.grid
@@ -68,7 +68,7 @@ def adaptive_avg_pool(
 
 
 def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
-    """The last dims averaged to `sizes`, one after the other."""
+    """Average the last dims to `sizes`, one after the other."""
     given = x
     pairs, stored = list(enumerate(sizes, x.ndim - len(sizes))), format_of(x.local)
     split = set(x.layout.split_dims)

@@ -50,7 +50,7 @@ class Numbers:
     groups: int
 
     def around(self, paddings: dict[int, int]) -> list[int]:
-        """The padding, with that of split dims, 0 unless it is given."""
+        """Return the padding, with that of split dims, 0 unless it is given."""
         return [p if d in self.whole else paddings.get(d, 0) for d, p in enumerate(self.padding, 2)]
 
 
@@ -79,7 +79,7 @@ def overlapped(
     plain: Callable[..., Tensor],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """This rank's rows of a convolution.
+    """Compute this rank's rows of a convolution.
 
     Args:
         plan: The rows that travel, and the strips.

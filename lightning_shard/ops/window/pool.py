@@ -132,7 +132,7 @@ def _global_indices(
 
 
 def unflat(places: Tensor, extents: Sequence[int]) -> list[Tensor]:
-    """The coordinates of flat places in an array of `extents`."""
+    """Return the coordinates of flat places in an array of `extents`."""
     coordinates: list[Tensor] = []
     for extent in reversed(extents):
         coordinates.append(places % extent)

@@ -45,7 +45,7 @@ class Window:
         return (extent + self.before + self.after - self.reach) // self.stride + 1
 
     def under(self, rows: Span, padding: int) -> Span:
-        """The input rows under output rows, whose windows begin at `-padding`."""
+        """Return the input rows under output rows, whose windows begin at `-padding`."""
         low, high = rows
         return low * self.stride - padding, (high - 1) * self.stride - padding + self.reach
 
@@ -105,7 +105,7 @@ class Strip:
 
 @lru_cache(maxsize=4096)
 def plan_of(layout: Layout, windows: tuple[Window, ...], thinner: int) -> Plan | None:
-    """The plan for a convolution of a tensor of this layout; None where it is to wait instead.
+    """Plan a convolution of a tensor of this layout; None where it is to wait instead.
 
     Args:
         layout: The split of the input.
