@@ -37,7 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`-k NAME` finds the test of a group of rows by the name of each of them."""
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        item.extra_keyword_matches.update(item.callspec.params.get("names", ()))
+
+
 @pytest.hookimpl(optionalhook=True)  # in a session without xdist
+def pytest_xdist_setupnodes(specs: Any) -> None:
+    from tests.forked import fork_workers
+
+    fork_workers(specs)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.together import Together
 
