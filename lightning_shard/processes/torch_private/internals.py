@@ -465,16 +465,16 @@ def writes_seen(see: Callable[[Any], None]) -> Generator[None]:
     handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
     sight = (threading.get_ident(), see)
     _open_sights.append(sight)
-    for writing in _writing_operators():
-        handlers.setdefault(writing, _seen_write)
+    # from one dict to another no operator is hashed, which torch does in Python; theirs stay
+    handlers.update(dict.fromkeys(_writing_operators(), _seen_write) | handlers)
     try:
         yield
     finally:
         _open_sights.remove(sight)
         if not _open_sights:
-            for writing in _writing_operators():
-                if handlers.get(writing) is _seen_write:
-                    del handlers[writing]
+            for writing, handle in list(handlers.items()):
+                if handle is _seen_write:
+                    handlers.pop(writing, None)  # a thread may have taken it just now
 
 
 def _seen_write(writing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
