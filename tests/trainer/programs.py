@@ -485,7 +485,8 @@ program("vector_to_parameters in the step", training_step=by_vector, place="trai
 program("vector_to_parameters of a plain vector in a hook", on_train_batch_end=by_plain_vector)
 program(
     "parameters_to_vector in a hook",
-    refused="would remove or reshape|mixed",
+    # torch 2.11 can reshape and join such shards
+    refused="" if torch.__version__.startswith("2.11.") else "would remove or reshape|mixed",
     on_train_batch_end=by_vector,
     place="on_train_batch_end",
 )

@@ -51,6 +51,12 @@ def test_what_draws_random_numbers():
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_cannot_update_shards(name):
+    if name == "torch.optim.Adafactor" and torch.__version__.startswith("2.11."):
+        expected, found = Chosen(name), Chosen(name)  # it can there
+        fit_alone(expected, limit_val_batches=0)
+        fit_sharded(found, (2,), limit_val_batches=0)
+        assert_same_state(found, expected)
+        return
     with pytest.raises(Exception) as caught:  # noqa: PT011 -- torch's, with our note
         fit_sharded(Chosen(name), (2,), limit_train_batches=1)
     (note,) = caught.value.__notes__
