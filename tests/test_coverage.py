@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fsdp.test_features import ROWS
+from tests.fsdp.test_features import ROWS, WITH_A_DOMAIN
 from tests.ops import database
 from tests.ops.families import FAMILIES
 from tests.trainer.test_features import FEATURES
@@ -34,15 +34,13 @@ def rows(request):
     [
         ("trainer/test_features.py::test_on_each_mesh_by_turns", "name", FEATURES),
         ("fsdp/test_features.py::test_on_two_data_replicas", "row", ROWS.keys() - {"hybrid"}),
-        ("fsdp/test_features.py::test_with_a_domain_accumulation_and_clipping", "row", ROWS),
+        (
+            "fsdp/test_features.py::test_with_a_domain_accumulation_and_clipping",
+            "row",
+            WITH_A_DOMAIN,
+        ),
         ("ops/test_families.py::test_three_ranks", "family", FAMILIES),
         ("ops/test_families.py::test_two_by_two", "family", FAMILIES),
-        ("ops/test_operators.py::test_three_ranks", "name", database.names()),
-        (
-            "ops/test_operators.py::test_second_gradients",
-            "name",
-            database.twice_differentiable(),
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -51,15 +49,25 @@ def test_every_row_runs(rows, test, argument, table):
 
 
 @pytest.mark.parametrize(
+    ("test", "table"),
+    [("three_ranks", database.names()), ("second_gradients", database.twice_differentiable())],
+    ids=["three_ranks", "second_gradients"],
+)
+def test_every_row_of_the_database_runs(rows, test, table):
+    groups = [row["names"] for row in rows[f"ops/test_operators.py::test_{test}"]]
+    assert sorted(name for group in groups for name in group) == sorted(table)
+
+
+@pytest.mark.parametrize(
     ("test", "domains", "single"),
     [
-        ("test_two_ranks", [(1,), (2,)], []),
-        ("test_three_ranks_that_do_not_divide_the_extent", [None], []),
-        ("test_four_ranks", [(2,), (2, 2)], [None]),
+        ("test_mesh_1x1", [None], []),
+        ("test_two_ranks", [(2,)], [None]),
+        ("test_four_ranks", [(2, 2)], []),
     ],
 )
 def test_every_model_is_exact_on_every_mesh(rows, test, domains, single):
-    """In double precision; in single precision each is on one of those of four ranks."""
+    """In double precision; in single precision each is on one of those of two ranks."""
     calls = rows[f"trainer/test_exactness.py::{test}"]
     for dtype, meshes in ((torch.float64, domains), (torch.float32, single)):
         seen = {(c["name"], c.get("domain") if dtype == torch.float64 else None)

@@ -1,6 +1,7 @@
 """The strategy needs torch, Lightning and jsonargparse; who needs another package says which."""
 
 import ast
+import functools
 import importlib.metadata
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,7 @@ print("steps", trainer.global_step)
 
 def without(packages: list[str], folder: Path) -> dict[str, str]:
     """Variables for a Python in which these packages are not installed."""
-    owners = importlib.metadata.packages_distributions()
+    owners = owners_of_packages()
     hidden = {*packages}
     for package in packages:
         for name in owners.get(package, []):
@@ -136,6 +138,12 @@ def test_one_sentence_names_what_to_install(trained_without_all):
     assert lines[lines.index("steps 1") + 1 :] == list(NEEDS.values()), errors
 
 
+@functools.cache
+def owners_of_packages() -> Mapping[str, list[str]]:
+    """The distributions that hold each package: the lists of files of all are read."""
+    return importlib.metadata.packages_distributions()
+
+
 def imported(package: str, top: bool) -> dict[str, str]:
     """The packages that the modules of a package import, each with a file that does.
 
@@ -166,7 +174,7 @@ def names_of(requirements: list[str]) -> set[str]:
 
 
 def undeclared(imports: dict[str, str], declared: set[str]) -> dict[str, str]:
-    owners = importlib.metadata.packages_distributions()
+    owners = owners_of_packages()
     return {
         name: file
         for name, file in imports.items()

@@ -19,6 +19,7 @@ def check(found):
     assert all(text.startswith("refused: ") for text in other.values()), other
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_frequent_metrics():
     check(outcomes([case for case in cases() if case.name in FAST]))

@@ -140,7 +140,9 @@ class WithPath(Callback):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("options", [{}, DIRECTORY], ids=["file", "directory"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(DIRECTORY, marks=SLOW)], ids=["file", "directory"]
+)
 def test_modules_of_the_meta_device(options):
     """They are loaded when they have memory; Lightning then forgets weights_only=False."""
     path, modules = shared_path("some.ckpt"), [Deferred(), Deferred()]

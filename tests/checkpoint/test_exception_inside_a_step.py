@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.checkpoint.tiny import Tiny, fit
+from tests.pairs import choose
 from tests.training import shared_path
 
 FAILS_IN = 4  # of twelve steps, six in an epoch
@@ -41,8 +42,7 @@ def made(stops=""):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
-@pytest.mark.parametrize("stops", ["training", "validation"])
+@pytest.mark.parametrize(("domain", "stops"), choose([(1,), (2,)], ["training", "validation"]))
 def test_the_step_is_made_again(domain, stops):
     losses, state, _ = fit(domain, module=made())
     folder = shared_path("checkpoints")

@@ -14,13 +14,17 @@ from torch.amp import GradScaler
 from lightning_shard.checkpoint.state import full_optimizer_state
 from tests import pool
 from tests.checkpoint.tiny import SaveAt, fit, loader, mean_over_ranks, quiet, tiny
+from tests.pairs import choose
 from tests.training import Losses, shared_path
 
 MESHES = {
     "4x1": (4, (1,)), "2x2": (4, (2,)), "1x4": (4, (4,)), "1x(2x2)": (4, (2, 2)),
     "2x1": (2, (1,)), "1x2": (2, (2,)),
 }  # fmt: skip
-FAST = ("4x1", "1x2", "1x(2x2)")
+
+
+def slow(mesh: str) -> Any:
+    return pytest.param(mesh, marks=pytest.mark.slow)
 
 
 def smooth(optimizers: int) -> LightningModule:
@@ -70,8 +74,9 @@ def saved(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MESHES],
+    ("mesh", "saved"),
+    choose(["1x2", "1x(2x2)", *map(slow, ["4x1", "2x2", "1x4", "2x1"])], ["file", "directory"]),
+    indirect=["saved"],
 )
 def test_any_mesh(saved, mesh):
     ranks, domain = MESHES[mesh]
@@ -90,7 +95,11 @@ def test_several_optimizers_on_another_mesh(options, tmp_path):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("options", [{}, {"checkpoint_format": "sharded"}], ids=["file", "dir"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"checkpoint_format": "sharded"}],
+    ids=["file", "dir"],
+)
 def test_scaler_of_half_precision(options):
     path = shared_path("some.ckpt")
 

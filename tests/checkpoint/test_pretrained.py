@@ -30,6 +30,7 @@ from transformers import (
 from lightning_shard import DisagreementError, deferred_parameters, load_weights, parallelize
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.checkpoint.weights import copy_weights, stored_weights
+from tests.pairs import choose
 from tests.parity import mesh_of
 from tests.training import shared_path, trainer
 
@@ -74,8 +75,7 @@ def deferred(name: str) -> nn.Module:
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("parts", [True, False], ids=["parts", "file"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "parts"), choose(MODELS, [True, False]))
 def test_what_from_pretrained_reads(name, parts):
     """Ties stay, buffers that no file holds have their values, and dtypes become the module's."""
     wanted, folder = saved(name, **({"max_shard_size": "8KB"} if parts else {}))

@@ -53,7 +53,7 @@ def test_resume_inside_an_epoch(name, domain):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", ["tfno", "dense_fno", "large_tfno"])
+@pytest.mark.parametrize("name", choose(["tfno", "dense_fno", "large_tfno"], fast=["large_tfno"]))
 def test_checkpoint_is_a_plain_one(name):
     """Names, shapes and dtypes of the plain module; loads without the strategy."""
     path = shared_path("middle.ckpt")

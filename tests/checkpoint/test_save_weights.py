@@ -13,6 +13,7 @@ from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.processes.mesh import make_mesh
 from tests.checkpoint.test_files import Counting
 from tests.checkpoint.test_weights import uneven
+from tests.pairs import choose
 from tests.training import make, shared_path
 
 ENDINGS = (".pt", ".ckpt", ".safetensors")
@@ -26,8 +27,7 @@ def sharded(kind: str, seed: int) -> torch.nn.Module:
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("kind", ["uneven", "dense_fno", "tfno"])
+@pytest.mark.parametrize(("kind", "ending"), choose(["uneven", "dense_fno", "tfno"], ENDINGS))
 def test_saved_and_loaded(kind, ending):
     """Names, shapes and dtypes are those of the plain module, which reads the file too."""
     module, other = sharded(kind, 0), sharded(kind, 1)

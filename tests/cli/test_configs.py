@@ -119,7 +119,7 @@ def test_every_file_is_in_the_docs():
     assert named == {path.stem for path in CONFIGS + OVERLAYS}
 
 
-SLOW = ("segmentation", "tfno_darcy_large")
+SLOW = ("segmentation", "t5_wikihow", "tfno_darcy_large")
 
 
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
@@ -129,7 +129,8 @@ SLOW = ("segmentation", "tfno_darcy_large")
 @pytest.mark.parametrize(
     "name",
     [
-        # MONAI takes several seconds to import; the tutorial's network is that of tfno_darcy
+        # MONAI takes several seconds to import; the tutorial's network is that of tfno_darcy, and
+        # that of WikiHow the docstrings'
         pytest.param(path.stem, marks=pytest.mark.slow if path.stem in SLOW else ())
         for path in CONFIGS
         if path.stem != "mnist_xpu"

@@ -19,6 +19,7 @@ from tests.fsdp.network import (
     train_alone,
     train_sharded,
 )
+from tests.pairs import choose
 from tests.training import dense_fno, trainer
 from tests.training import loader as loader_of
 
@@ -111,8 +112,7 @@ class Deferred(LightningModule):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
-@pytest.mark.parametrize("options", SHARDINGS, ids=str)
+@pytest.mark.parametrize(("options", "domain"), choose(SHARDINGS, [(1,), (2,)]), ids=str)
 def test_the_weights_of_a_build_on_the_device(options, domain):
     """Bit for bit, whatever the other ranks would have drawn."""
     torch.manual_seed(5)
@@ -193,8 +193,7 @@ class Rotary(nn.Module):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("kind", ["pt", "safetensors"])
-@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(("kind", "device"), choose(["pt", "safetensors"], ["cpu", "meta"]))
 def test_begins_with_a_file(kind, device):
     """For each submodule its own, also where the file holds complex weights that are split."""
     torch.manual_seed(5)

@@ -56,6 +56,11 @@ ROWS = {
     "offload": {"wrap": ["Block"], "cpu_offload": True},
 }  # fmt: skip
 rows = pytest.mark.parametrize("row", ROWS)
+# the other rows choose blocks in other ways, and keep the same kinds of parameters
+WITH_A_DOMAIN = [
+    "full", "gradients", "none", "hybrid", "ignored", "checkpointing of blocks",
+    "activations within a budget", "offload",
+]  # fmt: skip
 
 
 @pytest.mark.spmd(2)
@@ -72,13 +77,13 @@ def test_on_four_data_replicas(row):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("row", ["full", "none", "hybrid"])
+@pytest.mark.parametrize("row", choose(["full", "none", "hybrid"], fast=["full", "hybrid"]))
 def test_on_a_domain_of_two_dims(row):
     assert_equal_runs(train_sharded((2, 2), ROWS[row]), train_alone())
 
 
 @pytest.mark.spmd(4)
-@rows
+@pytest.mark.parametrize("row", choose(ROWS, fast=WITH_A_DOMAIN))
 def test_with_a_domain_accumulation_and_clipping(row):
     """Gradients that wait for the next step are exact for every kind of parameter."""
     found = train_sharded((2,), ROWS[row], accumulate_grad_batches=2, gradient_clip_val=0.05)

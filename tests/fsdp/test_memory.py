@@ -88,8 +88,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("mesh", ["1x2", "2x1"])
+@pytest.mark.parametrize(("name", "mesh"), choose(PROGRAMS, ["1x2", "2x1"]))
 def test_a_rank_needs_less_than_one_process(name: str, mesh: str) -> None:
     make, shape, most = PROGRAMS[name]
     # of a data replica, half of the batch of one process

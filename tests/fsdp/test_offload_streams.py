@@ -145,7 +145,7 @@ def mutants(program, net, ahead, choose=lambda numbers: numbers, budget=None):
 
 
 @one_ahead
-@pytest.mark.parametrize("budget", [None, 3 * TENSOR_BYTES])
+@pytest.mark.parametrize("budget", choose([None, 3 * TENSOR_BYTES], fast=[3 * TENSOR_BYTES]))
 def test_any_call_that_is_left_out_is_found(ahead, budget):
     """In a chain nothing is ordered twice: without any wait and any event there is a race."""
     rows = list(mutants(two_steps, lambda: Chain(6), ahead, budget=budget))
@@ -177,9 +177,9 @@ def check_judges(program, ahead, calls):
     return sum(raced for _, raced, _ in rows)
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("program", choose(PROGRAMS, fast=["train", "accumulate", "twice"]))
 def test_wrong_numbers_are_races(program):
-    check_judges(program, AHEAD["one tensor"], 3)
+    check_judges(PROGRAMS[program], AHEAD["one tensor"], 3)
 
 
 @pytest.mark.slow

@@ -40,8 +40,9 @@ WRITES: list[Callable[[Tensor], Any]] = [
 ]  # fmt: skip
 
 
-def check(name: str, limit: int, mesh: DeviceMesh) -> None:
-    """Compare cases of a row, each with the next of the in-place functions."""
+def check(name: str, limit: int) -> None:
+    """Compare cases of a row on two ranks, each with the next of the in-place functions."""
+    mesh = mesh_of(2)
     refused: list[str] = []
     for number, (function, sample, split) in enumerate(database.cases_of(name, limit)):
         if database.is_random(name, sample):
@@ -121,10 +122,9 @@ def _shares(x: Tensor, y: Tensor) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", database.names())
-def test_two_ranks(name):
-    check(name, 8, mesh_of(2))
+@database.in_groups(database.names())
+def test_two_ranks(names: list[str], run_each: Callable[..., None]) -> None:
+    run_each(2, check, {name: {"name": name, "limit": 8} for name in names})
 
 
 def test_one_case_of_each(run_each: Callable[..., None]) -> None:
@@ -134,7 +134,7 @@ def test_one_case_of_each(run_each: Callable[..., None]) -> None:
 
 def check_rows(names: list[str]) -> None:
     for name in names:
-        check(name, 1, mesh_of(2))
+        check(name, 1)
 
 
 def grouped(x: Tensor, w: Tensor) -> Tensor:

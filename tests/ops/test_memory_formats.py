@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import lightning_shard
 from lightning_shard.domain.halo import overlapping
 from lightning_shard.domain.memory_format import format_of
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 IMAGE, VOLUME = (2, 6, 25, 8), (2, 6, 12, 4, 5)
@@ -91,8 +92,7 @@ def keeps_its_format(function, whole, mode, kinds=("result", "gradient")):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("mode", ["always", "never"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mode"), choose(CASES, ["always", "never"]))
 def test_images_stay_channels_last(name, mode):
     keeps_its_format(
         CASES[name],

@@ -5,8 +5,7 @@ not a wrong number, not another error, not a rank that decides otherwise than it
 """
 
 import zlib
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,6 +23,7 @@ from lightning_shard.ops.registry import functions_with_rules, name_of, rule_for
 from lightning_shard.tensor import tensor
 from tests.ops import database, placed
 from tests.parity import assert_same, mesh_of
+from tests.pool import pool_of
 
 # What an output in a narrow type leaves of a gradient.
 NARROW = {
@@ -32,25 +32,20 @@ NARROW = {
 }  # fmt: skip
 
 
-def check(name: str, limit: int, mesh: DeviceMesh) -> int:
-    """Run cases of a row, every other with tensors that came to be split in another way.
-
-    Returns:
-        The number that were exact.
-    """
-    exact, first, others = 0, zlib.crc32(name.encode()), [*placed.WAYS][1:]
+def check_row(name: str, limit: int, ranks: int) -> None:
+    """Run cases of a row, every other with tensors that came to be split in another way."""
+    mesh, first, others = mesh_of(ranks), zlib.crc32(name.encode()), [*placed.WAYS][1:]
     for number, (function, sample, split) in enumerate(database.cases_of(name, limit)):
         way = others[(first + number // 2) % len(others)] if number % 2 else "sharded"
         try:
             values = not database.is_random(name, sample)
             place = placed.WAYS[way]
-            exact += check_case(function, sample, split, mesh, values=values, shard=place)
+            check_case(function, sample, split, mesh, values=values, shard=place)
         except (AssertionError, RuntimeError, ValueError) as error:
             tensors, dim = split
             call = f"{name_of(function)}({sample})"
             line = f"{name}: {call} with tensors {tensors} split along dim {dim}, {way}"
             raise AssertionError(f"{line}\n{error}") from error
-    return exact
 
 
 def check_case(
@@ -141,8 +136,9 @@ def assert_same_gradients(
         assert_same(own / dist.get_world_size(), value, f"gradient of tensor {i}", narrow)
 
 
-def check_second_gradients(name: str, limit: int, mesh: DeviceMesh) -> None:
+def check_second_gradients(name: str, limit: int, ranks: int) -> None:
     """The gradient of a squared gradient norm, where torch has one."""
+    mesh = mesh_of(ranks)
     for function, sample, split in database.cases_of(name, limit):
         chosen, dim = split
         operands: list[Tensor] = []
@@ -203,31 +199,39 @@ def second_gradients(
     ]
 
 
+def over(names: Sequence[str], ranks: int, limit: int) -> dict[str, dict[str, Any]]:
+    """The arguments of `check_row` or `check_second_gradients` by name of a row."""
+    return {name: {"name": name, "limit": limit, "ranks": ranks} for name in names}
+
+
 @pytest.mark.slow
-@pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", database.names())
-def test_two_ranks(name):
+@database.in_groups(database.names())
+def test_two_ranks(names, run_each):
     """Those of three ranks, whose parts are uneven too, are in the default run."""
-    check(name, 10, mesh_of(2))
+    run_each(2, check_row, over(names, 2, 10))
 
 
-@pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", database.twice_differentiable())
-def test_second_gradients(name):
-    check_second_gradients(name, 1, mesh_of(2))
+@database.in_groups(database.twice_differentiable())
+def test_second_gradients(names, run_each):
+    run_each(2, check_second_gradients, over(names, 2, 1))
 
 
-@pytest.mark.spmd(3)
-@pytest.mark.parametrize("name", database.names())
-def test_three_ranks(name):
-    check(name, 4, mesh_of(3))
+@database.in_groups(database.names())
+def test_three_ranks(names, run_each):
+    """One case that `shard` has split, and one that came to be split in another way."""
+    run_each(3, check_row, over(names, 3, 2))
 
 
 @pytest.mark.slow
-@pytest.mark.spmd(4)
-@pytest.mark.parametrize("name", database.names())
-def test_all_arguments_on_four_ranks(name):
-    check(name, 1000, mesh_of(4))
+@database.in_groups(database.names())
+def test_more_arguments_on_three_ranks(names, run_each):
+    run_each(3, check_row, over(names, 3, 6))
+
+
+@pytest.mark.slow
+@database.in_groups(database.names())
+def test_all_arguments_on_four_ranks(names, run_each):
+    run_each(4, check_row, over(names, 4, 1000))
 
 
 # need a device that is not there; that of torch is tested with torch's test of the device patched;
@@ -245,26 +249,39 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.spmd(1)
-@pytest.mark.filterwarnings("ignore")
-def test_every_rule_has_a_row():
-    """A row counts when one of its cases ran to the end, exactly."""
-    seen: set[Any] = set()
+SEEN: set[Any] = set()  # the functions of which a case was exact, in the rank that looks
+
+
+def look(names: Sequence[str]) -> None:
     used: set[Any] = set()
 
     def recording(function: Any, *, lazy: bool = False) -> Any:
         used.add(function)
         return rule_for(function, lazy=lazy)
 
-    with mock.patch.object(tensor, "rule_for", recording):
-        for name in database.names():
-            exact: Counter[Any] = Counter()
-            for function, sample, split in database.cases_of(name, 200):
-                if exact[function] == 4:  # as many, for a form may reach its function or not
-                    continue
-                used.clear()
-                if check_case(function, sample, split, mesh_of(1), values=False):
-                    exact[function] += 1
-                    seen |= {*used, function}
-    missing = sorted(name_of(f) for f in {*functions_with_rules()} - seen - ELSEWHERE)
+    for name in names:
+        # as many, for a form may reach its function with some arguments only
+        wanted = dict.fromkeys(database.functions_of(name), 4)
+        for function, sample, split in database.cases_of(name, 200):
+            used.clear()
+            with mock.patch.object(tensor, "rule_for", recording):
+                exact = wanted[function] and check_case(
+                    function, sample, split, mesh_of(1), values=False
+                )
+            if exact:
+                wanted[function] -= 1
+                SEEN.update({*used, function})
+            if not any(wanted.values()):
+                break
+
+
+def check_seen() -> None:
+    missing = sorted(map(name_of, {*functions_with_rules()} - SEEN - ELSEWHERE))
     assert not missing, f"{len(missing)} functions have a rule and no row: {missing}"
+
+
+def test_every_rule_has_a_row(run_each):
+    """A row counts when one of its cases ran to the end, exactly."""
+    names = database.names()
+    run_each(1, look, {names[i]: {"names": names[i : i + 32]} for i in range(0, len(names), 32)})
+    pool_of(1).run(check_seen, {})

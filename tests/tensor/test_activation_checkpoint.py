@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import lightning_shard
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 SHAPES = (2, 3, 7, 5), (4, 3, 3, 3)
@@ -104,10 +105,13 @@ def gradients(function, run, x, w):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("run", [Checkpoint(True), Checkpoint(False)])
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dims", [[2], [2, 3]], ids=str)
-def test_checkpoint(name, dims, run):
+@pytest.mark.parametrize(
+    ("name", "dims", "reentrant"),
+    choose(FUNCTIONS, [[2], [2, 3]], [True, False], fast=2),
+    ids=str,
+)
+def test_checkpoint(name, dims, reentrant):
+    run = Checkpoint(reentrant)
     mesh = mesh_of(4) if len(dims) == 1 else mesh_of(2, 2)
     x, w = (torch.randn(shape, dtype=torch.float64) for shape in SHAPES)
     split = [lightning_shard.shard(x, mesh, dims).clone().requires_grad_() for _ in range(2)]

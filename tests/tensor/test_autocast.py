@@ -10,6 +10,7 @@ from torchvision.ops import deform_conv2d, roi_align
 import lightning_shard
 from lightning_shard import DomainTensor
 from tests.gpu_autocast import as_on_gpu
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 SHAPE = (2, 4, 9, 6)
@@ -164,8 +165,9 @@ FUNCTIONS = {
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "narrow"), choose(FUNCTIONS, [torch.bfloat16, torch.float16]), ids=str
+)
 def test_dtype_and_value(name, narrow):
     check(name, narrow)
 

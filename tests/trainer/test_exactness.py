@@ -31,12 +31,18 @@ def check(name, domain, dtype, *, accumulate=1, clip=None):
 
 F64, F32 = torch.float64, torch.float32
 models = pytest.mark.parametrize("name", MODELS)
-SINGLE = pytest.param(F32, marks=pytest.mark.slow)  # on four ranks in the default run
+SINGLE = pytest.param(F32, marks=pytest.mark.slow)  # on two ranks in the default run
 dtypes = pytest.mark.parametrize("dtype", [F64, SINGLE], ids=str)
 
 
 def on_meshes(*domains, marks=(), slow=()):
-    """Every model on every mesh in double precision; in single precision on one, by turns."""
+    """Every model on every mesh in double precision; in single precision on one, by turns.
+
+    Args:
+        domains: The meshes.
+        marks: Those of all tests in single precision.
+        slow: The meshes whose tests in double precision are slow.
+    """
     double = [
         pytest.param(name, F64, domain, marks=[pytest.mark.slow] * (domain in slow))
         for name in MODELS
@@ -57,20 +63,20 @@ def test_mesh_1x1(name, dtype):
 
 
 @pytest.mark.spmd(2)
-@on_meshes((1,), (2,), marks=[pytest.mark.slow])
+@on_meshes((1,), (2,), slow=[(1,)])
 def test_two_ranks(name, dtype, domain):
     check(name, domain, dtype)
 
 
 @pytest.mark.spmd(3)
 @dtypes
-@models
+@pytest.mark.parametrize("name", choose(MODELS, fast=["tfno", "mnist"]))
 def test_three_ranks_that_do_not_divide_the_extent(name, dtype):
     check(name, (3,), dtype)
 
 
 @pytest.mark.spmd(4)
-@on_meshes((2, 2), (4,), (2,), slow=[(4,)])  # as with three ranks: none of them a replica
+@on_meshes((2, 2), (4,), (2,), marks=[pytest.mark.slow], slow=[(4,), (2,)])
 def test_four_ranks(name, dtype, domain):
     check(name, domain, dtype)
 

@@ -20,6 +20,7 @@ from lightning_shard import whole_parameters
 from lightning_shard.checkpoint.state import full_module_state
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
+from tests.pairs import choose
 from tests.reference import computed_once
 from tests.trainer.featured import (
     QUIET,
@@ -435,8 +436,7 @@ class Remembers(Program):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("mode", ["full", "gradients", "none"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("mode", "device"), choose(["full", "gradients", "none"], ["cpu", "meta"]))
 def test_remembered_parameters_in_every_mode(mode, device):
     alone = Remembers()
     with torch.device(device):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_shard.data.same_batch import check_same_batch
 from tests import training
+from tests.pairs import choose
 from tests.parity import mesh_of
 from tests.trainer.featured import Featured, sample
 
@@ -27,8 +28,9 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("lengths", [(5, 8), (8, 3), (4, 4)], ids=str)
-@pytest.mark.parametrize("stage", ["fit", "validate"])
+@pytest.mark.parametrize(
+    ("lengths", "stage"), choose([(5, 8), (8, 3), (4, 4)], ["fit", "validate"]), ids=str
+)
 def test_streams_end_together(stage, lengths):
     module, steps = Featured(), []
     step = {"fit": "training_step", "validate": "validation_step"}[stage]

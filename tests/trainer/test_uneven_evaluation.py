@@ -16,6 +16,7 @@ from lightning_shard import RepeatSamples
 from lightning_shard.fsdp.joined_step import AbsentRanksError
 from lightning_shard.trainer.callbacks.predictions import predictions_in_order
 from tests import training
+from tests.pairs import choose
 from tests.trainer.featured import QUIET
 from tests.training import generator
 
@@ -223,8 +224,7 @@ def test_validation_within_fit():
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("limit", [1.0, 0.5])
-@pytest.mark.parametrize("given", [DataLoader, distributed])
+@pytest.mark.parametrize(("limit", "given"), choose([1.0, 0.5], [DataLoader, distributed]))
 def test_predictions(given, limit):
     class Predicts(Evaluated):
         def predict_step(self, batch, index):

@@ -39,9 +39,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(
-    ("kind", "sizes", "how"), choose(KINDS, [(4,), (2, 2)], HOW, fast=2), ids=str
-)
+@pytest.mark.parametrize(("kind", "sizes", "how"), choose(KINDS, [(4,), (2, 2)], HOW), ids=str)
 def test_own_modes(kind, how, sizes):
     """One rank has none of the 4 modes of the last dim, in uneven parts."""
     net = Net(kind, how)
@@ -105,7 +103,7 @@ def test_own_terms(kind, how, domain):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", choose(KINDS, fast=["tucker"]))
 def test_own_terms_in_a_state_dict(kind):
     """The names and shapes of the plain network; it loads again."""
     net, plain, _ = split_net(kind, "factorized", (2,))
@@ -137,9 +135,9 @@ def test_bytes_do_not_depend_on_the_terms(kind):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("precision", ["half", "mixed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "precision", "large"), choose(KINDS, ["half", "mixed"], [False, True], fast=2)
+)
 def test_modes_in_half_precision(kind, precision, large):
     torch.manual_seed(2)
     net = FNO((6, 6), 1, 1, 8, n_layers=1, factorization=kind, implementation="factorized")

@@ -12,6 +12,7 @@ import lightning_shard
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.mesh import make_mesh
 from tests.double_fno import to_double
+from tests.pairs import choose
 from tests.parity import assert_parity_of_module, assert_same, mesh_of
 
 
@@ -74,8 +75,7 @@ def test_no_rank_allocates_a_whole_field():
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("split", [2, 3, None])
-@pytest.mark.parametrize("dims", [(2,), (3,)], ids=str)
+@pytest.mark.parametrize(("split", "dims"), choose([2, 3, None], [(2,), (3,)]), ids=str)
 def test_weights_split_by_mode(dims, split):
     """Along the dim of the field or along another one, and where the field is whole."""
     mesh = make_mesh("cpu", 1, (4,))

@@ -96,9 +96,9 @@ def check(program, kinds, budget, expected, **options):
     return copies
 
 
-@pytest.mark.parametrize("ahead", [0, 3 * TENSOR_BYTES])
-@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize(("budget", "ahead"), choose(BUDGETS, [0, 3 * TENSOR_BYTES]))
 def test_turns(budget, ahead):
+    budget = BUDGETS[budget]
     out, back = check(in_turns, KINDS, budget, in_turns(network(KINDS)), ahead=ahead)
     assert out > 10 * TENSOR_BYTES
     assert back > 10 * TENSOR_BYTES

@@ -11,6 +11,7 @@ from torchvision.models.swin_transformer import (
 from transformers import T5Config, T5ForConditionalGeneration
 
 import lightning_shard
+from tests.pairs import choose
 from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 PADDING = torch.tensor([[0, 0, 0, 1, 0, 1, 1], [0] * 7]).bool()
@@ -41,9 +42,7 @@ OPTIONS = [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}]
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize(("masks", "dim", "weights"), choose(MASKS, [0, 1], [True, False], fast=2))
 def test_masks(masks, dim, weights):
     torch.manual_seed(0)
     module = Attention({"batch_first": True}, need_weights=weights, **MASKS[masks])
@@ -111,9 +110,9 @@ class With(nn.Module):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("masks", LAYERS)
+@pytest.mark.parametrize(
+    ("masks", "norm_first", "training"), choose(LAYERS, [True, False], [True, False], fast=2)
+)
 def test_encoder_layer(masks, norm_first, training):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first)

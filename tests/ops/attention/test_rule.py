@@ -86,7 +86,7 @@ CASES = {
 WRITTEN_OUT = ("relative", "softmax", "gram")
 
 
-@pytest.mark.parametrize(("case", "algorithm", "mesh"), choose(CASES, ALGORITHMS, MESHES, fast=2))
+@pytest.mark.parametrize(("case", "algorithm", "mesh"), choose(CASES, ALGORITHMS, MESHES))
 def test_split_sequence(case, algorithm, mesh):
     function, shapes, split = CASES[case]
     with forced(algorithm) as used:
@@ -95,9 +95,9 @@ def test_split_sequence(case, algorithm, mesh):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c not in ("three_dims", "softmax", "split_bias")]
+    ("case", "algorithm"),
+    choose([c for c in CASES if c not in ("three_dims", "softmax", "split_bias")], ALGORITHMS),
 )
 def test_split_heads_and_sequence(case, algorithm):
     function, shapes, split = CASES[case]
@@ -118,8 +118,7 @@ IMAGES = {
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("options", IMAGES)
+@pytest.mark.parametrize(("options", "algorithm"), choose(IMAGES, ALGORITHMS))
 def test_flattened_image(options, algorithm):
     """Rows and columns are split; the sequence is their product."""
 
@@ -145,8 +144,7 @@ MASKS = {  # of 7 queries and 5 keys, with how the mask itself is split
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "algorithm"), choose(MASKS, ALGORITHMS))
 def test_mask(name, algorithm):
     whole, dim = MASKS[name]
 

@@ -18,6 +18,7 @@ from lightning_shard import HybridShardStrategy, UnsupportedOperationError
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.ops.attention.rule import _dropped_as_one
 from lightning_shard.ops.elementwise import random
+from tests.pairs import choose
 from tests.parity import mesh_of
 
 SHAPE = (2, 3, 14, 9)
@@ -60,8 +61,7 @@ def exactly(function, *args):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[2], [2, 3]], ids=str)
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(("maker", "dims"), choose(MAKERS, [[2], [2, 3]]), ids=str)
 def test_equals_one_process(maker, dims):
     mesh = mesh_of(4) if len(dims) == 1 else mesh_of(2, 2)
     x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)

@@ -7,6 +7,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.domain.errors import UnsupportedOperationError
+from tests.pairs import choose
 from tests.parity import assert_double_backward, assert_parity, assert_parity_of_module, mesh_of
 
 IMAGE = (2, 4, 7, 5)
@@ -38,9 +39,12 @@ SMOOTH = ["batch_norm", "group_norm", "layer_norm_two", "rms_norm_two", "normali
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[0, 2], [3, 1]])
 @pytest.mark.parametrize(
-    "case", ["batch_norm", "instance_norm", "layer_norm_image", "response", "response_even"]
+    ("case", "dims"),
+    choose(
+        ["batch_norm", "instance_norm", "layer_norm_image", "response", "response_even"],
+        [[0, 2], [3, 1]],
+    ),
 )
 def test_split_batch_and_channels(case, dims):
     function, shapes = CASES[case]
@@ -81,8 +85,13 @@ def test_single_precision(case):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["batch_norm", "group_norm", "layer_norm_two", "rms_norm_two"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    choose(
+        ["batch_norm", "group_norm", "layer_norm_two", "rms_norm_two"],
+        [torch.bfloat16, torch.float16],
+    ),
+)
 def test_half_precision(case, dtype):
     """Statistics in float32: a mean of 100 leaves two digits of the spread, as in one process."""
     function, shapes = CASES[case]
@@ -117,8 +126,10 @@ def test_module(name, training):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("dims", [[2, 3], [0, 2], [1, 2]])
-@pytest.mark.parametrize("name", ["batch_norm", "batch_norm_average", "instance_norm"])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    choose(["batch_norm", "batch_norm_average", "instance_norm"], [[2, 3], [0, 2], [1, 2]]),
+)
 def test_running_buffers(name, dims):
     plain = modules()[name].double()
     split = copy.deepcopy(plain)

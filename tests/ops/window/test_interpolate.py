@@ -36,13 +36,13 @@ def resize(mode, **options):
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize(("mode", "size", "dim"), choose(MODES, SIZES, [0, 2, 3], fast=2))
+@pytest.mark.parametrize(("mode", "size", "dim"), choose(MODES, SIZES, [0, 2, 3]))
 def test_sizes(mode, size, dim):
     assert_parity(resize(mode, size=SIZES[size]), [IMAGE], {0: [dim]}, mesh_of(3))
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize(("mode", "factor", "dim"), choose(MODES, FACTORS, [2, 3], fast=2))
+@pytest.mark.parametrize(("mode", "factor", "dim"), choose(MODES, FACTORS, [2, 3]))
 def test_scale_factors(mode, factor, dim):
     assert_parity(resize(mode, **FACTORS[factor]), [(2, 3, 13, 9)], {0: [dim]}, mesh_of(3))
 
@@ -65,9 +65,7 @@ def test_two_by_two(mode, size):
 
 
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize(
-    ("mode", "output", "extent"), choose(MODES, [1, 2, 3, 7], [1, 2, 3], fast=2)
-)
+@pytest.mark.parametrize(("mode", "output", "extent"), choose(MODES, [1, 2, 3, 7], [1, 2, 3]))
 def test_fewer_rows_than_ranks(mode, output, extent):
     assert_parity(resize(mode, size=(output, 4)), [(2, 3, extent, 4)], {0: [2]}, mesh_of(4))
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.domain.errors import UnsupportedOperationError
+from tests.pairs import choose
 from tests.parity import assert_parity, assert_parity_of_module, mesh_of
 
 IMAGE, VOLUME = (2, 3, 13, 9), (2, 3, 7, 5, 6)
@@ -122,8 +123,7 @@ UNPOOLED = {
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("dim", [-1, -2])
-@pytest.mark.parametrize("case", UNPOOLED)
+@pytest.mark.parametrize(("case", "dim"), choose(UNPOOLED, [-1, -2]))
 def test_unpool(case, dim):
     function, shape = UNPOOLED[case]
     assert_parity(function, [shape], {0: [dim]}, mesh_of(3))
@@ -186,8 +186,9 @@ def test_refusals():
 
 
 @pytest.mark.spmd(3)
-@pytest.mark.parametrize("output", [1, 2, 4, 5, 7, 13])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("output", "value"), choose([1, 2, 4, 5, 7, 13], [float("nan"), float("inf")])
+)
 def test_averages_of_other_windows_are_finite(output, value):
     """As of fields whose land is NaN."""
     x = torch.randn(2, 3, 13)

@@ -86,8 +86,7 @@ def run(trainer, module, batch, path=None):
 
 
 @pytest.mark.spmd(2, "xpu")
-@meshes
-@pytest.mark.parametrize("to_xpu", [True, False])
+@pytest.mark.parametrize(("domain", "to_xpu"), choose([(1,), (2,)], [True, False]), ids=str)
 def test_checkpoints_pass_between_xpu_and_cpu(domain, to_xpu):
     path, shared = shared_path("epoch.ckpt"), 2 // domain[0]
     one = {"max_epochs": 2, "accelerator": "cpu"}
@@ -141,8 +140,9 @@ def pinned_bytes(**limits):
 
 
 @pytest.mark.spmd(2, "xpu")
-@meshes
-@pytest.mark.parametrize("ahead", [1, offload.AHEAD_BYTES], ids=["one tensor", "as always"])
+@pytest.mark.parametrize(
+    ("domain", "ahead"), choose([(1,), (2,)], [1, offload.AHEAD_BYTES]), ids=str
+)
 def test_activations_on_the_host(domain, ahead):
     """They come back as they were."""
 

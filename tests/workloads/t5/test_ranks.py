@@ -98,7 +98,7 @@ def evaluated_alone(
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("name", choose(RUNS, fast=["full", "gradients", "split"]))
+@pytest.mark.parametrize("name", choose(RUNS, fast=["full", "split"]))
 def test_training_and_generation_equal_one_process(name):
     domain, options, optimizer = RUNS[name]
     data, module = data_of(domain), summarizer(num_generated_batches=100, optimizer=optimizer)
@@ -120,7 +120,7 @@ def test_training_and_generation_equal_one_process(name):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("domain", [(1,), (2,)])
+@pytest.mark.parametrize("domain", choose([(1,), (2,)], fast=[(2,)]))
 def test_tied_embeddings_stay_one(domain):
     data, module = data_of(domain), summarizer()
     with quiet():
@@ -166,7 +166,7 @@ def test_blocks_are_found_without_being_named():
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("domain", [(1,), (2,)])
+@pytest.mark.parametrize("domain", choose([(1,), (2,)], fast=[(2,)]))
 def test_prediction_of_uneven_sets(domain):
     data = texts(shared_path("tokenizers"), 2, num_test=5)
     module = summarizer()
@@ -183,7 +183,7 @@ def test_prediction_of_uneven_sets(domain):
 
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("sharding", ["full", "gradients"])
+@pytest.mark.parametrize("sharding", choose(["full", "gradients"], fast=["gradients"]))
 def test_ranks_that_generate_summaries_of_different_lengths(sharding):
     """Each token is a collective with sharded parameters: the shorter rank must go on with it."""
     data, module = data_of((1,)), summarizer(num_generated_batches=100)
