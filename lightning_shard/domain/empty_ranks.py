@@ -1,15 +1,22 @@
-"""Keeps the graphs of all ranks alike where a rank has no rows.
+"""Keeps the graphs and the errors of all ranks alike where a rank has no rows.
 
 Every rank must take part in every collective of the backward pass, those of a user's hooks of
 parameters too, so gradients must arrive in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.domain.align import all_gather_small
 from lightning_shard.domain.memory_format import format_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.tracing import is_traced
+from lightning_shard.processes.narrow import is_list
 
 
 def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -39,3 +46,45 @@ def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
     nothing = concatenated(pieces, 0)
     nothing = nothing.sum(dtype=kept[0].dtype)  # which autocast would change
     return nothing * kept[0].new_ones(tuple(shape))
+
+
+def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...) -> Any:
+    """Write into `target[index]`, or raise on all ranks what torch raises on some.
+
+    torch refuses to write into memory that several elements share, as of an expanded tensor. On a
+    rank that has no elements nothing is shared. There the ranks tell each other. Of some functions,
+    such as `zero_`, torch raises in backward. Here it is raised at once.
+    """
+    layout = target.layout
+    steps = [
+        int(step != 0 or n == 1 or bool(layout.axes(d)))  # 0 where rows share memory, on all ranks
+        for d, (step, n) in enumerate(zip(target.local.stride(), layout.shape, strict=True))
+    ]
+    if is_traced() or all(steps) or not layout.leaves_empty:
+        return write()
+    everyone = tuple(range(len(layout.grid.sizes)))
+    result, error = None, None
+    try:
+        result = write()
+        if target.local.requires_grad and torch.is_grad_enabled():
+            _refuse_shared(torch.empty_strided(layout.shape, steps, device="meta"), index)
+    except Exception as raised:
+        error = raised
+    raises = torch.tensor(error is not None, device=target.local.device)
+    if bool(all_gather_small(target, everyone, raises).any()):
+        group = target.domain.group(everyone)
+        told: list[Any] = [None] * group.size()
+        dist.all_gather_object(told, error and (type(error), str(error)), group=group)
+        kind, text = next(each for each in told if each)
+        raise error or (kind if kind in (IndexError, ValueError) else RuntimeError)(text)
+    return result
+
+
+def _refuse_shared(whole: Tensor, index: Any) -> None:
+    """Raise torch's error if elements that an index chooses share memory."""
+    entries = list(index) if is_list(index) else [index]
+    is_view = all(isinstance(e, int | slice | EllipsisType) for e in entries)
+    is_view = is_view and not isinstance(index, list)
+    part = whole[index] if is_view else whole
+    if any(step == 0 and n > 1 for step, n in zip(part.stride(), part.shape, strict=True)):
+        torch.zeros(1).expand(2).add_(1)

@@ -130,6 +130,11 @@ class Layout:
         """The dims of which at least one factor is split."""
         return tuple([d for d, dim in enumerate(self.dims) if any(f.axes for f in dim)])
 
+    @cached_property
+    def leaves_empty(self) -> bool:
+        """True if some rank has no elements for want of rows."""
+        return any(f.extent < self.grid.parts(f.axes) for dim in self.dims for f in dim if f.axes)
+
     def axes(self, *dims: int) -> tuple[int, ...]:
         """Return the mesh axes over which `dims` are split (all dims if none is named)."""
         if len(dims) == 1:

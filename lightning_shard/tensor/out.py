@@ -1,11 +1,13 @@
 """`out=` of a split tensor: each rank writes its rows of the result into its part."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import local_part
+from lightning_shard.domain.empty_ranks import written_alike
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
@@ -41,7 +43,7 @@ def write_out(result: Any, out: Any, operands: Any, kind: type[Tensor]) -> Any:
         writes = [_prepared(r, t, kind) for r, t in zip(results, targets, strict=True)]
         for target, rows in writes:  # when all of them can be written
             if isinstance(target, Subdomain):
-                target.local.copy_(rows)
+                written_alike(target, partial(target.local.copy_, rows))
                 after_write(target)
             else:
                 target.copy_(rows)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_shard.domain.empty_ranks import written_alike
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode, refuse_without_tangents
 from lightning_shard.domain.subdomain import Domain, Subdomain
@@ -212,8 +213,8 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         raise UnsupportedOperationError("it has no rule for split tensors")
     writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule
-    if not all(w._part.local.numel() for w in wrappers.values()):
-        run = _on_nothing(run)
+    if any(_leaves_empty(w._part) for w in wrappers.values()):
+        run = _with_empty_ranks(run)
     result = run(rule, func, local_args, local_kwargs)
     if func is Tensor.__getitem__:
         remember_index(local_args, result)
@@ -230,12 +231,18 @@ def _note(wrappers: dict[int, DomainTensor]) -> None:
             return
 
 
-def _on_nothing(run: Function) -> Function:
-    """Run a rule where this rank has no elements.
+def _leaves_empty(part: Part) -> bool:
+    layout = part.layout
+    return layout.leaves_empty if layout is not None else not part.local.numel()
+
+
+def _with_empty_ranks(run: Function) -> Function:
+    """Run a rule where some rank has no elements.
 
     A view that is written gets its graph anew, from one of `as_strided`. Of a tensor without
     elements the gradient of that has no graph, and a second backward pass would lack the
-    collectives that the other ranks call. So such views are made again as they were made.
+    collectives that the other ranks call. So such views are made again as they were made, on all
+    ranks: then their collectives come in the same order.
     """
 
     def replayed(*call: Any) -> Any:
@@ -257,7 +264,8 @@ def _run_and_write_back(
     if target.copied and func in _OF_THE_GRAPH:
         raise UnsupportedOperationError("a copy of rows of another tensor has a graph of its own")
     refuse_lost_write(target)
-    result = run_rule(rule, func, args, kwargs)
+    index = args[1] if func is Tensor.__setitem__ else ...
+    result = written_alike(target, lambda: run_rule(rule, func, args, kwargs), index)
     after_write(target)
     return result
 

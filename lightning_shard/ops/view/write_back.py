@@ -6,11 +6,13 @@ sends each to its owner. Values and gradients are those of a view.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from lightning_shard.domain.empty_ranks import written_alike
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Copied, Subdomain, written_in_inference
 from lightning_shard.ops.view.assign import setitem
@@ -61,7 +63,8 @@ def after_write(target: Subdomain) -> None:
         with views_replayed(True) if empty else nullcontext():  # see tensor/tensor.py
             given = rows.like(rows.local * link.factor) if link.factor > 1 else rows
             value: Subdomain | Tensor = given if given.layout.split_dims else given.local
-            setitem(Tensor.__setitem__, link.parent, link.index, value)
+            assign = partial(setitem, Tensor.__setitem__, link.parent, link.index, value)
+            written_alike(link.parent, assign, link.index)
     written_in_inference(target.copied.source)
     for link in (*links, *others):
         link.version = version_of(link.source)
