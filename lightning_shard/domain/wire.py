@@ -7,6 +7,7 @@ an effect: such operators stay, stay in order, and run once, forward or backward
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ from lightning_shard.domain.forward_mode import refuse_tangent
 from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
 
+# what is called before ranks exchange, such as a meeting of those that one may have left alone
+BEFORE: ContextVar[Callable[[dist.ProcessGroup], None]] = ContextVar(
+    "BEFORE", default=lambda group: None
+)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -44,6 +49,7 @@ def all_to_all(
     refuse_tangent(outgoing)
     if is_traced():
         return _traced_all_to_all(outgoing, sizes, given, group.group_name, next_place())
+    BEFORE.get()(group)
     return _all_to_all(outgoing, sizes, given, group)
 
 
@@ -53,6 +59,7 @@ def begin_all_to_all(
     """Begin the same, outside of graphs; the function returned waits for what comes."""
     assert not is_traced()
     refuse_tangent(outgoing)
+    BEFORE.get()(group)
     incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
 
     def wait() -> Tensor:
@@ -70,6 +77,7 @@ def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
         name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
         x.copy_(_traced_reduce(x, name, group.group_name, next_place()))
     else:
+        BEFORE.get()(group)
         dist.all_reduce(x, op, group=group)
 
 

@@ -1,13 +1,20 @@
-"""Lets ranks meet before a collective that one of them may have begun alone."""
+"""Lets ranks meet before a collective that one of them may have begun alone.
 
+A rank that waits in vain ends within seconds where the others are seen to have gone on: they are
+at a collective that follows, or have begun another step. Otherwise it ends after `WAIT_S`.
+"""
+
+import time
 from collections import Counter
-from datetime import timedelta
+from contextlib import ExitStack
+from typing import Any
 
 import torch.distributed as dist
 
+from lightning_shard.fsdp.same_blocks import LOOK_S, has_come, orders
 from lightning_shard.processes.store import store_of_attempt
 
-WAIT_S = 120.0  # for the other ranks
+WAIT_S = 120.0  # for the other ranks, where nothing is seen of them
 _met: Counter[tuple[str, tuple[int, ...]]] = Counter()  # meetings of these ranks, by what for
 PROCESS_STATE = {"_met": _met}
 
@@ -22,26 +29,44 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
         advice: The words for what a user can change.
 
     Raises:
-        RuntimeError: Some did not come within `WAIT_S`, or half of the process group's timeout.
+        RuntimeError: Some have gone on to something else, or did not come within `WAIT_S`, or half
+            of the process group's timeout.
     """
     if len(ranks) < 2:
         return
     store, rank, number = store_of_attempt(), dist.get_rank(), _met[what, ranks]
-    # sooner than a collective of the others gives up, which would not say what was wrong
-    wait = min(timedelta(seconds=WAIT_S), store.timeout / 2)
     _met[what, ranks] += 1
 
     def place(rank: int, number: int) -> str:
         return f"{what}/{ranks[0]}-{len(ranks)}-{ranks[-1]}/{number}/{rank}"
 
     store.set(place(rank, number), "")
-    try:
-        store.wait([place(r, number) for r in ranks], wait)
-    except dist.DistStoreError as error:
-        missing = [r for r in ranks if not store.check([place(r, number)])]
-        raise RuntimeError(
-            f"rank {rank} {does}, and ranks {missing} did not within {wait.total_seconds():.3g} s: "
-            f"{advice}."
-        ) from error
+    with ExitStack() as shown:
+        for order in orders():
+            if set(order.ranks) <= set(ranks):  # else some of them do not meet here
+                shown.enter_context(order.exchanges(does))
+        absence = _absence(store, {r: place(r, number) for r in ranks}, does)
+        if absence:
+            raise RuntimeError(f"rank {rank} {does}, and {absence}: {advice}.")
     if number:
         store.delete_key(place(rank, number - 1))
+
+
+def _absence(store: Any, places: dict[int, str], does: str) -> str:
+    """Wait for the keys of the ranks; word which did not come, or "" once all have."""
+    # sooner than a collective of the others gives up, which would not say what was wrong
+    limit_s = min(WAIT_S, store.timeout.total_seconds() / 2)
+    deadline = time.monotonic() + limit_s
+    asked = []
+    while not has_come(store, [*places.values()], min(LOOK_S, deadline - time.monotonic())):
+        missing = [r for r, key in places.items() if not store.check([key])]
+        asked = orders()
+        others = next(filter(None, (order.gone_on(missing, does) for order in asked)), "")
+        missing = [r for r in missing if not store.check([places[r]])]
+        if missing and others:
+            return f"ranks {missing} did not, where {others}"
+        if missing and time.monotonic() > deadline:
+            return f"ranks {missing} did not within {limit_s:.3g} s"
+    for order in asked:
+        order.asks_no_more()
+    return ""

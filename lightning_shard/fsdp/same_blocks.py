@@ -69,8 +69,30 @@ def order_of(ranks: Sequence[int]) -> "SameBlocks | None":
     return found if found is not None and found.group_store is default_store() else None
 
 
+def orders() -> list["SameBlocks"]:
+    """Return all common orders of blocks in which this process takes part."""
+    return [order for order in _open.values() if order.group_store is default_store()]
+
+
+def has_come(store: Any, keys: list[str], wait_s: float) -> bool:
+    """Wait for keys; return whether they have come. `store.wait` would print that they have not."""
+    deadline = time.monotonic() + wait_s
+    pause = 0.0002
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return True
+
+
 class SameBlocks:
-    """Compares the order in which ranks gather and reduce their blocks."""
+    """Compares the order in which ranks gather and reduce their blocks.
+
+    Attributes:
+        ranks: The ranks that shard the same modules, or all ranks.
+        group_store: The store of their process group.
+    """
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         """Begin without an order.
@@ -80,7 +102,7 @@ class SameBlocks:
             rank: The rank of this process.
         """
         self.group_store = default_store()
-        self._ranks, self._rank = ranks, rank
+        self.ranks, self._rank = ranks, rank
         self._store, self._answers = (store_of_attempt().clone() for _ in range(2))
         self._number = 0  # of the modules that were sharded
         self._old: list[str] = []
@@ -96,7 +118,7 @@ class SameBlocks:
         self._first, self._in_backward = "", False
         self._count = 0
         self._status = 0, ""  # the count, and the event that is waited for; read by the thread
-        self._prefix = f"blocks/{zlib.crc32(repr(self._ranks).encode())}/{self._number}"
+        self._prefix = f"blocks/{zlib.crc32(repr(self.ranks).encode())}/{self._number}"
 
     def comes_to(self, event: str, words: str = "") -> None:
         """Note that this rank is about to gather or reduce, and wait if that is new.
@@ -110,7 +132,7 @@ class SameBlocks:
         """
         backward = backward_pass() != -1
         begins = not backward and (self._in_backward or event == self._first)
-        if begins or not self._count:
+        if begins or not self._first:
             self._first, self._way = event, (self._way[1], 0)
         self._in_backward = backward
         if self._next.get(self._way) != event:
@@ -134,6 +156,23 @@ class SameBlocks:
         self._count += 1
         self._status = self._count, ""
 
+    def passes(self) -> None:
+        """Note that this rank begins what all ranks begin, such as a training step."""
+        self._count += 1
+        self._status = self._count, ""
+
+    def gone_on(self, ranks: Sequence[int], event: str) -> str:
+        """Word what one of these ranks does that is past this place; "" where none is known to be.
+
+        They answer within `LOOK_S`, so it is asked again and again, until `asks_no_more`.
+        """
+        self._store.set(f"{self._prefix}/asked", "")
+        return self._difference(event, [rank for rank in ranks if rank in self.ranks])
+
+    def asks_no_more(self) -> None:
+        """Let the ranks stop answering."""
+        self._store.delete_key(f"{self._prefix}/asked")
+
     def close(self) -> None:
         """End the thread that answers."""
         atexit.unregister(self.close)
@@ -143,17 +182,19 @@ class SameBlocks:
     def _agree(self, event: str, words: str) -> None:
         key = f"{self._prefix}/{self._count}/{zlib.crc32(event.encode())}"
         self._status, began = (self._count, event), time.monotonic()
-        if self._store.add(key, 1) == len(self._ranks):
+        if self._store.add(key, 1) == len(self.ranks):
             self._store.set(f"{key}/all", "")
         of_blocks = event.startswith(("gathers", "reduces"))
         # sooner than a collective of the others gives up, which would not say what was wrong
         limit_s = LIMIT_S if of_blocks else self._store.timeout.total_seconds() / 2
         asked = False
-        while not self._has_come(f"{key}/all"):
+        while not has_come(self._store, [f"{key}/all"], LOOK_S):
+            self._store.set(f"{self._prefix}/asked", "")  # each time: others take it away
             if not asked:
-                self._store.set(f"{self._prefix}/asked", "")
                 asked = True
-            elif (other := self._difference(event)) and not self._store.check([f"{key}/all"]):
+            elif (other := self._difference(event, self.ranks)) and not self._store.check(
+                [f"{key}/all"]
+            ):
                 kind, remedy = _OTHER_BLOCKS if of_blocks else _OTHER_CALLS
                 raise DisagreementError(
                     f"the ranks {kind}: rank {self._rank} {words}, where {other}; {remedy}"
@@ -164,31 +205,22 @@ class SameBlocks:
                     "to it; let all ranks do so in the same order."
                 )
         self._status = self._count, ""
-        if self._rank == self._ranks[0]:  # all have left the agreement before this one
+        if self._rank == self.ranks[0]:  # all have left the agreement before this one
             for old in self._old:
                 self._store.delete_key(old)
             self._old = [key, f"{key}/all", *([f"{self._prefix}/asked"] if asked else [])]
 
-    def _has_come(self, key: str) -> bool:
-        deadline = time.monotonic() + LOOK_S
-        pause = 0.0002
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        return True
-
-    def _difference(self, event: str) -> str:
+    def _difference(self, event: str, ranks: Sequence[int]) -> str:
         """Word the block of another rank at this place; "" if none is known to be another one."""
-        for rank in self._ranks:
+        for rank in ranks:
             key = f"{self._prefix}/at/{rank}"
             if rank == self._rank or not self._store.check([key]):
                 continue
             count, waits = json.loads(self._store.get(key))
             if count > self._count:
-                expected = self._next.get(self._way, "has gone on")
-                return f"rank {rank} {expected}, as before"
+                expected = self._next.get(self._way)
+                does = f"{expected}, as before" if expected else "has gone on"
+                return f"rank {rank} {does}"
             if count == self._count and waits not in ("", event):
                 return f"rank {rank} {waits}"
         return ""

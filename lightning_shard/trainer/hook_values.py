@@ -31,6 +31,8 @@ from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
+# run for each batch, on all ranks
+_OF_BATCHES = ("on_before_batch_transfer", "on_after_batch_transfer")
 _giving: set[Callable[..., Any]] = set()  # functions and classes that give what is whole
 PROCESS_STATE = {"_giving": _giving}
 
@@ -99,6 +101,18 @@ class HookValues:
             )
         self.reads[hook] += 1
         self.gathered_bytes[hook] += size
+
+    def meet_in_hooks(self, group: dist.ProcessGroup) -> None:
+        """Let the ranks of a group meet before they exchange rows in a hook: one may be alone."""
+        hook = str(getattr(self._module, "_current_fx_name", ""))
+        if hook.startswith("on_") and hook not in _OF_BATCHES:
+            meet(
+                tuple(dist.get_process_group_ranks(group)),
+                f"rows {hook}",
+                f"uses a split tensor in {hook}, as x.mean() and lightning_shard.gather(x) do",
+                "all ranks must do so, since each holds a part; print or log the result on one "
+                "rank, and leave the split tensor out of rank_zero_only",
+            )
 
     def __str__(self) -> str:
         return ", ".join(

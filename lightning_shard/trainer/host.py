@@ -96,6 +96,7 @@ __all__ = [
     "callbacks_of",
     "chosen_devices",
     "destroy_process_group",
+    "follow_batches",
     "follow_candidates",
     "follow_evaluation",
     "follow_reductions",
@@ -260,6 +261,19 @@ def follow_reductions(
             update, cached = results.update_metrics, results._get_cache
             results.update_metrics = _named(update, reducing, results)
             results._get_cache = _named(cached, reducing, None)
+
+
+def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
+    """Let a Trainer call `begins` before each batch of training, and before its own broadcast."""
+    loop = trainer.fit_loop.epoch_loop
+    if "advance" not in vars(loop):
+        plain = loop.advance
+
+        def advance(data_fetcher: Any) -> None:
+            begins()
+            plain(data_fetcher)
+
+        vars(loop)["advance"] = advance
 
 
 def _named(plain: Callable[..., Any], reducing: Callable[..., Any], results: Any) -> Any:

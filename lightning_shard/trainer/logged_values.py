@@ -26,6 +26,7 @@ from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.trainer.host import (
     add_once,
     callbacks_of,
+    follow_batches,
     follow_candidates,
     follow_reductions,
     follow_stopping,
@@ -79,6 +80,7 @@ class LoggedValues:
         if self._world is not None and self._order() is None:
             same_blocks(self._world)
         follow_reductions(trainer, self._reducing)
+        follow_batches(trainer, self._begin_batch)
         add_once(trainer, _EndsOfEpochs(self._compare_end), first=True)
         for callback in callbacks_of(trainer):
             kind = type(callback).__name__
@@ -190,6 +192,11 @@ class LoggedValues:
 
     def _order(self) -> SameBlocks | None:
         return order_of(range(dist.get_world_size(self._world)))
+
+    def _begin_batch(self) -> None:
+        """Show to ranks that wait for this one in a hook that it has gone on to a batch."""
+        if (order := self._order()) is not None:
+            order.passes()
 
     def exchange_nothing(self) -> None:
         """Take part in the exchange of a number of a step that this rank does not run."""

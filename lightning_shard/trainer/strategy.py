@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_shard import hosts
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import ShardDims, shard_batch, split_dims
+from lightning_shard.domain.wire import BEFORE
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import no_sync
@@ -445,7 +446,9 @@ class HybridShardStrategy(NotCompiled):
         if self.world_size > 1:
             self.hook_values = HookValues(self._module)
             self._while_set_up.callback(READS.set, READS.get())  # a teardown may be in a thread
+            self._while_set_up.callback(BEFORE.set, BEFORE.get())
             READS.set(self.hook_values)
+            BEFORE.set(self.hook_values.meet_in_hooks)
             give_whole_to(trainer.loggers)
         self.barrier("HybridShardStrategy.setup")
 

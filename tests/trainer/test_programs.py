@@ -1,5 +1,6 @@
 """Programs train as in one process, or end in a sentence: the table is in programs.py."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -99,6 +100,49 @@ class Draws(Featured):
             ):
                 batch["y"].tolist()
         dist.barrier()
+
+
+ALONE: dict[str, Callable[[Any, Any], Any]] = {
+    "reads the values": lambda module, x: x.numpy(),
+    "uses a split tensor": lambda module, x: x.mean().item(),
+    "reads a number of a sharded": lambda module, x: float(module.network[0].weight.sum()),
+    "runs LeavesOthers": lambda module, x: module(torch.ones(1, 1, 9, 7, dtype=x.dtype)),
+}
+
+
+class NoMeetings(Counter[Any]):
+    """Counts from a number to which the other rank has never come."""
+
+    def __missing__(self, key: Any) -> int:
+        return 2 * 10**6
+
+
+class LeavesOthers(Featured):
+    """Does on rank 0 alone what all ranks must do, while the other goes on to the next batch."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        does = self.kinds[batch_idx]
+        match = rf"rank 0 {does}.* in on_train_batch_end|sharded.*ranks \[1\] did not, where rank 1"
+        if dist.get_rank() == 0:
+            with (
+                mock.patch.object(meeting, "_met", NoMeetings()),
+                pytest.raises(RuntimeError, match=match),
+            ):
+                ALONE[does](self, batch["x"])
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    "kinds", [[*ALONE][:1], pytest.param([*ALONE][1:], marks=pytest.mark.slow)]
+)
+def test_a_rank_that_the_others_have_left_ends_without_waiting_for_them(kinds: list[str]) -> None:
+    with mock.patch.object(meeting, "WAIT_S", 100.0):
+        module = LeavesOthers(kinds)
+        fit_sharded(module, (2,), limit_train_batches=len(kinds), limit_val_batches=0)
 
 
 class Pictures(Logger):
