@@ -469,6 +469,27 @@ def _meet_outside_of_steps(work: _Work) -> None:
         block.register_forward_hook(leave, always_call=True)
 
 
+def _gather_for_parts_called_alone(work: _Work) -> None:
+    """Gather a block whose layers a step calls one by one, as for a perceptual loss of features.
+
+    FSDP2 gathers as the block itself is called. Its parameters then stay whole until backward.
+    """
+
+    def enter(block: Any, *_: Any) -> None:
+        waits = any(r.sharded_state.name == "SHARDED" for r in gathered_by(block))
+        if waits and work.running and backward_pass() == -1:
+            block.unshard()
+
+    blocks = {b for b in sharded_modules(work.module) if b is not work.module}
+    for block in blocks:
+        assert isinstance(block, nn.Module)
+        parts = {*block.modules()} - {block}
+        parts -= {m for inner in parts & blocks for m in inner.modules()}
+        for part in parts:
+            if any(p is not None for p in own_parameters(part).values()):
+                part.register_forward_pre_hook(functools.partial(enter, block), prepend=True)
+
+
 def _split_what_is_loaded(work: _Work) -> None:
     """Let `load_state_dict` of the module, and of each part of it, take plain full tensors."""
     gathered: Gathered = work.module.__dict__[GATHERED]
@@ -509,6 +530,7 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _prefetch,  # it links the blocks, so all must be sharded
     _wrap_methods,  # outside of FSDP2's root, which gathers before a step
     _count_domains_once,  # before FSDP2's own hooks of the root, and after them
+    _gather_for_parts_called_alone,
     _meet_outside_of_steps,  # the last hooks, so that they run before FSDP2's
     _split_what_is_loaded,
     _mark,  # last: a module that failed on the way is not taken for a sharded one
