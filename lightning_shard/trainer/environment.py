@@ -151,7 +151,7 @@ def check_processes(
     if environment.creates_processes_externally and started != devices * nodes > 0:
         local = max(1, started // nodes)
         raise ValueError(
-            f"{launcher().title} started {started} processes, but the {host} has "
-            f"devices={devices} and num_nodes={nodes}; use {host}(devices={local}, "
+            f"{launcher().title} started {started} processes, but {host}(devices={devices}, "
+            f"num_nodes={nodes}) asks for {devices * nodes}; use {host}(devices={local}, "
             f"num_nodes={started // local}), or start {devices * nodes}."
         )

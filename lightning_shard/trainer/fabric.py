@@ -163,6 +163,7 @@ class FabricStrategy(ParallelStrategy):
             self.cluster_environment, self.root_device, offloads=options.cpu_offload
         )
         self.peers.watch(self.processes.timeout_s)
+        self.peers.tell_uncaught()
         alike = {
             "domain_parallel_size": str(self.processes.domain_sizes),
             "data_parallel_size": str(self.processes.data_parallel_size),

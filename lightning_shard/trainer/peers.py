@@ -1,6 +1,7 @@
 """Runs the collectives that Lightning expects of a strategy, and ends all ranks when one fails."""
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,22 @@ class Peers:
         if self._alone is None:  # callbacks hear of an exception before the strategy does
             self._alone = self._watch.reported_alone(sys.exception())
         return self._alone
+
+    def tell_uncaught(self) -> None:
+        """Tell the others, from now on, of an exception that ends this process; it names the first.
+
+        Where the loop is the user's, nobody else sees the exception.
+        """
+        before = sys.excepthook
+        alive = weakref.ref(self)
+
+        def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            peers = alive()
+            if peers is not None and peers._watch is not None and peers._alone is None:
+                peers._alone = peers._watch.reported_alone(error)
+            before(kind, error, trace)
+
+        sys.excepthook = told
 
     def barrier(self, device: torch.device) -> None:
         """Wait for all ranks."""
