@@ -148,6 +148,7 @@ class ListStates(Research):
 class Averaged(Research):
     """Weights that Lightning averages."""
 
+    is_per_sample = False  # of a batch norm
     callbacks = (lambda: EMAWeightAveraging(decay=0.6),)
 
     def build(self) -> None:
@@ -343,6 +344,8 @@ class Rollout(Research):
 class MemoryBank(Research):
     """Contrasts each sample with a bank of those of former steps, gathered from all replicas."""
 
+    is_per_sample = False  # each replica's samples stand together in the bank
+
     def build(self) -> None:
         self.net = net(1, 4, 4)
         self.head = nn.Linear(4, 3)
@@ -371,6 +374,8 @@ class MemoryBank(Research):
 
 class Distillation(Research):
     """A student follows the attention maps of a frozen teacher, which hooks record."""
+
+    is_per_sample = False  # of a batch norm
 
     def build(self) -> None:
         self.teacher = net(1, 6, 6, 1, norm=True).eval().requires_grad_(False)
@@ -404,7 +409,7 @@ class Ensemble(Research):
         mean, log_var = torch.stack([m(batch["x"]) for m in self.members]).unbind(2)
         y = batch["y"][:, 0].expand_as(mean)
         own = F.gaussian_nll_loss(mean, y, F.softplus(log_var) + 0.1)
-        self.report("spread", mean.var(0, unbiased=False).mean().sqrt())
+        self.report("spread", mean.var(0, unbiased=False).mean())
         return own
 
     def configure_optimizers(self) -> Any:
@@ -516,8 +521,8 @@ class SuperResolution(Research):
             if isinstance(layer, nn.ReLU):
                 gram = [torch.einsum("bchw,bdhw->bcd", v, v) / v[0].numel() for v in (a, b)]
                 loss = loss + F.l1_loss(a, b) + F.mse_loss(*gram)
-        noise = 10 * torch.log10(1 / F.mse_loss(large, batch["y"]))
-        self.report("psnr", noise)
+        errors = (large - batch["y"]).square().mean((1, 2, 3))
+        self.report("psnr", (10 * torch.log10(1 / errors)).mean())
         return loss + F.l1_loss(large, batch["y"])
 
 
