@@ -538,7 +538,7 @@ class LayerByLayer(Research):
             x = layer(x)
             kept.append(x)
         for layer in self.up:
-            x = layer(x if len(kept) < 2 else x + kept.pop().mean())
+            x = layer(x if len(kept) < 2 else x + kept.pop().mean((1, 2, 3), keepdim=True))
         return F.mse_loss(x, batch["y"])
 
 

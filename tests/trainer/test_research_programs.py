@@ -28,7 +28,7 @@ def check(name: str, domain: tuple[int, ...]) -> None:
     alone, module = kind(), kind()
     for metric in alone.modules():
         if isinstance(metric, Metric):
-            metric.sync_on_compute = False  # with the other ranks of the test
+            metric._to_sync = False  # with the other ranks of the test
     torch.manual_seed(6)
     settings: dict[str, Any] = QUIET | options
     runner = Trainer(
