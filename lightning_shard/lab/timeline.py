@@ -76,6 +76,7 @@ class Ledger:
 
     Attributes:
         seconds: The time of all operations so far, on the device.
+        in_turns: The number of ranks that take turns on one device; 0: each has its own.
         operations: The number of operations in this step.
         place: The part of the step that computes now, in words; set from outside.
         out: Bytes that this rank has sent to the host as its turns ended.
@@ -93,7 +94,7 @@ class Ledger:
         self.seconds = 0.0
         self.place = ""
         self.out = self.back = self.on_host = 0
-        self._device, self._in_turns = device, in_turns
+        self._device, self.in_turns = device, in_turns
         self._live: dict[int, _Memory] = {}
         self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
         self._near: dict[int, weakref.ref[Tensor]] = {}  # activations that a budget keeps
@@ -119,6 +120,11 @@ class Ledger:
             causes[memory.cause or "temporary"] += memory.at(self._peak_at)
         causes["waiting"] = self._waiting_at_peak
         return Peak(self._most, self._peak_place, {k: v for k, v in causes.items() if v})
+
+    @property
+    def free(self) -> int:
+        """The bytes that the device has left now; 0 without a device."""
+        return 0 if self._device is None else max(0, self._device.memory - self._held)
 
     def held(self, cause: str) -> int:
         """Return the bytes that are held for a cause now."""
@@ -166,13 +172,13 @@ class Ledger:
     def hand_over(self) -> None:
         """Let all that this rank holds lie on the host, as its turn on the device ends.
 
-        What FSDP2 gathers stays, and so do small storages; it is then there for all ranks.
+        Small storages stay; they are then there for all ranks.
         """
         self._waiting = 0
-        for key, memory in self._live.items():
+        for memory in self._live.values():
             size = memory.sizes[-1][1]
-            if size < SMALL_BYTES or key in self._resized:
-                self._waiting += size * (self._in_turns - 1)
+            if size < SMALL_BYTES:
+                self._waiting += size * (self.in_turns - 1)
                 continue
             self.out += 0 if memory.is_copied else size
             memory.away, memory.is_copied = size, True
@@ -203,11 +209,12 @@ class Ledger:
         written = {storage_key(x) for x in made} if writes else set[int]()
         for x in (*given, *made):
             memory = self._see(x)
-            if self._in_turns:
+            if self.in_turns:
                 self._bring(memory)
                 memory.is_copied = memory.is_copied and storage_key(x) not in written
             if of_fsdp and memory.cause in ("", "gathered"):
                 memory.cause, memory.of = "gathered", weakref.ref(x.untyped_storage())
+                memory.is_copied = False
                 self._resized[storage_key(x)] = memory
         if writes or any(storage_key(x) not in known for x in made):
             self.seconds += self._cost(operator, args, kwargs, out, [*given, *made])
@@ -238,9 +245,13 @@ class Ledger:
         Empty ones can only have grown just before an operation of FSDP2.
         """
         for memory in self._resized.values():
-            if all_of_them or memory.sizes[-1][1]:
+            if all_of_them or memory.sizes[-1][1] or memory.away:
                 storage = memory.of()
-                self._resize(memory, 0 if storage is None else storage.nbytes(), self.operations)
+                size = 0 if storage is None else storage.nbytes()
+                if memory.away:  # it waits on the host, until FSDP2 frees it
+                    memory.away = size
+                else:
+                    self._resize(memory, size, self.operations)
 
     def _resize(self, memory: _Memory, size: int, operation: int) -> None:
         before = memory.sizes[-1][1]

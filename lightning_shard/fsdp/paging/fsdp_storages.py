@@ -1,4 +1,4 @@
-"""Leaves storages alone that FSDP2 frees and allocates itself."""
+"""Tells pagers which storages FSDP2 frees and allocates itself."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,24 +10,37 @@ from lightning_shard.fsdp.paging.mode import open_pagers
 from lightning_shard.processes.torch_private.internals import replace_internal
 
 _FOLDER = "torch.distributed.fsdp._fully_shard"
-_FUNCTIONS = (
-    f"{_FOLDER}._fsdp_param.alloc_storage",
-    f"{_FOLDER}._fsdp_param.free_storage",
-    f"{_FOLDER}._fsdp_param_group.alloc_storage",
-)
+_ALLOCATES = (f"{_FOLDER}._fsdp_param.alloc_storage", f"{_FOLDER}._fsdp_param_group.alloc_storage")
+_FREES = f"{_FOLDER}._fsdp_param.free_storage"
 
 
 @cache
-def leave_to_fsdp() -> None:
-    """Let what FSDP2 allocates or frees stay where it is from then on, for pagers that are open."""
-    for name in _FUNCTIONS:
-        replace_internal(name, _told)
+def hear_of_fsdp() -> None:
+    """Let pagers that are open know, from then on, what FSDP2 allocates and frees.
+
+    What is gathered may leave while another rank has its turn. A storage that FSDP2 has freed has
+    no page, so that no old numbers are brought back into it.
+    """
+    for name in _ALLOCATES:
+        replace_internal(name, _allocating)
+    replace_internal(_FREES, _freeing)
 
 
-def _told(change: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
-    def changed(tensor: Tensor) -> None:
+def _allocating(allocate: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
+    def allocated(tensor: Tensor) -> None:
         for pager in open_pagers():
-            pager.stay(tensor)
-        change(tensor)
+            pager.bring(tensor)
+        allocate(tensor)
+        for pager in open_pagers():
+            pager.know(tensor)
 
-    return changed
+    return allocated
+
+
+def _freeing(free: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
+    def freed(tensor: Tensor) -> None:
+        for pager in open_pagers():
+            pager.forget(tensor)
+        free(tensor)
+
+    return freed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.fsdp.paging.fsdp_storages import leave_to_fsdp
+from lightning_shard.fsdp.paging.fsdp_storages import hear_of_fsdp
 from lightning_shard.fsdp.paging.memory import Memory
 from lightning_shard.fsdp.paging.mode import Exits, Paging
 from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
@@ -59,7 +59,7 @@ class Pager:
         driver: Driver | None = None,
     ) -> None:
         """Know no storage yet."""
-        leave_to_fsdp()
+        hear_of_fsdp()
         self.device, self.budget, self.small = with_index(device), budget, small
         memory = memory or Memory(pinned=self.device.type != "cpu")
         self.pages = Pages(self.device, memory, driver or Driver())
@@ -119,6 +119,23 @@ class Pager:
                 page = self._page(tensor)
                 if page is not None:
                     self._use(page)
+
+    def know(self, tensor: Tensor) -> None:
+        """Know the memory of a tensor that was not made by an operator."""
+        with self._lock, without_modes():
+            large = tensor.device == self.device and tensor.untyped_storage().nbytes() >= self.small
+            if large and self._page(tensor) is None:
+                page = self.pages.note(tensor.untyped_storage())
+                page.rank, page.used = self.rank, self._clock
+                page.turn = self._turns.get(self.rank, 0)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Know the memory of a tensor no more: its owner frees it, and may fill it again."""
+        with self._lock, without_modes():
+            page = self._page(tensor)
+            if page is not None:
+                page.is_leaving = False
+                self.pages.forget(page)
 
     def stay(self, *tensors: Tensor) -> None:
         """Bring tensors, and never send them away again: others keep their addresses."""

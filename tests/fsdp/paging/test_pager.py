@@ -213,7 +213,7 @@ def test_tolist_and_numbers_are_read():
         assert str(kept) == f"{kept}" == str(wanted)
 
 
-def test_what_fsdp_frees_and_allocates_is_left_to_it():
+def test_what_fsdp_gathers_may_leave_and_what_it_frees_is_forgotten():
     alloc = internal("torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage")
     path = "torch.distributed.fsdp._fully_shard._fsdp_param"
     module = __import__(path, fromlist=["alloc_storage"])
@@ -226,9 +226,15 @@ def test_what_fsdp_frees_and_allocates_is_left_to_it():
         module.alloc_storage(gathered)
         gathered.fill_(3)
         pager.hand_over(1, 0)
-        assert not is_away(gathered)
+        assert is_away(gathered)
+        assert gathered.sum() == 3 * gathered.numel()
+        pager.hand_over(0, 1)
+        module.alloc_storage(gathered)  # which FSDP2 has not freed
+        assert gathered[0, 0] == 3
+        pager.hand_over(0, 1)
         module.free_storage(gathered)
         assert is_away(gathered)
+        assert not pager.pages.near
         pager.hand_over(0, 1)
         module.alloc_storage(gathered)
         gathered.fill_(4)
