@@ -42,6 +42,7 @@ options
   --tiles N          on one device in N tiles, one after the other, exactly; 2x4 for two dims, auto
                      for the least number that fits
   --tile_memory DIR  waiting tiles lie in files of DIR, not in the host's memory
+  --tile_budget SIZE so many bytes of tiles stay on the device, such as 8GB; the rest travels
   --help all         every option
 
 examples
@@ -64,6 +65,7 @@ options
   --tiles N             a field too large for the one device: in N tiles, one after the other,
                         exactly; 2x4 for tiles along two dims, auto for the least that fits
   --tile_memory DIR     waiting tiles lie in files of DIR, not in the host's memory
+  --tile_budget SIZE    so many bytes of tiles stay on the device, such as 8GB; the rest travels
   --test_after_fit BOOL test the final weights
   --report BOOL         write report.html; true by default
   --profile BOOL        record three steps of all ranks, and print where the time goes

@@ -173,8 +173,10 @@ class ShardCLI(LightningCLI):
         if not config.tiles or subcommand != "predict":
             super()._run_subcommand(subcommand)
             return
-        where = config.tiles, config.tile_memory, strategy_options(config.trainer).get("shard_dims")
-        with predicting(self.trainer, self.model, self.datamodule, *where) as least:
+        dims = strategy_options(config.trainer).get("shard_dims")
+        where = {name: config[name] for name in ("tile_memory", "tile_budget")}
+        what = self.trainer, self.model, self.datamodule, config.tiles, dims
+        with predicting(*what, **where) as least:
             if least is not None:
                 note(str(least))
             super()._run_subcommand(subcommand)

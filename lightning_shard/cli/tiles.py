@@ -9,6 +9,7 @@ from jsonargparse import Namespace
 
 from lightning_shard.cli.config_checks import sizes_of, strategy_options
 from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.lab.tiled_strategy import TiledStrategy
 from lightning_shard.lab.tiles import sizes_of_tiles
 from lightning_shard.processes.process_info import launcher
@@ -24,6 +25,10 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "tile_memory": (
         str | None,
         "A directory in whose files waiting tiles lie, instead of the host's memory.",
+    ),
+    "tile_budget": (
+        str | None,
+        "Bytes of tiles that stay on the device, such as 8GB; only what is above travels.",
     ),
 }
 _KINDS = (HybridShardStrategy, TiledStrategy)  # whose options are those of tiles
@@ -41,11 +46,14 @@ def check_tiles(command: str, config: Any) -> None:
         UsageError: With one sentence.
     """
     if config.tiles is None:
-        if config.tile_memory is not None:
-            raise UsageError("--tile_memory needs --tiles, such as --tiles 8")
+        for name in ("tile_memory", "tile_budget"):
+            if config[name] is not None:
+                raise UsageError(f"--{name} needs --tiles, such as --tiles 8")
         return
     with as_usage_error(ValueError):
         config.tiles = "auto" if config.tiles == "auto" else [*sizes_of_tiles(config.tiles)]
+        if config.tile_budget is not None:
+            bytes_of(config.tile_budget, "tile_budget")
     trainer, (domain, data) = config.trainer, sizes_of(config.trainer)
     if domain not in (None, 1, "auto"):
         raise UsageError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -255,8 +256,9 @@ class _OnHost(saved_tensors_hooks):
     """Counts what `OnHost` would move to a host whose memory is not the device's."""
 
     def __init__(self, ledger: Ledger, budget: offload.Budget = None) -> None:
-        # what fits is known on the device alone; counted as if nothing did
-        least = budget if isinstance(budget, int) else 0
+        if isinstance(budget, offload.WhatFits):
+            budget = budget.bytes(lambda _: ledger.free)
+        least = budget or 0
 
         def is_moved(x: Tensor) -> bool:
             is_wrapper = isinstance(x, DTensor | DomainTensor)
@@ -397,6 +399,17 @@ def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
     return self
 
 
+def _update_by_lists(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers update all parameters at once, as torch does by default on a device.
+
+    What they compute on the way is then as large as all parameters together.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+
+
 class _Follow(Callback):
     """Gives the ledger the part of the step that computes, and the causes of memory."""
 
@@ -413,6 +426,8 @@ class _Follow(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._names = {module: name for name, module in pl_module.named_modules()}
+        if self._ledger.in_turns:
+            _update_by_lists(trainer.optimizers)
         self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         self._hooks.enter_context(saved_tensors_hooks(self._keep, lambda x: x))

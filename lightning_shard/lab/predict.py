@@ -19,7 +19,7 @@ from lightning_shard.lab.batches import Data, Stage, first_batches
 from lightning_shard.lab.fake_trainer import Traced, traced
 from lightning_shard.lab.machine import Cluster, read_cluster
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
-from lightning_shard.lab.tiles import sizes_of_tiles
+from lightning_shard.lab.tiles import refuse_to_offload, sizes_of_tiles
 from lightning_shard.lab.timeline import HOST_RATE, HOST_RATES, Replay
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
@@ -34,7 +34,7 @@ _NOTES = {
     "gathered": "whole parameters and gradients of blocks",
     "activations": "kept from forward for backward",
     "temporary": "results that are soon given back",
-    "waiting": "small tensors and gathered blocks of waiting tiles",
+    "waiting": "small tensors of waiting tiles",
 }
 
 
@@ -186,7 +186,7 @@ def plan(
     cluster: Cluster | str | None = None,
     sharding: Sharding = "full",
     activation_checkpointing: bool = False,
-    activation_offload: bool = False,
+    activation_offload: bool | str = False,
     **trainer: Any,
 ) -> Prediction:
     """Predict one training step of a mesh, and the memory of the same step in one process.
@@ -202,7 +202,9 @@ def plan(
             dim, as `(2, 4)` or "2x4".
         sharding: The mode of `ShardingOptions`.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
-        activation_offload: If true, they lie in the host's memory until backward.
+        activation_offload: If true, those for which the device of the cluster has no room lie in
+            the host's memory until backward; without a cluster all do. Or the bytes that stay on
+            the device, such as "8GB".
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
     Raises:
@@ -236,7 +238,7 @@ def predict(
     tiles: Tiles | None = None,
     sharding: Sharding = "full",
     activation_checkpointing: bool = False,
-    activation_offload: bool = False,
+    activation_offload: bool | str = False,
     stage: Stage = "fit",
     **trainer: Any,
 ) -> Prediction:
@@ -254,7 +256,9 @@ def predict(
             dim, as `(2, 4)` or "2x4".
         sharding: The mode of `ShardingOptions`.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
-        activation_offload: If true, they lie in the host's memory until backward.
+        activation_offload: If true, those for which the device of the cluster has no room lie in
+            the host's memory until backward; without a cluster all do. Or the bytes that stay on
+            the device, such as "8GB".
         stage: The step, if another one than that of training.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
@@ -273,6 +277,7 @@ def predict(
                 "and give a cluster of one device, such as 1xH100."
             )
         sizes = (1, *sizes_of_tiles(tiles))
+        refuse_to_offload(activation_offload)
     elif where is not None and math.prod(sizes) != where.devices:
         raise ValueError(
             f"the mesh {'x'.join(map(str, sizes))} has {math.prod(sizes)} ranks, but the cluster "

@@ -20,8 +20,10 @@ def predicting(
     model: LightningModule,
     data: LightningDataModule | None,
     tiles: int | str | Sequence[int],
-    tile_memory: str | None,
     shard_dims: ShardDims,
+    *,
+    tile_memory: str | None,
+    tile_budget: str | None,
 ) -> Generator[LeastTiles | None]:
     """Let `predict_step` compute in tiles, while open.
 
@@ -30,8 +32,9 @@ def predicting(
         model: Its module.
         data: Its data module; None where the module has loaders.
         tiles: The number of tiles, along each split dim; "auto": the least that fits.
-        tile_memory: A directory in whose files waiting tiles lie.
         shard_dims: The dims that are split.
+        tile_memory: A directory in whose files waiting tiles lie.
+        tile_budget: Bytes that tiles may have on the device.
 
     Yields:
         The least number of tiles, if it was looked for.
@@ -39,11 +42,12 @@ def predicting(
     device, found = trainer.strategy.root_device, None
     if tiles == "auto":
         found = least_tiles(
-            model, data, device, tile_memory, stage="predict", keeps_parameters=True,
+            model, data, device, tile_memory, tile_budget, stage="predict", keeps_parameters=True,
             shard_dims=shard_dims, sharding="none", precision=trainer.precision,
         )  # fmt: skip
         tiles = found.tiles
     where: dict[str, Any] = {"device": device, "tile_memory": tile_memory}
+    where["tile_budget"] = tile_budget
     with in_tiles(model, tiles, shard_dims, methods=("predict_step",), **where):
         holder: Any = model if data is None or is_overridden(_TRANSFER, model) else data
         setattr(holder, _TRANSFER, lambda batch, *_: batch)

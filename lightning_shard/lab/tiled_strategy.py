@@ -46,7 +46,7 @@ from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
 from lightning_shard.lab.simulated.replicas import Replicas
 from lightning_shard.lab.tiled_replicas import join_replicas, meeting_of, most_tiles
-from lightning_shard.lab.tiles import place_rows, sizes_of_tiles
+from lightning_shard.lab.tiles import place_rows, refuse_to_offload, sizes_of_tiles
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer import process_mesh
@@ -127,7 +127,8 @@ class TiledStrategy(HybridShardStrategy):
                 "wait in the host's memory; leave it out."
             )
         OneDevice(torch.device("cpu"), folder=tile_memory)  # refuses a folder that is none
-        self.tiles, self.tile_memory = sizes, tile_memory
+        refuse_to_offload(self.sharding_options.activation_offload)
+        self.tiles, self.tile_memory, self.tile_budget = sizes, tile_memory, tile_budget
         self.budget = None if tile_budget is None else bytes_of(tile_budget, "tile_budget")
         self.chosen: LeastTiles | None = None  # for "auto", once it is known
         self._is_auto = tiles == "auto"
@@ -156,8 +157,9 @@ class TiledStrategy(HybridShardStrategy):
         options = self.sharding_options
         self.chosen = least_tiles(
             module, data_of(args, kwargs), self.root_device, self.tile_memory,
-            stage=_STAGES[stage], shard_dims=self.shard_dims, sharding=options.mode,
-            activation_checkpointing=options.activation_checkpointing, precision=precision,
+            self.tile_budget, stage=_STAGES[stage], shard_dims=self.shard_dims,
+            sharding=options.mode, precision=precision,
+            activation_checkpointing=options.activation_checkpointing,
         )  # fmt: skip
         rank_zero_info(str(self.chosen))
         self.tiles = self.processes.domain_sizes = (self.chosen.tiles,)
@@ -170,6 +172,7 @@ class TiledStrategy(HybridShardStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
+        """The device of this process, which its tiles share."""
         return super().root_device if self._own_device is None else self._own_device
 
     @override
@@ -291,6 +294,7 @@ class TiledStrategy(HybridShardStrategy):
 
     @override
     def teardown(self) -> None:
+        """End a stage; the other replicas are watched until the next one begins."""
         super().teardown()
         if self.batches is None:
             self.others.pause_watch()

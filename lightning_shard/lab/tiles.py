@@ -18,6 +18,7 @@ from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.domain.align import gathered
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.fsdp.recompute import is_compiled
 from lightning_shard.fsdp.split_inputs import split_inputs
 from lightning_shard.lab.simulate import in_turns
@@ -37,6 +38,7 @@ def in_tiles(
     methods: Sequence[str] = ("forward",),
     device: torch.device | str | None = None,
     tile_memory: str | Path | None = None,
+    tile_budget: str | None = None,
     exact_random: bool = True,
 ) -> Generator[None]:
     """Compute the calls of a module in tiles on one device, one after the other, exactly.
@@ -57,6 +59,8 @@ def in_tiles(
         methods: The methods that are computed so, such as "encode" and "decode".
         device: The device; by default that of the module's parameters.
         tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
+        tile_budget: Bytes that tiles may have on the device, such as "8GB": only what is above
+            travels. By default all that a tile holds leaves when another one has its turn.
         exact_random: False lets each tile draw random numbers of its own, reproducibly, for tensors
             that are split. By default it draws those of the whole tensor, which are then on the
             device at once, and keeps its part; see `use_exact_random`.
@@ -73,6 +77,7 @@ def in_tiles(
     sizes = sizes_of_tiles(tiles)
     _refuse(module)
     where = _device_of(module) if device is None else torch.device(device)
+    budget = None if tile_budget is None else bytes_of(tile_budget, "tile_budget")
     OneDevice(where, folder=tile_memory)  # refuses a folder that is none
     plain = {name: _method(module, name) for name in methods}
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
@@ -90,7 +95,7 @@ def in_tiles(
                 f"{name} was called in tiles, which keep no gradients; call it within "
                 "torch.inference_mode() or torch.no_grad()."
             )
-        shared = OneDevice(where, folder=tile_memory)
+        shared = OneDevice(where, budget, tile_memory)
         work = _Call(module, name, args, kwargs, sizes, shard_dims, where)
         put(before)
         try:
@@ -106,6 +111,19 @@ def in_tiles(
         yield
     finally:
         put(before)
+
+
+def refuse_to_offload(activation_offload: object) -> None:
+    """Refuse what would move tensors that tiles move already.
+
+    Raises:
+        ValueError: Activations are offloaded.
+    """
+    if activation_offload:
+        raise ValueError(
+            "activation_offload moves what tiles move already; leave it out, and give tile_budget, "
+            'such as "8GB", to keep so much of it on the device.'
+        )
 
 
 def sizes_of_tiles(tiles: int | str | Sequence[int]) -> tuple[int, ...]:

@@ -101,7 +101,8 @@ def predicted(folder: Path, *words: str) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 def test_predicts_in_tiles(tmp_path: Path) -> None:
     wanted = predicted(tmp_path, "--trainer.strategy", "auto")
-    for words in (["8"], ["[2,3]"], ["3", "--tile_memory", str(tmp_path)]):
+    files = ["--tile_memory", str(tmp_path), "--tile_budget", "1MB"]
+    for words in (["8"], ["[2,3]"], ["3", *files]):
         found = predicted(tmp_path, "--tiles", *words)
         assert [x["name"] for x in found] == ["0", "1"]
         for got, want in zip(found, wanted, strict=True):
@@ -173,7 +174,7 @@ def test_trains_in_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for name, words in {
         "one": [],
         "two": ["--tiles", "2x2"],
-        "three": ["--tiles=3", *files],
+        "three": ["--tiles=3", *files, "--tile_budget", "1MB"],
     }.items():
         run(tmp_path / name, "fit", *words)
         printed = capsys.readouterr()
@@ -312,6 +313,8 @@ def test_plans_and_checks_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["predict", "--tiles", "0"], "tiles must be a number from 1 on"),
         (["predict", "--tiles", "2.5"], "tiles"),
         (["predict", "--tile_memory", "."], "--tile_memory needs --tiles, such as --tiles 8"),
+        (["fit", "--tile_budget", "8GB"], "--tile_budget needs --tiles, such as --tiles 8"),
+        (["fit", "--tiles", "2", "--tile_budget", "much"], 'a size such as "8GB" or "500MiB"'),
         (["predict", "--tiles", "2", "--tile_memory", "/none"], "give a directory that exists"),
         (["fit", "--tiles", "2x"], "one for each split dim"),
         (["fit", "--tiles", "auto"], "give tile_memory, a directory on a disk, or a number of"),

@@ -43,7 +43,7 @@ class Peak(Callback):
 @pytest.mark.spmd(1, "xpu")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_predicts_the_memory_of_tiles() -> None:
-    """At most a quarter more is needed, which `SHARE` leaves."""
+    """Measured are 0.95 to 1.16 times what is predicted."""
     for tiles, sharding in ((2, "full"), ((2, 2), "full"), (4, "none")):
         module, data = Plain(lambda: UNet(16)), loader()
         found = predict(module, data, tiles=tiles, sharding=sharding)
@@ -54,7 +54,7 @@ def test_predicts_the_memory_of_tiles() -> None:
         )  # fmt: skip
         runner.fit(module, data)
         measured = Peak.most - before
-        assert least.SHARE < found.memory / measured < 2.5
+        assert 0.85 < measured / found.memory < 1.2
 
 
 @pytest.mark.spmd(1, "xpu")
@@ -104,6 +104,15 @@ def test_chooses_the_least() -> None:
     assert str(found).endswith("of 250 B, 75% of what is free on xpu:0")
     with pytest.raises(ValueError, match=r"8 need 205 B, but a step may take 100 B.*such as 4x4"):
         least._search(needs, 100, "")
+
+
+def test_a_budget_is_needed_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(least, "free_memory", lambda *_: (4_000_000, "here"))
+    module, device = Plain(lambda: nn.Conv2d(3, 3, 3, padding=1)), CPU
+    assert least.least_tiles(module, loader(), device).needs < 2_000_000
+    assert least.least_tiles(module, loader(), device, tile_budget="2MB").needs == 2_000_000
+    with pytest.raises(ValueError, match=r"tile_budget is 7.6 MiB, but .* 2.9 MiB, 75%.*give less"):
+        least.least_tiles(module, loader(), device, tile_budget="8MB")
 
 
 def test_knows_the_limits_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

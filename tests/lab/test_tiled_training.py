@@ -24,6 +24,7 @@ from benchmarks.unet_step import UNet
 from lightning_shard import (
     ShardingOptions,
     TiledStrategy,
+    plan,
 )
 from lightning_shard.processes.torch_private.internals import new_world, own_world, use_world
 from tests import training
@@ -381,6 +382,10 @@ def test_refuses_what_it_cannot() -> None:
         TiledStrategy(2, sharding="hybrid")
     with pytest.raises(ValueError, match="compile_blocks hides from tiles"):
         TiledStrategy(2, sharding=ShardingOptions(compile_blocks=True))
+    with pytest.raises(ValueError, match=r'leave it out, and give tile_budget, such as "8GB"'):
+        TiledStrategy(2, sharding=ShardingOptions(activation_offload=True))
+    with pytest.raises(ValueError, match="activation_offload moves what tiles move already"):
+        plan(Stranger(), loader(), tiles=2, activation_offload=True)
     with pytest.raises(ValueError, match="give a directory that exists"):
         TiledStrategy(2, tile_memory="/nowhere/at/all")
     with pytest.raises(ValueError, match=r"tile_budget must be a size such as \"8GB\""):

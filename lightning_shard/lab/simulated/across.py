@@ -50,9 +50,9 @@ def compute_across(
 
     Args:
         processes: The processes of the group.
-        parts: What the ranks of this process bring, into which the results are written.
-        compute: What computes it where all ranks are of one process; None on a process without
-            ranks of the group.
+        parts: Tensors that the ranks of this process bring; results are written into them.
+        compute: The function that computes it where all ranks are of one process; None on a process
+            without ranks of the group.
     """
     if compute is None or not processes.are_all:
         _by_all(processes, parts, compute)

@@ -24,15 +24,15 @@ Key = tuple[str, tuple[int, ...], int]
 
 @dataclass
 class Told:
-    """What a process tells at a meeting.
+    """The words of a process at a meeting.
 
     Attributes:
-        begun: The names of the collectives that its ranks wait for, by their keys.
+        begun: Names of the collectives that its ranks wait for, by their keys.
         written: Changes of the store since the last meeting.
         stops: True if its ranks shall end before their next batch.
         looks: True if a rank will look into the store again, whatever it finds.
         has_ended: True if all its ranks have.
-        waits: What its ranks wait for, in words.
+        waits: The collectives and values that its ranks wait for, in words.
     """
 
     begun: dict[Key, str]
@@ -98,7 +98,7 @@ class Replicas:
         """Set the launcher's variables that ranks of a node have alike; return their places there.
 
         Args:
-            variables: Those of the environment.
+            variables: The variables of the environment.
         """
         variables["GROUP_RANK"] = str(self.node)
         variables["LOCAL_WORLD_SIZE"] = str(self.local_processes * self.ranks)
@@ -127,10 +127,10 @@ class Replicas:
         Args:
             key: The same on all processes.
             name: The name of the collective.
-            brought: What the ranks brought, by their places in the group.
-            compute: What computes it where all ranks are of one process.
-            on_host: Gives tensors as tensors of the host.
-            finish: Is called once it is computed.
+            brought: Tensors that the ranks brought, by their places in the group.
+            compute: The function that computes it where all ranks are of one process.
+            on_host: The context that gives tensors as tensors of the host.
+            finish: The function that is called once it is computed.
         """
         self._pending[key] = _Pending(name, brought, compute, on_host, finish)
 

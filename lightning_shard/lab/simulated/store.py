@@ -20,7 +20,7 @@ class Values(dict[str, bytes]):
     """Values that ranks have written, by name.
 
     Attributes:
-        changes: What the ranks of this process have changed since other processes were told; None
+        changes: Changes by the ranks of this process of which the others have not heard; None
             where there are no others.
     """
 
