@@ -60,7 +60,8 @@ def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...)
         int(step != 0 or n == 1 or bool(layout.axes(d)))  # 0 where rows share memory, on all ranks
         for d, (step, n) in enumerate(zip(target.local.stride(), layout.shape, strict=True))
     ]
-    if is_traced() or all(steps) or not layout.leaves_empty:
+    # what an index chooses may lie on some ranks only
+    if is_traced() or all(steps) or not (layout.leaves_empty or index is not ...):
         return write()
     everyone = tuple(range(len(layout.grid.sizes)))
     result, error = None, None
