@@ -25,6 +25,13 @@ from lightning_shard.trainer.random_state import random_state, set_random_state
 # trainings took 0.95 to 1.16 times what is predicted
 SHARE = 0.75
 MOST = 256  # tiles, of which a step takes long
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_NO_LIMIT = 2**60  # bytes; a cgroup of version 1 has more where it has no limit
+# of version 2 and 1: the name in /proc/self/cgroup, the folder, and the files of limit and use
+_OF_CGROUPS = (
+    ("", "", "memory.max", "memory.current"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -196,14 +203,15 @@ def _limits() -> Iterator[tuple[str, int]]:
             if bytes_ != resource.RLIM_INFINITY:
                 yield "within the limit of this process", bytes_ - own[used]
         yield "in this machine", _table("/proc/meminfo")["MemAvailable"]
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        group = next((line[3:] for line in lines if line.startswith("0::")), None)
-        if group is not None:
-            folder = Path("/sys/fs/cgroup") / group.lstrip("/")
-            most = (folder / "memory.max").read_text(encoding="utf-8").strip()
-            if most != "max":
-                held = int((folder / "memory.current").read_text(encoding="utf-8"))
-                yield "within the limit of this cgroup", int(most) - held
+        lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+        groups = {line.split(":")[1]: line.split(":", 2)[2].lstrip("/") for line in lines}
+        for name, place, limit, held in _OF_CGROUPS:
+            folder = Path(_CGROUPS, place, groups.get(name, ""))
+            if name in groups and (folder / limit).exists():
+                most = (folder / limit).read_text(encoding="utf-8").strip()
+                if most != "max" and int(most) < _NO_LIMIT:
+                    used = int((folder / held).read_text(encoding="utf-8"))
+                    yield "within the limit of this cgroup", int(most) - used
 
 
 def _table(path: str) -> dict[str, int]:

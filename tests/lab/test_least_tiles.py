@@ -132,6 +132,29 @@ def test_knows_the_limits_of_a_process(tmp_path: Path, monkeypatch: pytest.Monke
     assert abs(found - free) < 2**25
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+@pytest.mark.parametrize(
+    ("line", "place", "limit", "use"),
+    [
+        ("0::/a", "a", "memory.max", "memory.current"),
+        ("4:memory:/a", "memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_knows_the_limit_of_a_cgroup(
+    line: str, place: str, limit: str, use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both versions of cgroups; what has no limit is not counted."""
+    (tmp_path / "own").write_text(f"5:devices:/b\n{line}\n")
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / use).write_text("2000\n")
+    monkeypatch.setattr(least, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(least, "_OWN_CGROUPS", tmp_path / "own")
+    for bytes_, found in (("5000", (3000, "within the limit of this cgroup")), (str(2**62), None)):
+        (tmp_path / place / limit).write_text(f"{bytes_}\n")
+        limits = [(where, left) for where, left in least._limits() if "cgroup" in where]
+        assert limits == ([] if found is None else [found[::-1]])
+
+
 def wide() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 3, 3, padding=1))
 
