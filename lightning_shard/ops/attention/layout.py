@@ -49,11 +49,15 @@ class Operands:
         """The first split operand; the others are on its mesh."""
         return subdomains(self._each())[0]
 
-    def output(self) -> Layout:
-        """Batches, heads and queries split as in any of the operands, the features whole."""
+    def split_features(self) -> str:
+        """Name the first operand whose features are split, in words; "" if there is none."""
         for name, x in (("query", self.query), ("key", self.key), ("value", self.value)):
             if isinstance(x, Subdomain) and x.layout.axes(x.ndim - 1):
-                raise UnsupportedOperationError(f"the features of {name} are split ({x.layout})")
+                return f"the features of {name} are split ({x.layout})"
+        return ""
+
+    def output(self) -> Layout:
+        """Batches, heads and queries split as in any of the operands, the features whole."""
         split = subdomains(self._each())
         if self.grouped and any(x.layout.axes(x.ndim - 3) for x in split if x.ndim > 2):
             raise UnsupportedOperationError("enable_gqa with split heads")

@@ -8,6 +8,8 @@ B batch, H heads, L queries, S keys, E features, D ranks: queries (B, H, l, E), 
 - gather: every rank gets all keys and values; torch's own kernel attends with the rank's queries.
 - ring: blocks of keys and values come by turns (ops/attention/ring.py).
 
+Where features are split, as in attention over channels, the scores are sums over the ranks.
+
 Bytes sent forward by each rank, of n bytes of its rows: 4 n (D - 1) / D by all_to_all, 2 n (D - 1)
 by the others. Measured by benchmarks/attention.py on 2 x AMD EPYC, gloo, torch 2.15.0, forward and
 backward relative to gather (processor time; bytes; peak memory above the operands):
@@ -64,6 +66,7 @@ from lightning_shard.ops.attention.layout import (
 )
 from lightning_shard.ops.attention.ring import Ring, ring_attention
 from lightning_shard.ops.autocast import cast_for
+from lightning_shard.ops.dense.linear import einsum
 from lightning_shard.ops.elementwise.dropout import dropout
 from lightning_shard.ops.elementwise.random import is_exact, own_random_state
 from lightning_shard.ops.registry import implements
@@ -73,7 +76,11 @@ BALANCE = 0.75  # the least mean load of the ranks, relative to the greatest, fo
 RING_BYTES = 2**27  # of keys and values, from which on they are not gathered
 
 
-@implements(F.scaled_dot_product_attention, limits="split features; grouped queries of split heads")
+@implements(
+    F.scaled_dot_product_attention,
+    limits="split features with grouped queries, or with masks of split queries; grouped queries "
+    "of split heads",
+)
 def attention(
     func: Callable[..., Tensor],
     query: Operand,
@@ -90,6 +97,8 @@ def attention(
         raise RuntimeError("attn_mask should not be set when is_causal=True")
     query, key, value = cast_for(func, query, key, value)  # before rows travel
     operands = Operands(query, key, value, attn_mask, enable_gqa, is_causal)
+    if operands.split_features():
+        return _across_features(operands, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     layout = operands.output()
     possible = _possible(operands, layout, dropout_p)
     chosen = choose(operands, possible)
@@ -165,14 +174,47 @@ def _with_all_keys(
         return func(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped, **options)
 
 
+def _across_features(
+    operands: Operands, *, is_causal: bool, scale: float | None, dropout_p: float
+) -> Operand:
+    """Attend over split features: the ranks add up their parts of the scores."""
+    q, k, v, mask = operands.query, operands.key, operands.value, operands.mask
+    scores = _product("...qe,...ke->...qk", q, k)
+    is_split = isinstance(scores, Subdomain)
+    if operands.grouped or (
+        isinstance(mask, Subdomain)
+        or (is_split and (is_causal or mask is not None or scores.layout.axes(scores.ndim - 1)))
+    ):
+        raise UnsupportedOperationError(operands.split_features())
+    local = scores.local if is_split else scores
+    local = local * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    weights = _softmax(local, mask, is_causal=is_causal)
+    if not is_split:
+        return _product("...qk,...kv->...qv", F.dropout(weights, dropout_p), v)
+    split = scores.like(weights)
+    return _product(
+        "...qk,...kv->...qv", dropout(F.dropout, split, dropout_p) if dropout_p else split, v
+    )
+
+
+def _product(equation: str, a: Operand, b: Operand) -> Operand:
+    is_split = isinstance(a, Subdomain) or isinstance(b, Subdomain)
+    return einsum(torch.einsum, equation, a, b) if is_split else torch.einsum(equation, a, b)
+
+
 def _weights(
     q: Tensor, k: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
     """Weights of the values, in functions that carry tangents, as torch's kernels do not."""
     k = _of_each_head(k, q)
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    return _softmax(scores, mask, is_causal=is_causal)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    """Softmax over the keys, with weights of zero where a query sees none."""
     if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         is_kept = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if is_kept else scores + mask

@@ -272,11 +272,33 @@ def test_dropout_keeps_a_rank_without_rows_in_step():
     assert torch.equal(number, of_first)
 
 
+FEATURES = {  # attention over channels: which dims of queries, keys and values are split
+    "all": {0: [-1], 1: [-1], 2: [-1]},
+    "scores": {0: [-1], 1: [-1]},
+    "values": {2: [-1]},
+}
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("width", [6, 3])
+def test_split_features(name, width):
+    shapes = [(2, 4, 7, width), (2, 4, 5, width), (2, 4, 5, width)]
+    assert_parity(SDPA, shapes, FEATURES[name], mesh_of(4))
+    assert_parity(lambda *x: SDPA(*x, PLACES % 3 > 0), shapes, FEATURES[name], mesh_of(4))
+    assert_parity(lambda *x: SDPA(*x, is_causal=True), shapes, FEATURES[name], mesh_of(4))
+    assert_parity(SDPA, shapes, {i: [0, -1] for i in FEATURES[name]}, mesh_of(2, 2))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_double_backward(SDPA, shapes, FEATURES[name], mesh_of(4))
+
+
 @pytest.mark.spmd(3)
 def test_refusals():
     split = lightning_shard.shard(torch.randn(Q), mesh_of(3), 3)
     with pytest.raises(lightning_shard.UnsupportedOperationError, match="features of query"):
-        SDPA(split, split, split)
+        SDPA(split, split, split, enable_gqa=True)
+    with pytest.raises(lightning_shard.UnsupportedOperationError, match="features of query"):
+        SDPA(split, lightning_shard.shard(torch.randn(Q), mesh_of(3), 2), split)
     heads = lightning_shard.shard(torch.randn(Q), mesh_of(3), 1)
     with pytest.raises(lightning_shard.UnsupportedOperationError, match="enable_gqa"):
         SDPA(heads, heads, heads, enable_gqa=True)
