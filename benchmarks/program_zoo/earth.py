@@ -232,7 +232,7 @@ def dgmr_nowcasting(channels: int = 384) -> Parts:
     return Parts(module, data, batch=1, validates=False, strategy=dims)
 
 
-@program("rslearn", meshes=SPLIT)
+@program("rslearn")
 def rslearn_segmentation() -> Parts:
     """Train a Swin transformer and a decoder on lists of dictionaries, as rslearn collates them."""
     from rslearn.models.singletask import SingleTaskModel

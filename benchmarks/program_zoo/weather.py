@@ -63,7 +63,7 @@ def mfai_deeplab() -> Parts:
 
 @program("mfai")
 def mfai_segformer() -> Parts:
-    return forecast("segformer.Segformer")
+    return forecast("segformer.Segformer", size=(64, 64))
 
 
 @program("mfai")
@@ -74,8 +74,3 @@ def mfai_swin_unetr() -> Parts:
 @program("mfai")
 def mfai_unetrpp() -> Parts:
     return forecast("unetrpp.UNetRPP", size=(64, 64))
-
-
-@program("mfai")
-def mfai_vit() -> Parts:
-    return forecast("vit.VitEncoder", size=(64, 64))
