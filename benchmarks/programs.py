@@ -222,7 +222,10 @@ def _weights(module: Any, is_sharded: bool) -> dict[str, torch.Tensor]:
 def _split(trainer: Any) -> str:
     """Read what the run has said of its batches in training, or in its first stage."""
     said = sorted({words for _, words in trainer.strategy.announced._said}, key=len)
-    return said[0].removeprefix("split over the domain: ") if said else ""
+    words = said[0].removeprefix("split over the domain: ") if said else ""
+    split, _, whole = words.partition("; whole: ")
+    first, *others = whole.split(", ")
+    return f"{split}; whole: {first} and {len(others)} others" if len(others) > 3 else words
 
 
 def compared(alone: dict[str, Any], found: dict[str, Any], float32: bool) -> str:

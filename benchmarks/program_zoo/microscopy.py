@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from benchmarks.program_zoo import SPLIT, Parts, numbers, program
+from benchmarks.program_zoo import Parts, numbers, program
 
 DOUBLE = "batches are cast to float64"
 DESCENT = "SGD, since it runs in float32 alone, and Adam grows the rounding of vanishing gradients"
@@ -50,7 +50,7 @@ def denoising(kind: str, **options: Any) -> Parts:
     return Parts(module, loader, validates=False, trainer={"limit_val_batches": 2})
 
 
-@program("careamics", changed=DOUBLE, meshes=SPLIT)
+@program("careamics", changed=DOUBLE)
 def careamics_care() -> Parts:
     return denoising("care")
 

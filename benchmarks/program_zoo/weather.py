@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.program_zoo import SPLIT, Parts, classes, fields, folder, numbers, program
+from benchmarks.program_zoo import Parts, classes, fields, folder, numbers, program
 
 
 def forecast(
@@ -32,7 +32,7 @@ def forecast(
     return Parts(module, fields(4, sample), trainer={"logger": logger}, stages=("fit", "test"))
 
 
-@program("mfai", meshes=SPLIT)
+@program("mfai")
 def mfai_half_unet() -> Parts:
     return forecast("half_unet.HalfUNet")
 
