@@ -174,11 +174,11 @@ def _take_whole(kind: type, prefix: str) -> None:
 
 def _given_whole(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         reads = READS.get()
         if isinstance(reads, HookValues):
             args, kwargs = map_leaves(lambda x: reads.for_logger(x, name), (args, kwargs))
-        return method(*args, **kwargs)
+        return method(self, *args, **kwargs)
 
     return call
 
@@ -187,7 +187,7 @@ class _Joins:
     """Stands for the experiment on the other ranks: takes part in what the first rank reads."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return _given_whole(lambda *_, **__: None, name)
+        return functools.partial(_given_whole(lambda *_, **__: None, name), self)
 
     def __getitem__(self, _: Any) -> "_Joins":
         return self
