@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree
 
 from lightning_shard.lab.simulated import collectives
+from lightning_shard.processes.torch_private.internals import tree_map_only
 
 Parts = dict[int, Any]  # what the ranks of this process bring, by their places in the group
 
@@ -66,7 +66,7 @@ def compute_across(
 def _by_all(processes: Processes, parts: Parts, compute: Any, **_: Any) -> None:
     """Give each process all that is brought."""
     found: list[Any] = [None] * dist.get_world_size()
-    sent = _pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), parts)  # no more than it
+    sent = tree_map_only(Tensor, lambda x: x.detach().clone(), parts)  # no more than it
     dist.all_gather_object(found, sent)
     if compute is not None:
         brought = {place: data for other in found for place, data in other.items()} | parts
