@@ -473,7 +473,10 @@ def _gather_for_parts_called_alone(work: _Work) -> None:
     """Gather a block whose layers a step calls one by one, as for a perceptual loss of features.
 
     FSDP2 gathers as the block itself is called. Its parameters then stay whole until backward.
+    Compiled blocks are left out: a hook of a layer would break their graph.
     """
+    if work.options.compile_blocks:
+        return
 
     def enter(block: Any, *_: Any) -> None:
         waits = any(r.sharded_state.name == "SHARDED" for r in gathered_by(block))
