@@ -138,7 +138,8 @@ def test_policy(policy):
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
-    assert_equal_runs(found, (losses, plain.state_dict()), 2e-2, least=0.1)
+    # four roundings of bfloat16, of which kernels make other ones on other processors
+    assert_equal_runs(found, (losses, plain.state_dict()), 3e-2, least=0.1)
 
 
 @pytest.mark.spmd(2)
