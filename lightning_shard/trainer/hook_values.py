@@ -55,9 +55,14 @@ class HookValues:
         self.reads: Counter[str] = Counter()
         self.gathered_bytes: Counter[str] = Counter()
 
+    @property
+    def _hook(self) -> str:
+        """The hook or step that runs, as Lightning names it; "" for none."""
+        return str(getattr(self._module, "_current_fx_name", None) or "")
+
     def __call__(self, x: Subdomain) -> bool:
         """Return True in a hook, once all ranks of the domain have come to read the tensor."""
-        hook = str(getattr(self._module, "_current_fx_name", ""))  # as Lightning names a hook
+        hook = self._hook
         if not (hook.startswith("on_") or hook in _EVALUATION):
             return False
         self._read(x, hook, f"reads the values of {{}} in {hook}, as numpy() does", _callers())
@@ -72,7 +77,7 @@ class HookValues:
         """
         if not isinstance(x, DomainTensor | DTensor):
             return x
-        hook = str(getattr(self._module, "_current_fx_name", "") or "the step")
+        hook = self._hook or "the step"
         part = x.subdomain if isinstance(x, DomainTensor) else x
         self._read(part, hook, f"gives {{}} to the logger's {method}() in {hook}", method)
         with torch.no_grad():
@@ -104,7 +109,7 @@ class HookValues:
 
     def meet_in_hooks(self, group: dist.ProcessGroup) -> None:
         """Let the ranks of a group meet before they exchange rows in a hook: one may be alone."""
-        hook = str(getattr(self._module, "_current_fx_name", ""))
+        hook = self._hook
         if hook.startswith("on_") and hook not in _OF_BATCHES:
             meet(
                 tuple(dist.get_process_group_ranks(group)),
