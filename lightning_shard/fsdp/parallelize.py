@@ -447,8 +447,7 @@ def _meet_outside_of_steps(work: _Work) -> None:
         return  # a script runs the same on all ranks
 
     def enter(block: nn.Module, *_: Any) -> None:
-        gathers = any(r.sharded_state.name == "SHARDED" for r in gathered_by(block))
-        if not work.running and gathers and backward_pass() == -1:
+        if not work.running and backward_pass() == -1 and _is_sharded(block):
             hook = getattr(work.module, "_current_fx_name", None)
             meet(
                 ranks,
@@ -469,6 +468,11 @@ def _meet_outside_of_steps(work: _Work) -> None:
         block.register_forward_hook(leave, always_call=True)
 
 
+def _is_sharded(block: Any) -> bool:
+    """Return True if a call of the block would gather parameters."""
+    return any(r.sharded_state.name == "SHARDED" for r in gathered_by(block))
+
+
 def _gather_for_parts_called_alone(work: _Work) -> None:
     """Gather a block whose layers a step calls one by one, as for a perceptual loss of features.
 
@@ -479,8 +483,7 @@ def _gather_for_parts_called_alone(work: _Work) -> None:
         return
 
     def enter(block: Any, *_: Any) -> None:
-        waits = any(r.sharded_state.name == "SHARDED" for r in gathered_by(block))
-        if waits and work.running and backward_pass() == -1:
+        if work.running and backward_pass() == -1 and _is_sharded(block):
             block.unshard()
 
     blocks = {b for b in sharded_modules(work.module) if b is not work.module}
