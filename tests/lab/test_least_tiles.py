@@ -1,5 +1,6 @@
 """The least number of tiles that fits, and the memory that `plan` predicts for tiles."""
 
+import gc
 import math
 import resource
 import sys
@@ -39,6 +40,12 @@ class Peak(Callback):
             Peak.most = torch.accelerator.max_memory_allocated()
 
 
+def memory_in_use() -> int:
+    """Return the bytes on the device that no collection of garbage would free."""
+    gc.collect()
+    return torch.accelerator.memory_allocated()
+
+
 @pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -47,14 +54,14 @@ def test_predicts_the_memory_of_tiles() -> None:
     for tiles, sharding in ((2, "full"), ((2, 2), "full"), (4, "none")):
         module, data = Plain(lambda: UNet(16)), loader()
         found = predict(module, data, tiles=tiles, sharding=sharding)
-        before = torch.accelerator.memory_allocated()
+        before = memory_in_use()
         runner = Trainer(
             accelerator="xpu", max_steps=STEPS, callbacks=[Peak()], limit_val_batches=0,
             strategy=TiledStrategy(tiles, sharding=sharding), **QUIET,
         )  # fmt: skip
         runner.fit(module, data)
         measured = Peak.most - before
-        assert 0.85 < measured / found.memory < 1.2
+        assert 0.85 < measured / found.memory < 1.2, f"{found.memory} for {measured}, {tiles}"
 
 
 @pytest.mark.spmd(1, "xpu")
@@ -65,12 +72,12 @@ def test_predicts_the_memory_of_tiles_without_gradients() -> None:
     data = torch.utils.data.DataLoader([field[0]])
     for tiles in (2, 4):
         found = predict(module, data, tiles=tiles, sharding="none", stage="predict").memory + own
-        before = torch.accelerator.memory_allocated() - own
+        before = memory_in_use() - own
         torch.accelerator.reset_peak_memory_stats()
         with torch.inference_mode(), in_tiles(net, tiles):
             net(field)
         measured = torch.accelerator.max_memory_allocated() - before
-        assert least.SHARE < found / measured < 2.5
+        assert least.SHARE < found / measured < 2.5, f"{found} for {measured} in {tiles} tiles"
 
 
 def test_says_what_tiles_need() -> None:
