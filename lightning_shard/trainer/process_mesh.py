@@ -347,7 +347,7 @@ def print_on_first_only(rank: int) -> None:
         decorator.rank = rank
 
 
-def trainer_options(trainer: Trainer) -> dict[str, str]:
+def options_of_all_ranks(trainer: Trainer) -> dict[str, str]:
     """Read the options of the Trainer that all ranks must have alike, by name."""
     options = {name: getattr(trainer, name, None) for name in TRAINER_OPTIONS}
     together = (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)

@@ -370,7 +370,7 @@ class HybridShardStrategy(NotCompiled):
         return {
             **self.config,
             **{name: str(value) for name, value in own.items()},
-            **process_mesh.trainer_options(self._module.trainer),
+            **process_mesh.options_of_all_ranks(self._module.trainer),
             **self.saver.options(),
             **self.sharding_options.described(),
         }

@@ -233,10 +233,6 @@ class Pager:
             self._free_leaving(0)
             return self.pages.near < before
 
-    def page_of(self, tensor: Tensor) -> Page | None:
-        """Return what is known of a tensor's storage."""
-        return self._page(tensor)
-
     # ---- how it is done
 
     def _few(self, values: Any) -> set[Page]:

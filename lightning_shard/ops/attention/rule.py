@@ -181,10 +181,9 @@ def _across_features(
     q, k, v, mask = operands.query, operands.key, operands.value, operands.mask
     scores = _product("...qe,...ke->...qk", q, k)
     is_split = isinstance(scores, Subdomain)
-    if operands.grouped or (
-        isinstance(mask, Subdomain)
-        or (is_split and (is_causal or mask is not None or scores.layout.axes(scores.ndim - 1)))
-    ):
+    by_rows = is_causal or mask is not None  # which a part of the rows would have to find
+    split_rows = is_split and (by_rows or scores.layout.axes(scores.ndim - 1))
+    if operands.grouped or isinstance(mask, Subdomain) or split_rows:
         raise UnsupportedOperationError(operands.split_features())
     local = scores.local if is_split else scores
     local = local * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)

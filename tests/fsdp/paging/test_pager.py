@@ -161,7 +161,7 @@ def test_only_what_was_written_is_copied_again(write, copies):
         pager.hand_over(1, 0)
         assert pager.pages.out == copies * kept.nbytes
         assert is_away(kept)
-        assert pager.page_of(kept).host is not None
+        assert pager._page(kept).host is not None
         pager.bring(kept)
     assert torch.equal(kept, plain)
 
@@ -320,7 +320,7 @@ def test_an_operator_that_finds_no_memory_runs_again():
         with pytest.raises(torch.OutOfMemoryError):
             greedy_(kept)
         assert len(calls) == 3
-    assert pager.page_of(kept).pins == 0
+    assert pager._page(kept).pins == 0
 
 
 def test_an_error_leaves_everything_as_it_was():
