@@ -108,11 +108,17 @@ def introduce(kind: type, base: str) -> None:
     _introduce_all()
 
 
+def in_both_packages(name: str) -> list[ModuleType]:
+    """Return the module of Lightning with this name, and that of the other package, as loaded."""
+    found = (sys.modules.get(there) for there in (name, _instead(name)))
+    return [module for module in found if module is not None]
+
+
 def _introduce_all() -> None:
     for ours, asked in _taken_for:
         module, _, name = asked.rpartition(".")
-        for there in (module, _instead(module)):
-            other = getattr(sys.modules.get(there), name, None)
+        for loaded in in_both_packages(module):
+            other = getattr(loaded, name, None)
             if isinstance(other, ABCMeta) and not issubclass(ours, other):
                 other.register(ours)
 

@@ -218,8 +218,12 @@ class FabricStrategy(ParallelStrategy):
         self._moved.update(moved)
         self._modules.append(module)
         share_random_state(self.domain_mesh, self.root_device)
-        alive = weakref.ref(self)
-        count_metrics_over(self.data_group, self.domain_mesh, lambda: alive() is not None)
+        ours = weakref.ref(self)
+
+        def lasts() -> bool:
+            return ours() is not None
+
+        count_metrics_over(self.data_group, self.domain_mesh, lasts, lasts)
         return module
 
     @override

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
@@ -24,6 +25,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import gathered_objects
 from lightning_shard.domain.wire import all_to_all, packed
+from lightning_shard.hosts import in_both_packages
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.host import callbacks_of, throughputs
 
@@ -35,6 +37,7 @@ class _Counted(NamedTuple):
     domain_mesh: DeviceMesh
     world: dist.ProcessGroup | None
     lasts: Callable[[], bool]
+    runs: Callable[[], bool]
 
 
 _counted: _Counted | None = None
@@ -50,15 +53,19 @@ def count_domains_once(
 ) -> None:
     """Let metrics and throughput monitors add up over data replicas, not over all ranks.
 
-    It holds until another Trainer takes the module. A metric that was given a process group keeps
-    it.
+    It holds until another run begins after this one, or another Trainer takes the module. A metric
+    that was given a process group keeps it.
     """
     model, runner = weakref.ref(module), weakref.ref(trainer)
 
     def lasts() -> bool:
         return getattr(model(), "_trainer", None) is runner() is not None
 
-    count_metrics_over(data_group, domain_mesh, lasts)
+    def runs() -> bool:
+        running = runner()
+        return lasts() and running is not None and running.state.status == TrainerStatus.RUNNING
+
+    count_metrics_over(data_group, domain_mesh, lasts, runs)
     for callback in callbacks_of(trainer):
         if isinstance(callback, ThroughputMonitor):
             for throughput in throughputs(callback):
@@ -66,14 +73,46 @@ def count_domains_once(
 
 
 def count_metrics_over(
-    data_group: dist.ProcessGroup | None, domain_mesh: DeviceMesh, lasts: Callable[[], bool]
+    data_group: dist.ProcessGroup | None,
+    domain_mesh: DeviceMesh,
+    lasts: Callable[[], bool],
+    runs: Callable[[], bool],
 ) -> None:
-    """Let metrics of torchmetrics add up over data replicas while `lasts` returns True."""
+    """Let metrics of torchmetrics add up over data replicas.
+
+    Args:
+        data_group: The replicas.
+        domain_mesh: The mesh of the ranks that share a sample.
+        lasts: Returns True as long as metrics shall count so.
+        runs: Returns False once a run that begins ends the counting: it is none inside of this one.
+    """
     global _counted
     _count_replicas()
+    _end_with_other_runs()
     _counted = None
     if data_group is not None and domain_mesh.size() > 1:
-        _counted = _Counted(data_group, domain_mesh, dist.group.WORLD, lasts)
+        _counted = _Counted(data_group, domain_mesh, dist.group.WORLD, lasts, runs)
+
+
+@functools.lru_cache(maxsize=1)
+def _end_with_other_runs() -> None:
+    """Let all strategies of both packages end the counting as they begin, for good."""
+    for name in ("lightning.pytorch.strategies", "lightning.fabric.strategies"):
+        for module in in_both_packages(name):
+            _end_where_begins(module.Strategy)
+
+
+def _end_where_begins(kind: Any) -> None:
+    plain = kind.setup_environment
+
+    @functools.wraps(plain)
+    def setup_environment(strategy: Any) -> None:
+        global _counted
+        if _counted is not None and not _counted.runs():
+            _counted = None
+        plain(strategy)
+
+    kind.setup_environment = setup_environment
 
 
 @functools.lru_cache(maxsize=1)

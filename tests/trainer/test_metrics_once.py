@@ -245,6 +245,35 @@ def test_a_run_counts_until_another_trainer_takes_the_module():
     assert total.compute() == 4  # processes
 
 
+def one_of_each() -> float:
+    total = SumMetric()
+    total.update(torch.tensor(1.0))
+    return float(total.compute())
+
+
+@pytest.mark.spmd(4)
+def test_a_run_counts_until_another_run_begins():
+    """Also where the module of the first lives on, as it does on one rank without the others."""
+    module, other = Measured(), Measured()
+    training.trainer((2,)).validate(module, loader(2), verbose=False)
+    assert one_of_each() == 2  # replicas
+    fit_alone(other, limit_train_batches=1, limit_val_batches=0)
+    assert one_of_each() == 4  # processes
+
+
+class RunsAnother(Measured):
+    """Trains a probe by a Trainer of its own."""
+
+    def on_validation_start(self):
+        fit_alone(Measured(), limit_train_batches=1, limit_val_batches=0)
+        assert one_of_each() == 2  # replicas
+
+
+@pytest.mark.spmd(4)
+def test_a_run_inside_of_another_does_not_end_it():
+    training.trainer((2,)).validate(RunsAnother(), loader(2), verbose=False)
+
+
 @pytest.mark.spmd(2)
 def test_a_metric_over_windows():
     """SSIM convolves: its metric sees split fields."""
