@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once
 
 from lightning_shard.processes import variables
 from lightning_shard.processes.cpu_settings import let_threads_run_on
-from tests import REFERENCES
+from tests import REFERENCES, slow_tests
 
 gc.disable()  # until the tests are collected: what is imported is no garbage
 let_threads_run_on()  # in workers and in the ranks that they fork
@@ -38,7 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`-k NAME` finds the test of a group of rows by the name of each of them."""
+    """Mark what took long, and let `-k NAME` find a group of rows by the name of each of them."""
+    if item.nodeid in slow_tests.listed():
+        item.add_marker("slow")
     if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
         item.extra_keyword_matches.update(item.callspec.params.get("names", ()))
 
