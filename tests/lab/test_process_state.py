@@ -37,6 +37,7 @@ SHARED = {
     "ops/view/reshape:_kept": "a layout follows from another layout alone",
     "processes/failures/failure_watch:_resting": "watches processes",
     "processes/failures/failure_watch:_runs": "watches processes",
+    "processes/failures/store_thread:_threads": "all of them end with the process",
     "processes/forking:_OF_PARENT": "belongs to forked processes",
     "processes/store:_of_meetings": "belongs to ranks that meet at an address",
     "tensor/compiled:_LAYOUTS": "counts what has been compiled, which serves all ranks",

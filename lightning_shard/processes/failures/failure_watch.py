@@ -261,8 +261,7 @@ class FailureWatch:
         for child in multiprocessing.active_children():
             if child.daemon:  # a data worker; where it is stopped, SIGTERM would not end it
                 child.kill()
-        self._talk.close()
-        self._talk.join()
+        StoreThread.end_all()  # each may make torch log
         if not self._is_interrupted:  # else the user has ended this rank, and knows
             self._guard.say(self._why())
         self._guard.reopen(GRACE_S)

@@ -6,11 +6,13 @@ An operation on a dead connection never returns.
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 ANSWER_S = 3.0  # for the store to answer
+_threads = weakref.WeakSet["StoreThread"]()  # of this process
 
 
 class StoreThread:
@@ -28,6 +30,7 @@ class StoreThread:
         self.answered = time.monotonic()
         self._thread = threading.Thread(target=self._talk, daemon=True, name="failure-talk")
         self._thread.start()
+        _threads.add(self)
 
     def ask(self, operation: Callable[[], Any], limit_s: float = ANSWER_S) -> Any:
         """Run `operation` in the thread and return its result.
@@ -51,6 +54,15 @@ class StoreThread:
         """Wait for the thread, so that none is inside of torch when the interpreter ends."""
         if threading.current_thread() is not self._thread:
             self._thread.join(ANSWER_S)
+
+    @staticmethod
+    def end_all() -> None:
+        """End each of these threads: torch logs a page where one asks a store that is gone."""
+        threads = [*_threads]
+        for thread in threads:
+            thread.close()
+        for thread in threads:
+            thread.join()
 
     def _talk(self) -> None:
         next_beat = 0.0
