@@ -20,6 +20,7 @@ ALWAYS = (
     "tests/cli/test_lab_commands.py::test_plan",
     "tests/cli/test_tiles.py::test_trains_in_tiles",
     "tests/domain/test_comm.py::test_derivatives_on_two_ranks",
+    "tests/fsdp/test_features.py::test_with_a_domain_accumulation_and_clipping",
     "tests/lab/test_tiled_training.py::test_is_one_trainer",
     "tests/lab/test_tiled_training.py::test_trains_as_one_process[unet-2]",
     "tests/ops/test_families.py",
