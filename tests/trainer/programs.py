@@ -1087,7 +1087,7 @@ program(
     "a block is called alone",
     step=lambda m, b, loss: loss + m.blocks[1](m.stem(b["x"])).square().mean(),
 )
-program("a conv of a block is called past it", refused="got mixed", step=lambda m, b, loss: (
+program("a conv of a block is called past it", step=lambda m, b, loss: (
     loss + m.blocks[0].f(m.stem(b["x"])).square().mean()))  # fmt: skip
 program(
     "blocks in another order",

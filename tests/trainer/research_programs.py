@@ -496,7 +496,7 @@ class SeveralLoaders(Research):
     is_per_replica = False
 
     def fit(self, trainer: Trainer, size: int) -> None:
-        self.is_per_replica = size == 1
+        self.is_per_replica = size < 4  # samples of a batch in one process
         first, other = (DataLoader(Fields(pairs, n), size) for n in (8, 4))
         trainer.fit(self, first, [first, other])
 
