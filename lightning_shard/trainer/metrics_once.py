@@ -63,7 +63,7 @@ def count_domains_once(
 
     def runs() -> bool:
         running = runner()
-        return lasts() and running is not None and running.state.status == TrainerStatus.RUNNING
+        return running is not None and running.state.status == TrainerStatus.RUNNING
 
     count_metrics_over(data_group, domain_mesh, lasts, runs)
     for callback in callbacks_of(trainer):
@@ -84,7 +84,8 @@ def count_metrics_over(
         data_group: The replicas.
         domain_mesh: The mesh of the ranks that share a sample.
         lasts: Returns True as long as metrics shall count so.
-        runs: Returns False once a run that begins ends the counting: it is none inside of this one.
+        runs: Returns True as long as the run goes on. A run that begins meanwhile lies inside of it
+            and changes nothing; one that begins later ends the counting.
     """
     global _counted
     _count_replicas()
