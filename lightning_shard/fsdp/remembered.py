@@ -6,10 +6,11 @@ it any more, so what the program computes from it would be wrong without a word.
 that the garbage collector knows gets the new parameter in the place of the old one.
 """
 
+import contextlib
 import functools
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import Any
 
@@ -97,8 +98,22 @@ def replace_remembered(
     new = {old: p for old, p in moved.items() if old is not p}
     remembered = Remembered()
     if new:
-        _replace(new, root, {id(moved), id(new), *map(id, own)}, remembered, _DEPTH)
+        with nothing_frozen():
+            _replace(new, root, {id(moved), id(new), *map(id, own)}, remembered, _DEPTH)
     return remembered
+
+
+@contextlib.contextmanager
+def nothing_frozen() -> Iterator[None]:
+    """Let the collector look at what a program hid from it by `gc.freeze()`."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def _replace(
@@ -161,10 +176,11 @@ def _rebuilt(holder: Any, ids: Mapping[int, Any]) -> Any:
 def _replace_in(holder: Any, ids: Mapping[int, Any], found: Remembered) -> bool:
     """Replace objects in a container, an object or a closure; False if it cannot be done."""
     if isinstance(holder, list | deque):
+        follow = not _is_of_an_optimizer(holder)  # asked once: it looks at all objects
         for i, value in enumerate(holder):
             if id(value) in ids:
                 holder[i] = ids[id(value)]
-                if not _is_of_an_optimizer(holder):
+                if follow:
                     found.add(functools.partial(_item, holder, i), _setter(holder, i))
         return True
     if is_dict(holder):
