@@ -418,6 +418,8 @@ def handle_some_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
     """Let `handle` compute as for `handle_dtensors`, unless it returns NotImplemented."""
     handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
     of_torch = handlers.get(operator)
+    if of_torch is _seen_write:  # of the last step
+        of_torch = None
 
     def handle_some(same: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handle(same, args, kwargs)
@@ -470,11 +472,7 @@ def writes_seen(see: Callable[[Any], None]) -> Generator[None]:
     try:
         yield
     finally:
-        _open_sights.remove(sight)
-        if not _open_sights:
-            for writing, handle in list(handlers.items()):
-                if handle is _seen_write:
-                    handlers.pop(writing, None)  # a thread may have taken it just now
+        _open_sights.remove(sight)  # ours leave the table when they are called without a sight
 
 
 def _seen_write(writing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
