@@ -5,7 +5,9 @@ such an attribute. What breaks without a name stands above it, so that a new rel
 is read on this page. `tests/trainer/test_host.py` lists the names that a release has removed.
 """
 
+import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -17,9 +19,12 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 # Without these Fabric can neither start the processes of a script by itself nor leave gradients
-# unsynchronized while it accumulates them.
+# unsynchronized while it accumulates them; and rank 0 is killed while it says which rank failed.
 from lightning.fabric.strategies.launchers.subprocess_script import (
-    _SubprocessScriptLauncher as FabricScriptLauncher,
+    _ChildProcessObserver,
+)
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as _FabricScriptLauncher,
 )
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 
@@ -27,6 +32,9 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl as Backwar
 # Lightning ignores Ctrl-C meanwhile.
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection as destroy_process_group,
+)
+from lightning.fabric.utilities.distributed import (
+    _set_num_threads_if_needed,
 )
 
 # Without it the states that a user gave to an optimizer stay on the CPU.
@@ -57,7 +65,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 )
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    _SubprocessScriptLauncher as _TrainerScriptLauncher,
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
@@ -79,6 +87,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
+from typing_extensions import override
 
 from lightning_shard import hosts
 
@@ -118,6 +127,52 @@ __all__ = [
     "throughputs",
     "with_sampler",
 ]
+
+
+END_S = 15.0  # for the process that started the others to end by itself, once one has failed
+
+
+class _PatientObserver(_ChildProcessObserver):
+    """Kills this process once another has failed, but later than Lightning, which waits 0 to 5 s.
+
+    So this process can say which rank failed, and save what it has.
+    """
+
+    @override
+    def _run(self) -> bool:
+        if any(process.poll() for process in self._child_processes):
+            time.sleep(END_S)
+        return super()._run()
+
+
+class _Patient:
+    """Starts the other processes of a script, as Lightning does, under a patient observer."""
+
+    cluster_environment: Any
+    num_processes: int
+    num_nodes: int
+    procs: list[Any]
+    _call_children_scripts: Callable[[], None]
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        """Start the processes, and call the function in this one."""
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        self._call_children_scripts()
+        _PatientObserver(os.getpid(), self.procs).start()
+        _set_num_threads_if_needed(self.num_processes)
+        return function(*args, **kwargs)
+
+
+class FabricScriptLauncher(_Patient, _FabricScriptLauncher):
+    """Starts the other processes of a script with a loop of Fabric."""
+
+
+class SubprocessScriptLauncher(_Patient, _TrainerScriptLauncher):
+    """Starts the other processes of a script with a Trainer."""
 
 
 _UNWRAP = "_maybe_unwrap_optimized"

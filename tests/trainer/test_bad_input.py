@@ -222,6 +222,75 @@ def test_exception_on_one_rank_ends_all(tmp_path):
     assert seconds < 60 + 60, "two starts of the interpreter on a loaded machine, and no time-out"
 
 
+FABRIC = """
+import time, torch
+from lightning import Fabric
+from lightning_shard import HybridShardStrategy
+
+def main(fabric):
+    net = torch.nn.Conv2d(1, 4, 3, padding=1)
+    net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    for i in range(3):
+        if i == 1 and fabric.global_rank == 1:
+            raise ValueError("the second batch is bad")
+        fabric.backward(net(fabric.to_device(torch.ones(2, 1, 8, 8))).square().mean())
+        opt.step()
+
+def slowly(fabric):
+    try:
+        main(fabric)
+    except RuntimeError:
+        time.sleep(6)
+        raise
+
+strategy = HybridShardStrategy(domain_parallel_size=2)
+Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(slowly)
+"""
+TRAINER = """
+import time, torch
+from lightning import Callback, LightningModule, Trainer
+from lightning_shard import HybridShardStrategy
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(1, 4, 3, padding=1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("the second batch is bad")
+        return self.conv(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Slow(Callback):
+    def on_exception(self, trainer, module, exception):
+        if trainer.global_rank == 0:
+            time.sleep(6)
+
+strategy = HybridShardStrategy(domain_parallel_size=2)
+loader = torch.utils.data.DataLoader(torch.ones(6, 1, 8, 8), batch_size=2)
+Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Slow()], max_epochs=1).fit(
+    Net(), loader
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [FABRIC, TRAINER], ids=["Fabric", "Trainer"])
+def test_the_process_that_started_the_others_may_be_slow_to_end(tmp_path, program):
+    """Lightning would kill it within 5 s of the first failure, before it has named it."""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    done = subprocess.run(
+        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    first = "another rank failed first: rank 1: ValueError: the second batch is bad"
+    assert f"[rank 0] ended, because {first}" in done.stderr
+    assert done.returncode == 1
+
+
 @pytest.mark.slow  # as an exception of one rank does
 def test_missing_data_file_ends_all(tmp_path):
     config = CONFIG[: CONFIG.index("data:")].replace("SimpleCNNModule", "TFNODarcy") + (
