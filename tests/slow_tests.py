@@ -4,8 +4,7 @@
     python -m tests.slow_tests results.xml
 
 This adds to the list what took more than `LONG_S`, but of each test function the row that was the
-quickest, unless that too took more than `TOO_LONG_S`. The rows of `ROWS` are slow if they took more
-than `ROW_S`. What `ALWAYS` names runs in any case.
+quickest, unless that too took more than `TOO_LONG_S`. What `ALWAYS` names runs in any case.
 """
 
 import functools
@@ -14,17 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-LONG_S, TOO_LONG_S, ROW_S = 1.0, 3.0, 4.0
+LONG_S, TOO_LONG_S = 0.9, 2.5  # on 2 cores, next to two other workers
 LIST = Path(__file__).with_suffix(".txt")
-ROWS = (
-    "tests/fsdp/test_features.py::test_with_a_domain_accumulation_and_clipping",
-    "tests/ops/test_families.py",
-    "tests/ops/test_operators.py::test_second_gradients",
-    "tests/trainer/test_exactness.py::test_four_ranks",
-    "tests/trainer/test_exactness.py::test_two_ranks",
-    "tests/trainer/test_features.py",
-    "tests/trainer/test_silent_mistakes.py",
-)
 ALWAYS = (
     "tests/checkpoint/test_meshes.py::test_any_mesh[1x2-file]",
     "tests/checkpoint/test_resume.py::test_bit_equal_with_dropout[2x2-later-6]",
@@ -34,8 +24,14 @@ ALWAYS = (
     "tests/cli/test_tiles.py::test_trains_in_tiles",
     "tests/domain/test_comm.py::test_derivatives_on_two_ranks",
     "tests/faults/test_faults.py::test_ctrl_c_says_that_nothing_was_saved",
+    "tests/fsdp/test_features.py::test_on_two_data_replicas",
+    "tests/fsdp/test_features.py::test_with_a_domain_accumulation_and_clipping",
     "tests/lab/test_certify.py::test_a_halo_that_is_one_row_short_is_found_and_named",
     "tests/lab/test_tiled_training.py::test_is_one_trainer",
+    "tests/ops/test_families.py::test_double_backward",
+    "tests/ops/test_families.py::test_three_ranks",
+    "tests/ops/test_families.py::test_two_by_two",
+    "tests/ops/test_operators.py::test_second_gradients",
     "tests/ops/test_operators.py::test_three_ranks",
     "tests/processes/test_device.py::test_only_the_table_names_devices",
     "tests/processes/test_group.py::test_rank_that_is_not_started",
@@ -45,8 +41,14 @@ ALWAYS = (
     "tests/test_public_page.py",
     "tests/test_random_programs.py::test_three_ranks",
     "tests/test_snippets.py::test_script",
+    "tests/trainer/test_exactness.py::test_four_ranks",
+    "tests/trainer/test_exactness.py::test_two_ranks",
+    "tests/trainer/test_features.py::test_on_each_mesh_by_turns",
     "tests/trainer/test_hosts.py",
-    "tests/trainer/test_programs.py::test_programs[1x2]",
+    "tests/trainer/test_programs.py::test_programs",
+    "tests/trainer/test_silent_mistakes.py::test_gradients_by_hand",
+    "tests/trainer/test_silent_mistakes.py::test_optimizer_made_before_sharding",
+    "tests/trainer/test_silent_mistakes.py::test_what_hooks_do_to_parameters",
     "tests/trainer/test_uneven_evaluation.py::test_three_replicas",
     "tests/trainer/xpu/test_features.py::test_resumed_runs_equal_uninterrupted_ones[single-(1,)]",
     "tests/workloads/t5/test_ranks.py::test_tied_embeddings_stay_one[domain1]",
@@ -70,15 +72,8 @@ def chosen(results: Path) -> set[str]:
         test
         for rows in by_function.values()
         for place, (took_s, test) in enumerate(sorted(rows))
-        if took_s > _limit_s(test, place) and not test.startswith(ALWAYS)
+        if took_s > (LONG_S if place else TOO_LONG_S) and not test.startswith(ALWAYS)
     }
-
-
-def _limit_s(test: str, place: int) -> float:
-    """How long a test may take, by its place among the rows of its function."""
-    if test.startswith(ROWS):
-        return ROW_S
-    return LONG_S if place else TOO_LONG_S
 
 
 if __name__ == "__main__":
