@@ -418,8 +418,6 @@ def handle_some_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
     """Let `handle` compute as for `handle_dtensors`, unless it returns NotImplemented."""
     handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
     of_torch = handlers.get(operator)
-    if of_torch is _seen_write:  # of the last step
-        of_torch = None
 
     def handle_some(same: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handle(same, args, kwargs)
