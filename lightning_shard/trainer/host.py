@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-# Without these Fabric can neither start the processes of a script by itself nor leave gradients
-# unsynchronized while it accumulates them; and rank 0 is killed while it says which rank failed.
+# Without it rank 0 of a script is killed while it says which rank failed.
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _ChildProcessObserver,
 )
+
+# Without these Fabric can neither start the processes of a script by itself nor leave gradients
+# unsynchronized while it accumulates them.
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as _FabricScriptLauncher,
 )
@@ -33,6 +35,8 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl as Backwar
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection as destroy_process_group,
 )
+
+# Without it each process of a script computes with as many threads as the machine has cores.
 from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
