@@ -29,6 +29,7 @@ ALWAYS = (
     "tests/lab/test_tiled_training.py::test_is_one_trainer",
     "tests/ops/test_families.py::test_double_backward",
     "tests/ops/test_families.py::test_three_ranks",
+    "tests/ops/test_families.py::test_two_by_two",
     "tests/ops/test_operators.py::test_second_gradients",
     "tests/ops/test_operators.py::test_three_ranks",
     "tests/processes/test_device.py::test_only_the_table_names_devices",

@@ -40,6 +40,7 @@ def rows(request):
             WITH_A_DOMAIN,
         ),
         ("ops/test_families.py::test_three_ranks", "family", FAMILIES),
+        ("ops/test_families.py::test_two_by_two", "family", FAMILIES),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
