@@ -161,12 +161,13 @@ class _Patient:
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        """Start the processes, and call the function in this one."""
+        """Start the processes, unless they run, and call the function in this one."""
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
-        self._call_children_scripts()
-        _PatientObserver(os.getpid(), self.procs).start()
+        if not self.cluster_environment.creates_processes_externally:  # else of an earlier stage
+            self._call_children_scripts()
+            _PatientObserver(os.getpid(), self.procs).start()
         _set_num_threads_if_needed(self.num_processes)
         return function(*args, **kwargs)
 

@@ -1,5 +1,6 @@
 """The processes of a Trainer, without a Trainer."""
 
+import os
 import re
 from unittest import mock
 
@@ -12,6 +13,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import DisagreementError, HybridShardStrategy
 from lightning_shard.processes.torch_private.internals import open_groups
+from lightning_shard.trainer.host import FabricScriptLauncher, SubprocessScriptLauncher
 from lightning_shard.trainer.process_mesh import (
     ProcessMesh,
     launcher_of,
@@ -117,6 +119,18 @@ def test_a_group_without_the_cpu_cannot_offload():
     refused = pytest.raises(RuntimeError, match="make it with 'cpu:gloo,cuda:nccl'")
     with of_the_device_only, refused:
         processes.join(TorchElasticEnvironment(), CPU, offloads=True)
+
+
+@pytest.mark.parametrize("launcher_class", [SubprocessScriptLauncher, FabricScriptLauncher])
+def test_a_second_stage_starts_no_processes_again(launcher_class, monkeypatch):
+    """As `trainer.test` after `trainer.fit`: the others run since the first stage."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    launcher = launcher_class(LightningEnvironment(), 2, 1)
+    with mock.patch("subprocess.Popen") as started:
+        started.return_value.poll.return_value = started.return_value.returncode = 0
+        assert launcher.launch(lambda: os.environ["LOCAL_RANK"]) == "0"
+        assert launcher.launch(lambda x: x + 1, 2) == 3
+    assert started.call_count == 1
 
 
 def test_who_starts_the_other_processes(monkeypatch):
