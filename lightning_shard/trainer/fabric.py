@@ -5,7 +5,6 @@ is the user's, so nothing here counts steps.
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -218,13 +217,15 @@ class FabricStrategy(ParallelStrategy):
         self._moved.update(moved)
         self._modules.append(module)
         share_random_state(self.domain_mesh, self.root_device)
-        ours = weakref.ref(self)
-
-        def lasts() -> bool:
-            return ours() is not None
-
-        count_metrics_over(self.data_group, self.domain_mesh, lasts, lasts)
+        self._count_metrics()
         return module
+
+    def _count_metrics(self) -> None:
+        """Let metrics count the data replicas until another run begins; each batch says it again.
+
+        A loop of Fabric has no end that it tells.
+        """
+        count_metrics_over(self.data_group, self.domain_mesh, lambda: True, lambda: False)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -327,6 +328,7 @@ class FabricStrategy(ParallelStrategy):
             batch = shard_batch(batch, self.domain_mesh, self.like.shard_dims)
             if number == 0:
                 self.like.announced.say(split_summary(batch), None, self.domain_size)
+            self._count_metrics()
             yield batch
 
     # Collectives.

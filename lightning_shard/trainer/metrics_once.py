@@ -54,12 +54,14 @@ def count_domains_once(
     """Let metrics and throughput monitors add up over data replicas, not over all ranks.
 
     It holds until another run begins after this one, or another Trainer takes the module. A metric
-    that was given a process group keeps it.
+    that was given a process group keeps it. It holds also where the module is freed meanwhile:
+    Python frees it at another moment on each rank, and all must count over the same ranks.
     """
     model, runner = weakref.ref(module), weakref.ref(trainer)
 
     def lasts() -> bool:
-        return getattr(model(), "_trainer", None) is runner() is not None
+        taken_by = getattr(model(), "_trainer", None)
+        return taken_by is None or taken_by is runner()
 
     def runs() -> bool:
         running = runner()
@@ -83,7 +85,8 @@ def count_metrics_over(
     Args:
         data_group: The replicas.
         domain_mesh: The mesh of the ranks that share a sample.
-        lasts: Returns True as long as metrics shall count so.
+        lasts: Returns True as long as metrics shall count so. The answer is the same on all ranks,
+            so it does not ask for what the garbage collector has freed.
         runs: Returns True as long as the run goes on. A run that begins meanwhile lies inside of it
             and changes nothing; one that begins later ends the counting.
     """

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import gc
 import pickle
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from tests.trainer.featured import (
     loader,
     sample,
 )
+from tests.trainer.test_fabric import set_up
 
 MESHES, IDS = [(1,), (2,), (2, 2)], ["4x1", "2x2", "1x(2x2)"]
 ON_MESHES = pytest.mark.parametrize("domain", choose(MESHES, fast=[(2,)]), ids=IDS)
@@ -251,6 +253,12 @@ def one_of_each() -> float:
     return float(total.compute())
 
 
+def validated(domain):
+    module, trainer = Measured(), training.trainer((domain,))
+    trainer.validate(module, loader(2), verbose=False)
+    return module, trainer
+
+
 @pytest.mark.spmd(4)
 def test_a_run_counts_until_another_run_begins():
     """Also where the module of the first lives on, as it does on one rank without the others."""
@@ -259,6 +267,28 @@ def test_a_run_counts_until_another_run_begins():
     assert one_of_each() == 2  # replicas
     fit_alone(other, limit_train_batches=1, limit_val_batches=0)
     assert one_of_each() == 4  # processes
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("run", [validated, set_up])
+def test_ranks_count_alike_though_one_has_freed_the_run(run):
+    """Python frees what refers to itself at another moment on each rank."""
+    kept = run(2)
+    if dist.get_rank():
+        del kept
+    gc.collect()
+    assert one_of_each() == 1  # replica
+    fit_alone(Measured(), limit_train_batches=1, limit_val_batches=0)
+    assert one_of_each() == 2  # processes
+
+
+@pytest.mark.spmd(2)
+def test_each_batch_of_fabric_counts_its_replicas_again():
+    run = set_up(2)
+    fit_alone(Measured(), limit_train_batches=1, limit_val_batches=0)
+    assert one_of_each() == 2  # processes
+    for _ in run.fabric.setup_dataloaders(loader(2)):
+        assert one_of_each() == 1  # replica
 
 
 class RunsAnother(Measured):
