@@ -8,6 +8,7 @@ and knows no fixtures of pytest.
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import os
 import queue
@@ -35,6 +36,7 @@ from tests import quick_dtensor
 PR_SET_PDEATHSIG = 1  # of Linux
 UNPATCHED = "SHARD_TESTS_UNPATCHED" in os.environ  # set by `tests/run --unpatched`
 SILENCE_S = 120  # of all ranks, before the pool is given up
+STACKS_S = 100  # after which the ranks print, one after another, where their threads are
 GRACE_S = 5  # for the other ranks once one has failed
 
 
@@ -251,8 +253,12 @@ def serve(next_task: Callable[[], Any], answer: Callable[[str | None], None]) ->
         body, kwargs = next_task()
         os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test: it would seed samplers
         torch.manual_seed(0)
+        # a hang on another machine is hard to see; a signal would not do, Lightning resets all
+        faulthandler.dump_traceback_later(STACKS_S + int(os.environ["RANK"]), file=2)
         try:
             body(**kwargs)
             answer(None)
         except BaseException:
             answer(traceback.format_exc())
+        finally:
+            faulthandler.cancel_dump_traceback_later()
