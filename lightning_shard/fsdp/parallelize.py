@@ -57,7 +57,7 @@ from lightning_shard.fsdp.write_shards import IN_STEP, write_shards
 from lightning_shard.ops.elementwise.autograd import whole_gradients
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
-from lightning_shard.processes.replica_world import replica_world
+from lightning_shard.processes.replica_world import make_replicas, replica_world
 from lightning_shard.processes.torch_private.internals import (
     backward_pass,
     gathered_by,
@@ -426,6 +426,7 @@ def _as_step(
 
 def _count_domains_once(work: _Work) -> None:
     """Let collectives of the module's own forward go over data replicas, see replica_world."""
+    make_replicas(work.mesh, work.axes)
     open_ones: list[Any] = []
 
     def enter(*_: Any) -> None:

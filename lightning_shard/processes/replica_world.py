@@ -63,19 +63,38 @@ def replica_world(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> Genera
         domain: The axes along which samples are split; by default those called domain.
     """
     global _active, _refused
-    names = () if mesh is None else domain_axes(mesh, domain)
-    axes = () if mesh is None else mesh.mesh_dim_names or ()
-    if mesh is None or math.prod(mesh.size(axes.index(name)) for name in names) == 1:
+    replicas = make_replicas(mesh, domain)
+    if replicas is None:
         yield
         return
     _install()
     before = _active, _refused
-    _refused = dist.group.WORLD
-    _active = _replicas_of(mesh, names, _refused)
+    _active, _refused = replicas, dist.group.WORLD
     try:
         yield
     finally:
         _active, _refused = before
+
+
+def make_replicas(mesh: DeviceMesh | None, domain: Sequence[str] = ()) -> dist.ProcessGroup | None:
+    """Make the group of the data replicas of `mesh`, which `replica_world` then finds.
+
+    All ranks make a group together. A step is too late for it, since some replicas may have no
+    batch for the first one.
+
+    Args:
+        mesh: The whole mesh.
+        domain: The axes along which samples are split; by default those called domain.
+
+    Returns:
+        The group that has this rank; None for a mesh without a domain.
+    """
+    if mesh is None:
+        return None
+    names, axes = domain_axes(mesh, domain), mesh.mesh_dim_names or ()
+    if math.prod(mesh.size(axes.index(name)) for name in names) == 1:
+        return None
+    return _replicas_of(mesh, names, dist.group.WORLD)
 
 
 @lru_cache(maxsize=16)

@@ -14,6 +14,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_shard import RepeatSamples
 from lightning_shard.fsdp.joined_step import AbsentRanksError
+from lightning_shard.processes import replica_world
 from lightning_shard.trainer.callbacks.predictions import predictions_in_order
 from tests import training
 from tests.pairs import choose
@@ -346,6 +347,7 @@ class KeepsMaps(LightningModule):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_replica_without_samples_of_a_metric_that_keeps_fields(repeat):
+    replica_world._replicas_of.cache_clear()  # of earlier tests: groups are made before a step
     runner = training.trainer((2,), callbacks=[RepeatSamples()] if repeat else [])
     loader = DataLoader(Numbered(1), 1)
     if repeat:
