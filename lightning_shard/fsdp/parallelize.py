@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
 from lightning_shard.fsdp.check_same_module import check_same_module
 from lightning_shard.fsdp.complex_pairs import store_as_pairs
@@ -281,6 +282,16 @@ def _refuse_hooks(work: _Work) -> None:
             )
 
 
+def _make_groups(work: _Work) -> None:
+    """Make the process groups that steps use, which all ranks make together.
+
+    A step would be too late: some replicas may have no batch for the first one.
+    """
+    make_replicas(work.mesh, work.axes)
+    if work.split is not None:
+        domain_of(work.split)
+
+
 def _share_values(work: _Work) -> None:
     """Copy parameters and buffers of the first rank to all others."""
     for tensor in (*work.module.parameters(), *work.module.buffers()):
@@ -426,7 +437,6 @@ def _as_step(
 
 def _count_domains_once(work: _Work) -> None:
     """Let collectives of the module's own forward go over data replicas, see replica_world."""
-    make_replicas(work.mesh, work.axes)
     open_ones: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -520,6 +530,7 @@ _PREPARE: tuple[Callable[[_Work], None], ...] = (
 )
 _SHARD: tuple[Callable[[_Work], None], ...] = (
     _check_same_module,  # before the first collective, which ranks that differ would not end
+    _make_groups,  # before any step
     _refuse_hooks,  # while parameters are the user's, which have the hooks
     lambda work: read_whole_numbers(),  # before anybody can read a number of a shard
     lambda work: refuse_flop_counts(),  # before a step can begin

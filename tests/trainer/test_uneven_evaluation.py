@@ -1,5 +1,8 @@
 """Evaluation counts each sample once: metrics of one process, however many replicas there are."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,14 +10,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.distributed import device_mesh, distributed_c10d
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 from torchmetrics.regression import MeanSquaredError
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_shard import RepeatSamples
+from lightning_shard.domain import subdomain
 from lightning_shard.fsdp.joined_step import AbsentRanksError
-from lightning_shard.processes import replica_world
+from lightning_shard.processes import mesh, replica_world
 from lightning_shard.trainer.callbacks.predictions import predictions_in_order
 from tests import training
 from tests.pairs import choose
@@ -331,6 +336,29 @@ def test_steps_of_several_batches_repeat_samples(module):
     assert seen_by_all(model, runner) == [(0, 0), (0, 0), (0, 1), (0, 2)]
 
 
+class MakesNoGroup(Evaluated):
+    """Its steps make no process group: all ranks make one together, and some may have no batch."""
+
+    def on_test_start(self):
+        self.patches = contextlib.ExitStack()
+        for module in (distributed_c10d, dist, device_mesh):
+            refused = AssertionError("a step makes a group")
+            self.patches.enter_context(mock.patch.object(module, "new_group", side_effect=refused))
+
+    def on_test_end(self):
+        self.patches.close()
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(2,), (1, 2)])
+def test_groups_are_made_before_the_first_step(domain):
+    made = [mesh._made, mesh._sub_mesh, mesh._flat_mesh, mesh._parameter_mesh]
+    for cached in (*made, replica_world._replicas_of, subdomain._domain_of):
+        cached.cache_clear()  # of earlier tests
+    runner = training.trainer(domain)
+    assert runner.test(MakesNoGroup(), DataLoader(Numbered(4), 1), verbose=False)
+
+
 class KeepsMaps(LightningModule):
     """A metric that keeps fields."""
 
@@ -347,7 +375,6 @@ class KeepsMaps(LightningModule):
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_replica_without_samples_of_a_metric_that_keeps_fields(repeat):
-    replica_world._replicas_of.cache_clear()  # of earlier tests: groups are made before a step
     runner = training.trainer((2,), callbacks=[RepeatSamples()] if repeat else [])
     loader = DataLoader(Numbered(1), 1)
     if repeat:
