@@ -430,6 +430,7 @@ def logged_by(loop: Any) -> list[tuple[Any, ...]]:
             m.value.dtype if m.is_tensor else None,
         )
         for key, m in loop._results.items()
+        if not m.has_reset  # else of an earlier evaluation
     ]
 
 
@@ -437,21 +438,21 @@ def log_nothing(loop: Any, described: list[tuple[Any, ...]]) -> None:
     """Let a loop have logged the same names as another rank, with no samples."""
     results, trainer = loop._results, loop.trainer
     for key, meta_fields, (should, rank_zero_only), dtype in described:
-        if key in results:
-            continue
-        meta = _Metadata(**meta_fields)
-        reduce = trainer.strategy.reduce
-        meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
-        metric: Any = _ResultMetric(meta, dtype is not None)
-        results[key] = metric
+        metric: Any = results.get(key)
+        if metric is None:
+            meta = _Metadata(**meta_fields)
+            reduce = trainer.strategy.reduce
+            meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
+            results[key] = metric = _ResultMetric(meta, dtype is not None)
+            if dtype is None:
+                metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
+        metric.has_reset = False  # since an earlier evaluation; Lightning leaves out what is reset
         if dtype is not None:
             metric.value = metric.value.to(dtype)
             metric.to(trainer.strategy.root_device)
-        else:
-            metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
-            # torchmetrics: not computed since others updated it
-            for each in metric.value.modules():
-                vars(each)["_computed"] = None
+        inner = () if dtype is not None else metric.value.modules()
+        for each in (metric, *inner):  # torchmetrics: not computed since others updated it
+            vars(each)["_computed"] = None
 
 
 def follow_candidates(callback: ModelCheckpoint, agreed: Callable[[Any], Any]) -> None:

@@ -230,6 +230,18 @@ def test_validation_within_fit():
 
 
 @pytest.mark.spmd(2)
+def test_validation_of_one_sample_within_fit():
+    """The sanity check has logged before, and one replica logs nothing each time."""
+
+    def metrics_of(runner, size):
+        runner.fit(Evaluated(), DataLoader(Numbered(4), size), DataLoader(Numbered(1), 1))
+        return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+    one = Trainer(devices=1, plugins=LightningEnvironment(), **(QUIET | {"max_epochs": 2}))
+    assert_equal([metrics_of(training.trainer((1,), max_epochs=2), 2)], [metrics_of(one, 4)])
+
+
+@pytest.mark.spmd(2)
 @pytest.mark.parametrize(("limit", "given"), choose([1.0, 0.5], [DataLoader, distributed]))
 def test_predictions(given, limit):
     class Predicts(Evaluated):
