@@ -99,11 +99,11 @@ class UnevenEvaluation:
         else:
             step.join(self._logged.exchange_nothing)
             pass_over(loop, loader)
-        if index == 0:  # some ranks have logged nothing, and will reduce with the others
-            described = [logged_by(loop), _list_states(self._module)]
-            dist.broadcast_object_list(described, step.present[0], device=self._device)
-            log_nothing(loop, described[0])
-            _begin_list_states(self._module, described[1])
+        # some ranks have logged nothing in this step, and will reduce with the others
+        described = [logged_by(loop), _list_states(self._module)]
+        dist.broadcast_object_list(described, step.present[0], device=self._device)
+        log_nothing(loop, described[0])
+        _begin_list_states(self._module, described[1])
 
 
 _ListStates = dict[str, dict[str, tuple[torch.dtype, torch.Size, bool]]]

@@ -99,10 +99,10 @@ class Evaluated(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def alone(stage, loaders, **options):
+def alone(stage, loaders, module=None, **options):
     """Metrics of Lightning in one process."""
     runner = Trainer(devices=1, plugins=LightningEnvironment(), **(QUIET | options))
-    return getattr(runner, stage)(Evaluated(), loaders, verbose=False)
+    return getattr(runner, stage)(module or Evaluated(), loaders, verbose=False)
 
 
 def assert_equal(found, expected):
@@ -346,6 +346,20 @@ def test_steps_of_several_batches_repeat_samples(module):
     model, runner = module(), training.trainer((1,))
     runner.test(model, loader, verbose=False)
     assert seen_by_all(model, runner) == [(0, 0), (0, 0), (0, 1), (0, 2)]
+
+
+class LogsLate(Evaluated):
+    """Logs some values in the second step only, which the second of two replicas does not run."""
+
+    def test_step(self, batch, index):
+        if index == 1:
+            super().test_step(batch, index)
+
+
+@pytest.mark.spmd(2)
+def test_names_that_only_some_replicas_log():
+    found = training.trainer((1,)).test(LogsLate(), DataLoader(Numbered(3), 1), verbose=False)
+    assert_equal(found, alone("test", DataLoader(Numbered(3), 2), LogsLate()))
 
 
 class MakesNoGroup(Evaluated):
