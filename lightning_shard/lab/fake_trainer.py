@@ -105,6 +105,8 @@ def traced(
         UnsupportedOperationError: The module uses an operation that cannot be split so.
     """
     trace = partial(_trace, task, rank, device, in_turns=in_turns)
+    with FakeTensorMode():  # torch 2.11 keeps a pointer into the first thread that enters it
+        pass
     try:
         found = trace(NUMBER)
         if not found.reads_numbers or _is_same(found, trace):
