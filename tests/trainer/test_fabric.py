@@ -2,6 +2,7 @@
 
 import tempfile
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -270,11 +271,12 @@ def test_what_is_refused():
 
 
 TOKENS, LITGPT_STEPS = 16, 3
+needs_litgpt = pytest.mark.skipif(find_spec("litgpt") is None, reason="litgpt is not installed")
 
 
 def pretrain(fabric, replicas, folder):
     """Run the pretraining of litgpt, all by its own functions, on random tokens."""
-    litgpt = pytest.importorskip("litgpt.pretrain", reason="litgpt is not installed")
+    from litgpt import pretrain as litgpt
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.config import Config
     from litgpt.data import DataModule
@@ -332,6 +334,7 @@ def check_litgpt(domain, shard_dims):
         assert_same(found[name], value)
 
 
+@needs_litgpt
 @pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [1, 2])
@@ -339,6 +342,7 @@ def test_pretraining_of_litgpt(domain):
     check_litgpt(domain, {"0": 1})
 
 
+@needs_litgpt
 @pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_pretraining_of_litgpt_two_by_two():
