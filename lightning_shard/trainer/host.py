@@ -447,11 +447,13 @@ def log_nothing(loop: Any, described: list[tuple[Any, ...]]) -> None:
             if dtype is None:
                 metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
         metric.has_reset = False  # since an earlier evaluation; Lightning leaves out what is reset
-        if dtype is not None:
+        updated = [metric]
+        if dtype is None:
+            updated += metric.value.modules()
+        else:
             metric.value = metric.value.to(dtype)
             metric.to(trainer.strategy.root_device)
-        inner = () if dtype is not None else metric.value.modules()
-        for each in (metric, *inner):  # torchmetrics: not computed since others updated it
+        for each in updated:  # by others, so what was computed before is old (torchmetrics)
             vars(each)["_computed"] = None
 
 
