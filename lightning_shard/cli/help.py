@@ -1,6 +1,20 @@
 """The help of each command, on one screen; nothing heavy is imported for it."""
 
+import textwrap
+
 PROGRAM = "python -m lightning_shard"
+OPTIONS = {  # those that LightningCLI does not have: the value, and what it does
+    "tiles": (
+        "N",
+        "compute on one device in so many tiles, one after the other: 8, or 2x4 for two dims; "
+        "auto for the least number that fits",
+    ),
+    "tile_memory": ("DIR", "waiting tiles lie in files of DIR, not in the host's memory"),
+    "tile_budget": ("SIZE", "bytes of tiles that stay on the device, such as 8GB; others travel"),
+    "test_after_fit": ("BOOL", "test the final weights when fit ends"),
+    "report": ("BOOL", "write report.html into the log directory; true by default"),
+    "profile": ("BOOL", "record three steps of all ranks, and print where the time goes"),
+}
 FIRST = """\
 usage: {program} COMMAND ...
 
@@ -37,13 +51,10 @@ usage: {program} {command} --config FILE --ckpt_path FILE [options of fit]
 Runs the {command} loader of the data through the model.
 
 options
-  --config FILE      of the run that saved the checkpoint, such as its config.yaml
-  --ckpt_path FILE   the weights
-  --tiles N          on one device in N tiles, one after the other, exactly; 2x4 for two dims, auto
-                     for the least number that fits
-  --tile_memory DIR  waiting tiles lie in files of DIR, not in the host's memory
-  --tile_budget SIZE so many bytes of tiles stay on the device, such as 8GB; the rest travels
-  --help all         every option
+  --config FILE         of the run that saved the checkpoint, such as its config.yaml
+  --ckpt_path FILE      the weights
+{own}
+  --help all            every option
 
 examples
   {program} {command} --config tfno_darcy --ckpt_path outputs/tfno_darcy/last.ckpt
@@ -62,13 +73,7 @@ options
   --trainer.NAME VALUE  max_epochs, accelerator, devices, num_nodes, precision, ...
   --trainer.strategy.NAME VALUE   domain_parallel_size, shard_dims, sharding, ...
   --ckpt_path FILE      go on from a checkpoint
-  --tiles N             a field too large for the one device: in N tiles, one after the other,
-                        exactly; 2x4 for tiles along two dims, auto for the least that fits
-  --tile_memory DIR     waiting tiles lie in files of DIR, not in the host's memory
-  --tile_budget SIZE    so many bytes of tiles stay on the device, such as 8GB; the rest travels
-  --test_after_fit BOOL test the final weights
-  --report BOOL         write report.html; true by default
-  --profile BOOL        record three steps of all ranks, and print where the time goes
+{own}
   --print_config        show what all of this comes to, and train nothing
   --help all            every option of the Trainer, with its description
   --model.help CLASS    the arguments of a class; --data.help and --trainer.strategy.help alike
@@ -207,4 +212,14 @@ examples
 
 def page(command: str) -> str:
     """Return the help of a command, or of all of them for the empty word."""
-    return PAGES.get(command, FIRST).format(program=PROGRAM, command=command).rstrip()
+    own = "\n".join(
+        textwrap.fill(
+            f"{f'--{name} {value}':<21} {text}",
+            100,
+            initial_indent="  ",
+            subsequent_indent=24 * " ",
+        )
+        for name, (value, text) in OPTIONS.items()
+        if command == "fit" or name.startswith("tile")
+    )
+    return PAGES.get(command, FIRST).format(program=PROGRAM, command=command, own=own).rstrip()

@@ -20,11 +20,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_shard.checkpoint.open import hyperparameters
 from lightning_shard.cli.config_checks import check, check_numbers, strategy_options
 from lightning_shard.cli.defaults import check_model, fill_in
-from lightning_shard.cli.help import PROGRAM
+from lightning_shard.cli.help import OPTIONS, PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
-from lightning_shard.cli.tiles import OPTIONS, builder, check_tiles
+from lightning_shard.cli.tiles import TYPES, builder, check_tiles
 from lightning_shard.cli.usage import (
     ENV_PREFIX,
     UsageError,
@@ -42,12 +42,7 @@ from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import add_once
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
-# options of ours that are true or false, and only used by fit: the default, and what help says
-SWITCHES = {
-    "test_after_fit": (False, "Run the test loaders on the final weights when fit ends."),
-    "profile": (False, "Record three steps of all ranks, and print where the time goes."),
-    "report": (True, "Write report.html about the run into its log directory."),
-}
+SWITCHES = {"test_after_fit": False, "profile": False, "report": True}  # of fit, by default
 
 
 class SaveConfig(SaveConfigCallback):
@@ -109,11 +104,11 @@ class ShardCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that LightningCLI does not have."""
-        for name, (default, text) in SWITCHES.items():
-            how = {"type": bool, "nargs": "?", "const": True, "default": default, "help": text}
-            parser.add_argument(f"--{name}", **how)
-        for name, (kind, text) in OPTIONS.items():
-            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
+        for name, (value, text) in OPTIONS.items():
+            how: dict[str, Any] = {"type": bool, "nargs": "?", "const": True}
+            if name in TYPES:
+                how = {"type": TYPES[name], "metavar": value}
+            parser.add_argument(f"--{name}", default=SWITCHES.get(name), help=text, **how)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the words and check the result; every mistake becomes a UsageError."""

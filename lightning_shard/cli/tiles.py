@@ -16,21 +16,9 @@ from lightning_shard.processes.process_info import launcher
 from lightning_shard.trainer.asked_devices import count_of
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "tiles": (
-        int | list[int] | str | None,
-        "Compute on a device in so many tiles, one after the other: 8, or 2x4 for two dims; auto "
-        "for the least number that fits.",
-    ),
-    "tile_memory": (
-        str | None,
-        "A directory in whose files waiting tiles lie, instead of the host's memory.",
-    ),
-    "tile_budget": (
-        str | None,
-        "Bytes of tiles that stay on the device, such as 8GB; only what is above travels.",
-    ),
-}
+TYPES: dict[str, Any] = {
+    "tiles": int | list[int] | str | None, "tile_memory": str | None, "tile_budget": str | None
+}  # fmt: skip
 _KINDS = (HybridShardStrategy, TiledStrategy)  # whose options are those of tiles
 _OURS = {kind.strategy_name: f"lightning_shard.{kind.__name__}" for kind in _KINDS}
 
@@ -114,12 +102,12 @@ def builder(command: str, config: Any, build: Callable[..., Any]) -> Callable[..
     def built(kind: type, *args: Any, **options: Any) -> Any:
         if config.get("tiles") is None or kind not in _KINDS:
             return build(kind, *args, **options)
-        options = {name: x for name, x in options.items() if name not in OPTIONS}
+        options = {name: x for name, x in options.items() if name not in TYPES}
         if command == "predict":
             known = inspect.signature(HybridShardStrategy).parameters
             options = {name: x for name, x in options.items() if name in known}
             return build(HybridShardStrategy, *args, **options)
-        where = {name: config[name] for name in OPTIONS}
+        where = {name: config[name] for name in TYPES}
         return build(TiledStrategy, *args, **where, **options)
 
     return built
