@@ -55,15 +55,19 @@ def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...)
     rank that has no elements nothing is shared. There the ranks tell each other. Of some functions,
     such as `zero_`, torch raises in backward. Here it is raised at once.
     """
-    layout = target.layout
-    steps = [
-        int(step != 0 or n == 1 or bool(layout.axes(d)))  # 0 where rows share memory, on all ranks
+    layout, everyone = target.layout, tuple(range(len(target.layout.grid.sizes)))
+    if is_traced() or not (layout.leaves_empty or index is not ...):
+        return write()
+    is_empty = target.local.numel() == 0
+    steps = [  # 0 where rows share memory, and where there are none
+        int(n == 1 or (n > 1 and (step != 0 or is_empty or bool(layout.axes(d)))))
         for d, (step, n) in enumerate(zip(target.local.stride(), layout.shape, strict=True))
     ]
-    # what an index chooses may lie on some ranks only
-    if is_traced() or all(steps) or not (layout.leaves_empty or index is not ...):
+    if layout.leaves_empty:  # the steps of a part without elements mean nothing
+        given = torch.tensor(steps, device=target.local.device)
+        steps = all_gather_small(target, everyone, given).amin(0).tolist()
+    if all(steps):
         return write()
-    everyone = tuple(range(len(layout.grid.sizes)))
     result, error = None, None
     try:
         result = write()

@@ -127,6 +127,12 @@ def test_two_ranks(names: list[str], run_each: Callable[..., None]) -> None:
     run_each(2, check, {name: {"name": name, "limit": 8} for name in names})
 
 
+def test_ranks_without_elements(run_each: Callable[..., None]) -> None:
+    """Steps of a part without elements, which torch may give as 0, say nothing of shared memory."""
+    names = ("nn.functional.pad.replicate_negative", "nn.functional.max_pool3d")
+    run_each(2, check, {name: {"name": name, "limit": 8} for name in names})
+
+
 def test_one_case_of_each(run_each: Callable[..., None]) -> None:
     """Of every third row; the others, and more arguments, are slow."""
     run_each(2, check_rows, {"rows": {"names": database.names()[::3]}})
