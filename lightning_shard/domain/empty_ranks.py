@@ -65,7 +65,7 @@ def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...)
     ]
     if layout.leaves_empty:  # the steps of a part without elements mean nothing
         given = torch.tensor(steps, device=target.local.device)
-        steps = all_gather_small(target, everyone, given).amin(0).tolist()
+        steps = [int(step) for step in all_gather_small(target, everyone, given).amin(0)]
     if all(steps):
         return write()
     result, error = None, None

@@ -33,7 +33,7 @@ from lightning_shard.processes.torch_private.internals import (
     without_rules,
 )
 from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors
-from lightning_shard.tensor.part import Part, followed
+from lightning_shard.tensor.part import Part, followed, foreign_function
 from lightning_shard.tensor.tensor import DomainTensor
 
 F = TypeVar("F", bound=type[Function])
@@ -245,28 +245,47 @@ def install() -> None:
     _serve_by_rule(SyncBatchNorm)
     for function in (CheckpointFunction, BackwardHookFunction):  # the latter of full backward hooks
         allow_function(function)
+    _ask_before_functions()
 
 
-@functools.cache
-def gather_functions() -> None:
-    """Let a Function that nobody allowed run on whole tensors, inside `allow_gather`.
+def _ask_before_functions() -> None:
+    """Let `Function.apply` look at its arguments, which it does not ask for a rule.
 
-    A Function does not ask its arguments for a rule, so `Function.apply` itself looks at them.
-    Those that are to be tried (`functions_to_try`) are allowed instead.
+    A Function that nobody allowed runs on whole tensors inside `allow_gather`, or as one that is
+    allowed if it is to be tried (`functions_to_try`). Elsewhere it is refused. Of what it returns
+    split, `part_of` refuses the first use, which may never come; what it returns plain, such as a
+    loss, is used freely, and is refused here.
     """
     plain: Any = vars(Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         own = plain.__get__(None, cls)
-        split = any(isinstance(a, DomainTensor) for a in (*args, *kwargs.values()))
-        if not (split and gather_allowed.get()) or cls is _Leave or node_class(cls) in followed:
+        split = [a for a in (*args, *kwargs.values()) if isinstance(a, DomainTensor)]
+        if not split or cls is _Leave or node_class(cls) in followed:
             return own(*args, **kwargs)
+        if not gather_allowed.get():
+            outputs = own(*args, **kwargs)
+            if any(map(_is_recorded, split)) and _gives_plain(outputs):
+                raise foreign_function(cls.__name__)
+            return outputs
         functions_met[name_of(cls)] = None
         if name_of(cls) in functions_to_try:
             return allow_function(cls).apply(*args, **kwargs)
         return on_whole_tensors(own, args, kwargs, DomainTensor, name=cls)
 
     Function.apply = classmethod(apply)
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    with without_rules():
+        return tensor.requires_grad
+
+
+def _gives_plain(outputs: Any) -> bool:
+    """Return whether a plain tensor with a gradient is among the outputs of a Function."""
+    each = outputs if isinstance(outputs, tuple) else (outputs,)
+    tensors = (x for x in each if isinstance(x, Tensor) and not isinstance(x, DomainTensor))
+    return any(x.requires_grad for x in tensors)
 
 
 followed[node_class(_Enter)] = _read_recorded

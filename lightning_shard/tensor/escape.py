@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_shard.domain.layout import Layout
 from lightning_shard.ops.elementwise.autograd import local_gradients
-from lightning_shard.tensor.autograd_function import gather_functions
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -22,7 +21,6 @@ def allow_gather() -> Generator[None, None, None]:
     meets a split tensor again, each rank takes its rows of it. A custom autograd.Function runs on
     gathered tensors, too. What writes into a split tensor, in place or as `out=`, is still refused.
     """
-    gather_functions()
     token = gather_allowed.set(True)
     try:
         yield

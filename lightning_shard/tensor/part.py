@@ -80,11 +80,15 @@ def part_of(tensor: Any) -> Part:
         return part
     follow = followed.get(type(foreign))
     if follow is None:
-        name = type(foreign).__name__.removesuffix("Backward")
-        raise UnsupportedOperationError(
-            f"the autograd.Function {name} was applied to a tensor split over ranks; its gradients "
-            "would be lost. Allow it with lightning_shard.allow_function if it computes with torch "
-            "functions, run it on each rank's rows with lightning_shard.local_map, or on whole "
-            "tensors with lightning_shard.allow_gather"
-        )
+        raise foreign_function(type(foreign).__name__.removesuffix("Backward"))
     return follow(tensor)
+
+
+def foreign_function(name: str) -> UnsupportedOperationError:
+    """Return the error for an autograd.Function of this name that nobody allowed."""
+    return UnsupportedOperationError(
+        f"the autograd.Function {name} was applied to a tensor split over ranks; its gradients "
+        "would be lost. Allow it with lightning_shard.allow_function if it computes with torch "
+        "functions, run it on each rank's rows with lightning_shard.local_map, or on whole "
+        "tensors with lightning_shard.allow_gather"
+    )

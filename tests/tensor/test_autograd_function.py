@@ -235,3 +235,76 @@ def test_nothing_is_kept_alive():
         assert wrapper() is None
     finally:
         gc.enable()
+
+
+class Foreign(Function):
+    """A loss that nobody allowed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * 2 * ctx.saved_tensors[0]
+
+
+class Position(Function):
+    """What it returns has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        found = x.argmax()
+        ctx.mark_non_differentiable(found)
+        return found
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise AssertionError
+
+
+class Assign(Function):
+    """Writes into a plain tensor, unseen by autograd, as torchdiffeq's solvers do."""
+
+    @staticmethod
+    def forward(ctx, scratch, value, row):
+        ctx.row = row
+        scratch.data[row] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0], grads[0][ctx.row], None
+
+
+def stages(assign, x):
+    kept = torch.empty(2, *x.shape, dtype=x.dtype)
+    kept = assign.apply(kept, x, 0)
+    kept = assign.apply(kept, kept[0].sin() * x, 1)
+    return kept[0] * kept[1]
+
+
+@pytest.mark.spmd(3)
+def test_a_plain_result_of_a_foreign_function_is_refused():
+    x = leaf()
+    with pytest.raises(UnsupportedOperationError, match="Foreign was applied to a tensor split"):
+        Foreign.apply(x.sin())
+    with pytest.raises(UnsupportedOperationError, match="Assign was applied to a tensor split"):
+        stages(Assign, x)
+    whole = lightning_shard.gather(x).detach()
+    assert Position.apply(x) == whole.argmax()
+    with torch.no_grad():
+        torch.testing.assert_close(Foreign.apply(x), whole.square().sum())
+    with lightning_shard.allow_gather(), pytest.warns(UserWarning, match="Foreign"):
+        (found,) = torch.autograd.grad(Foreign.apply(x), x)
+    torch.testing.assert_close(lightning_shard.gather(found), 2 * whole)
+
+
+@pytest.mark.spmd(3)
+def test_stages_in_a_plain_tensor():
+    class Allowed(Assign):
+        pass
+
+    allow_function(Allowed)
+    assert_parity(lambda x: stages(Allowed, x), [SHAPE], {0: [1]}, mesh_of(3))
