@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,8 @@ def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
     """Entries for each of `ndim` dims (and None for new ones); the ellipsis written out.
 
     Entries are ints and slices; with `lists` also tensors of row numbers and masks, split or plain,
-    to which lists are turned. A mask stands for as many dims as it has.
+    to which lists, tuples inside a tuple, ranges and arrays are turned. A mask stands for as many
+    dims as it has.
     """
     if isinstance(index, list) and any(isinstance(i, slice | None | type(...)) for i in index):
         index = tuple(index)
@@ -44,8 +46,10 @@ def _entry(entry: Any, *, lists: bool) -> Any:
     """The entry in its simplest form."""
     if isinstance(entry, int | slice | None | type(...)) and not isinstance(entry, bool):
         return entry
-    if lists and isinstance(entry, list):
-        entry = torch.tensor(entry)
+    if isinstance(entry, np.integer):
+        return int(entry)
+    if lists and isinstance(entry, list | tuple | range | np.ndarray):
+        entry = torch.as_tensor(entry)
     if isinstance(entry, Tensor | Subdomain) and not (
         entry.dtype.is_floating_point or entry.dtype.is_complex
     ):

@@ -1,5 +1,6 @@
 """Rows chosen by position, by lists and by index tensors; cut, shifted, repeated, assigned."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,9 @@ CASES = {
     "last": (lambda x: x[..., -1], [SHAPE]),
     "narrow": (lambda x: (x.narrow(2, 1, 4), torch.narrow_copy(x, 3, 0, 2)), [SHAPE]),
     "list": (lambda x: x[:, [2, 0, 0]], [SHAPE]),
+    "tuple": (lambda x: (x[:, (2, 0)], x[:, :, (0, 6)]), [SHAPE]),
+    "range": (lambda x: (x[range(2)], x[..., range(1, 6, 2), :]), [SHAPE]),
+    "array": (lambda x: (x[:, np.int64(1)], x[:, :, np.array([3, 0])]), [SHAPE]),
     "list_rows": (lambda x: x[:, :, ROWS], [SHAPE]),
     "list_columns": (lambda x: x[..., ROWS, None], [SHAPE]),
     "mask_rows": (lambda x: x[:, :, torch.arange(7) % 3 > 0], [SHAPE]),
