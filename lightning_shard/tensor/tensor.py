@@ -7,6 +7,7 @@ whole.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -292,6 +293,20 @@ def _set_requires_grad(func: Function, *args: Any) -> Any:
 FACTS[_SET_REQUIRES_GRAD] = _set_requires_grad
 
 
+def _reshaped(view: Function, func: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Change the shape in place: the same Python object holds what `view` gives from now on."""
+    if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    otherwise = "a tensor that autograd has saved cannot change its shape in place"
+    return _swapped(tensor, view(tensor, *args, **kwargs), otherwise)
+
+
+for _name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"):
+    FACTS[getattr(Tensor, f"{_name}_")] = functools.partial(_reshaped, getattr(Tensor, _name))
+
+
 def _show_requires_grad(tensor: DomainTensor) -> None:
     """After a write in place the wrapper says what its part says, see `part_of`."""
     if isinstance(tensor._part, Subdomain):
@@ -346,17 +361,18 @@ def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
     if type(value) in (list, tuple) or type(value).__module__ == "torch.return_types":
         return type(value)([_wrap(v, wrappers) for v in value])
     if isinstance(value, Became):
-        return _swapped(value)
+        otherwise = (
+            "a plain tensor that autograd has saved cannot take split rows; make it like the split "
+            "tensor (torch.zeros_like)"
+        )
+        return _swapped(value.plain, DomainTensor(value.part), otherwise)
     return DomainTensor(value) if isinstance(value, Part) else value
 
 
-def _swapped(became: Became) -> Tensor:
-    """The caller's plain tensor, which is the same Python object and a split tensor from now on."""
+def _swapped(tensor: Tensor, made: Tensor, otherwise: str) -> Tensor:
+    """Let the caller's tensor, the same Python object, be the one that was made from now on."""
     try:
-        torch.utils.swap_tensors(became.plain, DomainTensor(became.part))
+        torch.utils.swap_tensors(tensor, made)
     except RuntimeError as error:
-        raise UnsupportedOperationError(
-            "a plain tensor that autograd has saved cannot take split rows; make it like the split "
-            "tensor (torch.zeros_like)"
-        ) from error
-    return became.plain
+        raise UnsupportedOperationError(otherwise) from error
+    return tensor

@@ -8,6 +8,16 @@ from tests.parity import assert_parity, mesh_of
 
 SHAPE, TALL = (2, 3, 7, 5), (2, 3, 12, 5)
 
+
+def in_place(x):
+    y = x * 2
+    same = y.unsqueeze_(2)
+    assert same is y
+    y.transpose_(1, 3).mul_(3)
+    z = (x[:1] * 3).squeeze_(0).swapaxes_(0, 2)
+    return y.squeeze_(2), z.swapdims_(0, 1), (x[0, 0] + 1).t_(), y.shape, y.stride()
+
+
 CASES = {
     "permute": (lambda x: x.permute(0, 2, 3, 1) * 2, [SHAPE]),
     "transpose": (lambda x: (x.transpose(1, -1), x.mT, torch.swapaxes(x, 0, 2)), [SHAPE]),
@@ -26,6 +36,7 @@ CASES = {
         lambda x: (x[:, :1].squeeze(1), x.unsqueeze(2).squeeze(), x[:, :, :1].squeeze(2)),
         [SHAPE],
     ),
+    "in_place": (in_place, [SHAPE]),
     "unsqueeze": (lambda x: (x.unsqueeze(-1), x[None], torch.unsqueeze(x, 3)), [SHAPE]),
     "expand": (lambda x: (x.expand(3, -1, -1, -1, -1), x[:, :1].expand_as(x) * 2), [SHAPE]),
     "expand_plain": (
@@ -46,7 +57,16 @@ CASES = {
         [SHAPE, SHAPE],
     ),
 }
-SMOOTH = ["across", "expand_plain", "patches", "tokens", "expand_row", "cat_rows", "cat_columns"]
+SMOOTH = [
+    "in_place",
+    "across",
+    "expand_plain",
+    "patches",
+    "tokens",
+    "expand_row",
+    "cat_rows",
+    "cat_columns",
+]
 
 
 @pytest.mark.spmd(4)
@@ -86,3 +106,12 @@ def sizes_that_are_tensors(x):
 @pytest.mark.spmd(3)
 def test_sizes_that_are_tensors():
     assert_parity(sizes_that_are_tensors, [SHAPE], {0: [2]}, mesh_of(3))
+
+
+@pytest.mark.spmd(2)
+def test_a_leaf_keeps_its_shape():
+    x = lightning_shard.shard(torch.ones(4, 1), mesh_of(2), 0).requires_grad_()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        x.squeeze_(1)
+    with torch.no_grad():
+        assert x.squeeze_(1).shape == (4,)
