@@ -52,6 +52,7 @@ PACKAGES = {
     "the_well": "the-well",
     "torch_geometric": "torch-geometric",
     "torch_harmonics": "torch-harmonics",
+    "vit_pytorch": "vit-pytorch",
     "x_transformers": "x-transformers",
 }
 FLOAT32 = 1e-5

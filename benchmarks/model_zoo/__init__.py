@@ -31,6 +31,11 @@ LIBRARIES = {
     "spandrel": ("spandrel",),
     "x_transformers": ("x_transformers",),
     "terratorch": ("terratorch",),
+    "deepinv": ("deepinv",),
+    "kornia": ("kornia",),
+    "piq": ("piq",),
+    "ptwt": ("ptwt",),
+    "vit_pytorch": ("vit_pytorch",),
     "handwritten": (
         "handwritten_fields",
         "handwritten_steps",
