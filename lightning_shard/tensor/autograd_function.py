@@ -282,10 +282,13 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def _gives_plain(outputs: Any) -> bool:
-    """Return whether a plain tensor with a gradient is among the outputs of a Function."""
+    """Return whether a plain tensor with a gradient is among the outputs of a Function.
+
+    One without elements has none. The checkpoints of torch 2.11 save their inputs by such a one.
+    """
     each = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors = (x for x in each if isinstance(x, Tensor) and not isinstance(x, DomainTensor))
-    return any(x.requires_grad for x in tensors)
+    return any(x.requires_grad and x.numel() for x in tensors)
 
 
 followed[node_class(_Enter)] = _read_recorded
