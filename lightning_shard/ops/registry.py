@@ -286,7 +286,8 @@ def name_of(function: Any) -> str:
     """Make a readable name: `torch.conv2d`, `torch.nn.functional.pad`, `Tensor.add_`."""
     if isinstance(function, (OperatorPacket, Operator, str)):
         return f"torch.ops.{str(function).replace('::', '.')}"
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
+    names = (getattr(function, key, None) for key in ("__qualname__", "__name__", "name"))
+    name = next((name for name in names if isinstance(name, str)), repr(function))
     if "boolean_dispatch" in name:  # F.max_pool2d and its like, which have no name of their own
         name = next((n for o in (F, torch) for n, f in vars(o).items() if f is function), name)
     if name.startswith("getset_descriptor.") or name.endswith(".__get__"):

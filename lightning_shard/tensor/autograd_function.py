@@ -240,7 +240,7 @@ def _serve_by_rule(function: Any) -> None:
 
 
 @functools.cache
-def install() -> None:
+def install_functions() -> None:
     """Teach the Functions of torch that meet split tensors; called when the first one is made."""
     _serve_by_rule(SyncBatchNorm)
     for function in (CheckpointFunction, BackwardHookFunction):  # the latter of full backward hooks

@@ -11,8 +11,9 @@ from lightning_shard.domain.align import gathered, take_part
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
-from lightning_shard.tensor.autograd_function import install
+from lightning_shard.tensor.autograd_function import install_functions
 from lightning_shard.tensor.rows import Rows
+from lightning_shard.tensor.scripted import install_scripted
 from lightning_shard.tensor.strangers import computes, dispatches
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.tensor.transforms import install_transforms
@@ -34,8 +35,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> Domain
     Raises:
         ValueError: `dims` does not fit the mesh or the tensor.
     """
-    install()
-    install_transforms()
+    _install()
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
     known = type(tensor) in (Tensor, Rows)
@@ -70,8 +70,7 @@ def from_local(
         ValueError: `local` is not this rank's part of a tensor of `shape`, or the parts do not make
             up a whole.
     """
-    install()
-    install_transforms()
+    _install()
     domain = domain_of(mesh)
     if shape is None:
         splits = splits_of(local.ndim, domain.grid.sizes, dims)
@@ -84,6 +83,13 @@ def from_local(
             "out: rows then move to where they belong."
         )
     return DomainTensor(Subdomain(local, layout, domain))
+
+
+def _install() -> None:
+    """Let what asks no rule look at its arguments, from the first split tensor on."""
+    install_functions()
+    install_scripted()
+    install_transforms()
 
 
 def gather(tensor: Tensor) -> Tensor:

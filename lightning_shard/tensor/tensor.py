@@ -25,6 +25,7 @@ from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.registry import Rule, canonical_names, changes_first, run_rule
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
 from lightning_shard.processes.torch_private.internals import (
+    ScriptMethod,
     accessors,
     frame_callback,
     in_transform,
@@ -211,7 +212,11 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
                 local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
             break
     if rule is None:
-        raise UnsupportedOperationError("it has no rule for split tensors")
+        raise UnsupportedOperationError(
+            "TorchScript asks no rule; give the module as it was before torch.jit"
+            if isinstance(func, ScriptMethod)
+            else "it has no rule for split tensors"
+        )
     writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule
     if any(_leaves_empty(w._part) for w in wrappers.values()):

@@ -67,6 +67,9 @@ INTERNALS = {
     "torch.nn.modules._functions.SyncBatchNorm": "nn.SyncBatchNorm has a rule",
     "torch.nn.modules._functions.BackwardHookFunction": "full backward hooks see split tensors",
     "torch.utils.checkpoint.CheckpointFunction": "reentrant checkpoints take split tensors",
+    # TorchScript (tensor/scripted.py)
+    "torch.jit.ScriptFunction": "functions of TorchScript are called on split tensors",
+    "torch._C.ScriptMethod": "a module of TorchScript is refused by a sentence of its own",
     # forward mode and torch.func (domain/forward_mode.py, tensor/transforms.py)
     "torch.autograd.forward_ad._current_level": "collectives carry tangents where others do",
     "torch._C._is_fwd_grad_enabled": "the same",
@@ -241,6 +244,8 @@ OperatorPacket: Any = internal("torch._ops.OpOverloadPacket")
 SyncBatchNorm: Any = internal("torch.nn.modules._functions.SyncBatchNorm")
 BackwardHookFunction: Any = internal("torch.nn.modules._functions.BackwardHookFunction")
 CheckpointFunction: Any = internal("torch.utils.checkpoint.CheckpointFunction")
+ScriptFunction: Any = internal("torch.jit.ScriptFunction")
+ScriptMethod: Any = internal("torch._C.ScriptMethod")
 
 
 def accessors(name: str) -> Any:
@@ -357,6 +362,12 @@ def counting_writes() -> Generator[None]:
         yield
     finally:
         change(key, before)
+
+
+def python_of(scripted: Any) -> Any:
+    """Return the Python function that a function of TorchScript was made of; None if it is lost."""
+    assert "torch.jit.ScriptFunction" in INTERNALS
+    return getattr(scripted, "_torchdynamo_inline", None)
 
 
 def node_class(function: Any) -> Any:
