@@ -55,7 +55,7 @@ from lightning_shard.fsdp.shard_block import (
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
 from lightning_shard.fsdp.whole_matrices import give_whole_matrices
 from lightning_shard.fsdp.write_shards import IN_STEP, write_shards
-from lightning_shard.ops.elementwise.autograd import whole_gradients
+from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import make_replicas, replica_world

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.ops.elementwise.autograd import splits_samples
+from lightning_shard.ops.elementwise.whole_gradients import splits_samples
 
 
 @functools.cache

@@ -22,7 +22,12 @@ from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.memory_format import owned
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of
-from lightning_shard.ops.elementwise.autograd import mean_over_ranks, ranks_of
+from lightning_shard.ops.elementwise.whole_gradients import (
+    is_of,
+    mean_over_ranks,
+    ranks_of,
+    see_whole_gradient,
+)
 from lightning_shard.processes.torch_private.internals import (
     BackwardHookFunction,
     BackwardNode,
@@ -35,6 +40,9 @@ from lightning_shard.processes.torch_private.internals import (
 from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors
 from lightning_shard.tensor.part import Part, followed, foreign_function
 from lightning_shard.tensor.tensor import DomainTensor
+
+# whose Functions on plain tensors may see what one rank has
+_HOSTS = ("torch", "lightning", "lightning_shard")
 
 F = TypeVar("F", bound=type[Function])
 
@@ -99,8 +107,8 @@ def _apply_to_split(
     domain = args[split.index(True)].subdomain.domain if any(split) else None
     outputs = apply(*map(_entered, args))
     if type(outputs) is tuple:
-        return tuple(_left(out, split, domain) for out in outputs)
-    return _left(outputs, split, domain)
+        return tuple(_left(out, split, domain, function) for out in outputs)
+    return _left(outputs, split, domain, function)
 
 
 def _serve(node: Any) -> None:
@@ -164,7 +172,7 @@ def _entered(value: Any) -> Any:
     return value
 
 
-def _left(output: Any, split: Sequence[bool], domain: Domain | None) -> Any:
+def _left(output: Any, split: Sequence[bool], domain: Domain | None, function: Any) -> Any:
     if not isinstance(output, Tensor):
         return output
     with without_rules():
@@ -176,6 +184,8 @@ def _left(output: Any, split: Sequence[bool], domain: Domain | None) -> Any:
         return DomainTensor(_left_part(output, getattr(node, "watched", ())))
     if domain is not None:
         output.register_hook(functools.partial(_mean_over_ranks, domain=domain))
+    elif function is not CheckpointFunction:  # hooks of a module, or a backward of the user's own
+        see_whole_gradient(output)
     return output
 
 
@@ -261,8 +271,15 @@ def _ask_before_functions() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         own = plain.__get__(None, cls)
         split = [a for a in (*args, *kwargs.values()) if isinstance(a, DomainTensor)]
-        if not split or cls is _Leave or node_class(cls) in followed:
+        if cls is _Leave or node_class(cls) in followed:
             return own(*args, **kwargs)
+        if not split:
+            outputs = own(*args, **kwargs)
+            if not is_of(cls, _HOSTS):
+                for out in outputs if isinstance(outputs, tuple) else (outputs,):
+                    if isinstance(out, Tensor):
+                        see_whole_gradient(out)
+            return outputs
         if not gather_allowed.get():
             outputs = own(*args, **kwargs)
             if any(map(_is_recorded, split)) and _gives_plain(outputs):

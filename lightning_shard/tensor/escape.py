@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.domain.layout import Layout
-from lightning_shard.ops.elementwise.autograd import local_gradients
+from lightning_shard.ops.elementwise.whole_gradients import local_gradients
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.tensor import DomainTensor
 

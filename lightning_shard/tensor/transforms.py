@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode, ranks_are_threads
-from lightning_shard.ops.elementwise.autograd import local_gradients, mean_over_ranks
+from lightning_shard.ops.elementwise.whole_gradients import local_gradients, mean_over_ranks
 from lightning_shard.processes.torch_private.internals import (
     dual_level,
     forward_ad,

@@ -8,30 +8,23 @@ all numbers are those of one process.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from lightning_shard.domain.align import local_part, subdomains
-from lightning_shard.domain.comm import all_reduce, all_reduce_extreme
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
+from lightning_shard.domain.subdomain import Domain, Subdomain
+from lightning_shard.ops.elementwise.whole_gradients import (
+    local_gradients,
+    mean_over_ranks,
+    ranks_of,
+)
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.processes.narrow import is_list
-from lightning_shard.processes.torch_private.internals import (
-    backward_pass,
-    in_transform,
-    replace_internal,
-)
 
 Operand = Subdomain | Tensor
 _GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor
@@ -140,136 +133,6 @@ def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
 def set_requires_grad(func: Callable[..., Any], x: Subdomain, value: bool) -> None:
     """Set `.requires_grad` of this rank's part; nothing travels."""
     x.local.requires_grad = value
-
-
-def ranks_of(domain: Domain) -> int:
-    """Count the ranks of a domain."""
-    return math.prod(domain.grid.sizes)
-
-
-def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
-    """Average the gradient of a plain tensor over the ranks, each of which has its own part."""
-    return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / ranks_of(
-        domain
-    )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step that runs.
-
-    Attributes:
-        domain: The ranks over which plain gradients are averaged; None: none.
-        around: A context for each call of `torch.autograd.grad`.
-    """
-
-    domain: Domain | None
-    around: Callable[[], AbstractContextManager[Any]]
-
-
-_step: ContextVar[_Step | None] = ContextVar("_step", default=None)
-
-
-@contextmanager
-def whole_gradients(
-    mesh: DeviceMesh | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Generator[None]:
-    """Inside, `torch.autograd.grad` gives whole gradients of plain tensors, such as parameters.
-
-    Each rank of a domain has a part of them, since it ran the backward pass of its own rows. One
-    sum over the domain travels for each dtype. Tensors that differ between the ranks keep their
-    own gradients.
-
-    Args:
-        mesh: The domain mesh; nothing is averaged for None and for one rank.
-        around: A context that is opened for each call of `torch.autograd.grad`.
-    """
-    _average_gradients()
-    domain = None if mesh is None or mesh.size() == 1 else domain_of(mesh)
-    token = _step.set(_Step(domain, around))
-    try:
-        yield
-    finally:
-        _step.reset(token)
-
-
-@contextmanager
-def local_gradients() -> Generator[None]:
-    """Inside, `torch.autograd.grad` gives what it gives on this rank."""
-    step = _step.get()
-    token = _step.set(None if step is None else replace(step, domain=None))
-    try:
-        yield
-    finally:
-        _step.reset(token)
-
-
-def splits_samples() -> bool:
-    """Return True inside of a step whose samples are split over ranks."""
-    step = _step.get()
-    return step is not None and step.domain is not None
-
-
-@cache
-def _average_gradients() -> None:
-    """Replace the function of torch behind `torch.autograd.grad`, however that was imported."""
-    replace_internal("torch.autograd._engine_run_backward", _averaging)
-
-
-def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, whose gradients are averaged over a domain where a step asks for them."""
-
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        step = _step.get()
-        inputs: Any = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else None
-        if step is None or inputs is None or backward_pass() != -1:
-            return run(outputs, *args, **kwargs)
-        with step.around():
-            found = run(outputs, *args, **kwargs)
-        if step.domain is None or in_transform():
-            return found
-        with local_gradients():
-            return _averaged_over(step.domain, inputs, found)
-
-    return run_backward
-
-
-def _averaged_over(domain: Domain, inputs: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
-    shared = _equal_on_all_ranks(domain, inputs)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, gradient in enumerate(found):
-        if gradient is not None and type(gradient) is Tensor and shared[i]:
-            by_dtype.setdefault(gradient.dtype, []).append(i)
-    result = list(found)
-    for places in by_dtype.values():
-        flat = torch.cat([found[i].reshape(-1) for i in places])
-        parts = mean_over_ranks(flat, domain).split([found[i].numel() for i in places])
-        for i, part in zip(places, parts, strict=True):
-            result[i] = part.view(found[i].shape)
-    return tuple(result)
-
-
-@torch.no_grad()
-def _equal_on_all_ranks(domain: Domain, inputs: Sequence[Any]) -> list[bool]:
-    """Return for each input True if all ranks hold the same numbers, as they do of a parameter."""
-    others = [i for i, x in enumerate(inputs) if type(x) is Tensor]
-    equal = [isinstance(x, nn.Parameter) for x in inputs]
-    if others:
-        marks = torch.stack([_mark_of(inputs[i]) for i in others])
-        group = domain.group(tuple(range(len(domain.grid.sizes))))
-        low = all_reduce_extreme(marks, dist.ReduceOp.MIN, group)
-        high = all_reduce_extreme(marks, dist.ReduceOp.MAX, group)
-        for i, same in zip(others, (low == high).all(1).tolist(), strict=True):
-            equal[i] = same
-    return equal
-
-
-def _mark_of(x: Tensor) -> Tensor:
-    """Return three numbers that differ between tensors of other shapes or values."""
-    values = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    values = values.reshape(-1).double().nan_to_num(7.0)
-    weights = torch.arange(values.numel(), device=x.device, dtype=torch.float64).cos()
-    return torch.stack([values.sum(), (values * weights).sum(), weights.sum()])
 
 
 def _local(x: Operand) -> Tensor:

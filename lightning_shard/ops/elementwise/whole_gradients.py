@@ -1,0 +1,230 @@
+"""Gives whole gradients of plain tensors, such as weights, to what looks at them in a step.
+
+Each rank of a domain has a part of the gradient of a plain tensor, since it ran the backward pass
+of its own rows. The mean over the ranks is the gradient. FSDP2 and `parallelize` take it for
+parameters after the backward pass. What a step sees before that is whole by the hooks of this file:
+the results of `torch.autograd.grad`, hooks of tensors and modules, `retain_grad`, and what the
+backward of a custom autograd.Function is given. Where ranks hold different numbers, as of rows that
+a step has taken by `to_local`, each keeps its own gradient.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from lightning_shard.domain.comm import all_reduce, all_reduce_extreme
+from lightning_shard.domain.subdomain import Domain, domain_of
+from lightning_shard.domain.tracing import is_traced
+from lightning_shard.processes.torch_private.internals import (
+    backward_pass,
+    in_transform,
+    replace_internal,
+)
+
+# hooks that these packages register are given what one rank has, as they expect
+_HOSTS = (
+    "torch.distributed", "torch.utils", "torch._dynamo", "torch._functorch",
+    "lightning", "lightning_fabric", "pytorch_lightning", "lightning_shard",
+)  # fmt: skip
+
+
+def ranks_of(domain: Domain) -> int:
+    """Count the ranks of a domain."""
+    return math.prod(domain.grid.sizes)
+
+
+def mean_over_ranks(gradient: Tensor, domain: Domain) -> Tensor:
+    """Average the gradient of a plain tensor over the ranks, each of which has its own part."""
+    return all_reduce(gradient, domain.group(tuple(range(len(domain.grid.sizes))))) / ranks_of(
+        domain
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that runs.
+
+    Attributes:
+        domain: The ranks over which plain gradients are averaged; None: none.
+        around: A context for each call of `torch.autograd.grad`.
+    """
+
+    domain: Domain | None
+    around: Callable[[], AbstractContextManager[Any]]
+
+
+_step: ContextVar[_Step | None] = ContextVar("_step", default=None)
+
+
+@contextmanager
+def whole_gradients(
+    mesh: DeviceMesh | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Generator[None]:
+    """Inside, plain tensors show whole gradients; for `torch.autograd.grad` one sum travels.
+
+    Args:
+        mesh: The domain mesh; nothing is averaged for None and for one rank.
+        around: A context that is opened for each call of `torch.autograd.grad`.
+    """
+    _average_gradients()
+    domain = None if mesh is None or mesh.size() == 1 else domain_of(mesh)
+    token = _step.set(_Step(domain, around))
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+@contextmanager
+def local_gradients() -> Generator[None]:
+    """Inside, plain tensors show this rank's gradients."""
+    step = _step.get()
+    token = _step.set(None if step is None else replace(step, domain=None))
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def splits_samples() -> bool:
+    """Return True inside of a step whose samples are split over ranks."""
+    step = _step.get()
+    return step is not None and step.domain is not None
+
+
+@cache
+def _average_gradients() -> None:
+    """Replace the function of torch behind `torch.autograd.grad`, and methods of tensors."""
+    replace_internal("torch.autograd._engine_run_backward", _averaging)
+    register, retain = Tensor.register_hook, Tensor.retain_grad
+
+    def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        if has_torch_function_unary(self):
+            return handle_torch_function(register, (self,), self, hook)
+        return register(self, hook if is_of(hook, _HOSTS) else on_whole_gradient(self, hook))
+
+    def retain_grad(self: Tensor) -> None:
+        if has_torch_function_unary(self):
+            handle_torch_function(retain, (self,), self)
+            return
+        if not (self.is_leaf or self.retains_grad):
+            see_whole_gradient(self)
+        retain(self)
+
+    Tensor.register_hook = functools.wraps(register)(register_hook)
+    Tensor.retain_grad = functools.wraps(retain)(retain_grad)
+
+
+def is_of(function: Any, packages: Sequence[str]) -> bool:
+    """Return True for a function, or a class, that one of these packages defines."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or ""
+    return any(module == name or module.startswith(f"{name}.") for name in packages)
+
+
+def see_whole_gradient(tensor: Tensor) -> None:
+    """Let what looks at the gradient of a tensor of a step after this hook see all of it."""
+    hook = on_whole_gradient(tensor, _unchanged)
+    if hook is not _unchanged:
+        tensor.register_hook(hook)
+
+
+def _unchanged(gradient: Tensor) -> None:
+    """Look at a gradient, and leave it as it is."""
+
+
+def on_whole_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Return a hook that is given whole gradients; `hook` itself outside of a step.
+
+    Parameters, whose gradients FSDP2 adds up, and tensors of other classes keep their hooks.
+    """
+    step = _step.get()
+    if step is None or step.domain is None or type(tensor) is not Tensor:
+        return hook
+    if not tensor.requires_grad or is_traced() or in_transform():
+        return hook
+    domain, mark = step.domain, _mark_of(tensor)
+
+    def on_whole(gradient: Tensor) -> Any:
+        if not _alike(domain, [mark])[0]:
+            return hook(gradient)
+        whole = mean_over_ranks(gradient, domain)
+        changed = hook(whole)
+        return whole if changed is None else changed
+
+    return on_whole
+
+
+def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, whose gradients are averaged over a domain where a step asks for them."""
+
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        step = _step.get()
+        inputs: Any = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else None
+        if step is None or inputs is None or backward_pass() != -1:
+            return run(outputs, *args, **kwargs)
+        with step.around():
+            found = run(outputs, *args, **kwargs)
+        if step.domain is None or in_transform():
+            return found
+        with local_gradients():
+            return _averaged_over(step.domain, inputs, found)
+
+    return run_backward
+
+
+def _averaged_over(domain: Domain, inputs: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+    shared = _equal_on_all_ranks(domain, inputs)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, gradient in enumerate(found):
+        if gradient is not None and type(gradient) is Tensor and shared[i]:
+            by_dtype.setdefault(gradient.dtype, []).append(i)
+    result = list(found)
+    for places in by_dtype.values():
+        flat = torch.cat([found[i].reshape(-1) for i in places])
+        parts = mean_over_ranks(flat, domain).split([found[i].numel() for i in places])
+        for i, part in zip(places, parts, strict=True):
+            result[i] = part.view(found[i].shape)
+    return tuple(result)
+
+
+def _equal_on_all_ranks(domain: Domain, inputs: Sequence[Any]) -> list[bool]:
+    """Return for each input True if all ranks hold the same numbers, as they do of a parameter."""
+    others = [i for i, x in enumerate(inputs) if type(x) is Tensor]
+    equal = [isinstance(x, nn.Parameter) for x in inputs]
+    if others:
+        same = _alike(domain, [_mark_of(inputs[i]) for i in others])
+        for i, alike in zip(others, same, strict=True):
+            equal[i] = alike
+    return equal
+
+
+@torch.no_grad()
+def _alike(domain: Domain, marks: Sequence[Tensor]) -> list[bool]:
+    """Return for each mark True if it is the same on all ranks."""
+    group = domain.group(tuple(range(len(domain.grid.sizes))))
+    mine = torch.stack([*marks])
+    low = all_reduce_extreme(mine, dist.ReduceOp.MIN, group)
+    high = all_reduce_extreme(mine, dist.ReduceOp.MAX, group)
+    return [bool(same) for same in (low == high).all(1)]
+
+
+@torch.no_grad()
+def _mark_of(x: Tensor) -> Tensor:
+    """Return three numbers that differ between tensors of other shapes or values."""
+    values = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    values = values.reshape(-1).double().nan_to_num(7.0)
+    weights = torch.arange(values.numel(), device=x.device, dtype=torch.float64).cos()
+    return torch.stack([values.sum(), (values * weights).sum(), weights.sum()])
