@@ -3,9 +3,9 @@
 Each rank of a domain has a part of the gradient of a plain tensor, since it ran the backward pass
 of its own rows. The mean over the ranks is the gradient. FSDP2 and `parallelize` take it for
 parameters after the backward pass. What a step sees before that is whole by the hooks of this file:
-the results of `torch.autograd.grad`, hooks of tensors and modules, `retain_grad`, and what the
-backward of a custom autograd.Function is given. Where ranks hold different numbers, as of rows that
-a step has taken by `to_local`, each keeps its own gradient.
+the results of `torch.autograd.grad`, `.grad` of leaves that the step has made, hooks of tensors and
+modules, `retain_grad`, and what the backward of a custom autograd.Function is given. Where ranks
+hold different numbers, as of rows that a step has taken by `to_local`, each keeps its own gradient.
 """
 
 import functools
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.domain.comm import all_reduce, all_reduce_extreme
 from lightning_shard.domain.subdomain import Domain, domain_of
@@ -134,11 +135,10 @@ def is_of(function: Any, packages: Sequence[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in packages)
 
 
-def see_whole_gradient(tensor: Tensor) -> None:
+def see_whole_gradient(tensor: Tensor) -> RemovableHandle | None:
     """Let what looks at the gradient of a tensor of a step after this hook see all of it."""
     hook = on_whole_gradient(tensor, _unchanged)
-    if hook is not _unchanged:
-        tensor.register_hook(hook)
+    return None if hook is _unchanged else tensor.register_hook(hook)
 
 
 def _unchanged(gradient: Tensor) -> None:
@@ -172,9 +172,16 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         step = _step.get()
-        inputs: Any = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else None
-        if step is None or inputs is None or backward_pass() != -1:
+        if step is None or backward_pass() != -1:
             return run(outputs, *args, **kwargs)
+        inputs: Any = args[3] if len(args) > 3 and kwargs.get("accumulate_grad") is False else None
+        if inputs is None:
+            handles = [see_whole_gradient(leaf) for leaf in _leaves_of(step, outputs)]
+            try:
+                return run(outputs, *args, **kwargs)
+            finally:
+                for handle in filter(None, handles):
+                    handle.remove()
         with step.around():
             found = run(outputs, *args, **kwargs)
         if step.domain is None or in_transform():
@@ -183,6 +190,19 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
             return _averaged_over(step.domain, inputs, found)
 
     return run_backward
+
+
+def _leaves_of(step: _Step, outputs: Sequence[Any]) -> list[Tensor]:
+    """Return the leaves that the step has made, such as latents that it trains in a loop."""
+    waiting = [] if step.domain is None else [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen: set[Any] = {*waiting}
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    leaves = (getattr(node, "variable", None) for node in seen)
+    return [leaf for leaf in leaves if type(leaf) is Tensor]
 
 
 def _averaged_over(domain: Domain, inputs: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:

@@ -104,6 +104,28 @@ def test_equals_one_process(kind, rows):
         torch.testing.assert_close(gradient, value, rtol=1e-10, atol=1e-14)
 
 
+def fitted(net, x, mesh=None):
+    """Train latents within a step, as an auto-decoder does."""
+    with whole_gradients(mesh):
+        latents = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+        inner = torch.optim.SGD([latents], 0.5, momentum=0.9)
+        for _ in range(3):
+            inner.zero_grad()
+            h = nn.functional.conv2d(x, net.first.weight, padding=1)
+            ((h - net.gate(latents)[:, :, None, None]).square().mean()).backward()
+            latents.grad.copy_(unit(latents.grad))
+            inner.step()
+    return latents.detach()
+
+
+@pytest.mark.spmd(3)
+def test_leaves_of_the_step():
+    net, x = Squeeze("").double(), torch.randn(2, 2, 13, 7, dtype=torch.float64)
+    wanted = fitted(copy.deepcopy(net), x)
+    found = fitted(net, lightning_shard.shard(x, mesh_of(3), 2), mesh_of(3))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+
+
 @pytest.mark.spmd(2)
 def test_outside_of_a_step_nothing_travels():
     mesh = mesh_of(2)
