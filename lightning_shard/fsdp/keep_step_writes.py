@@ -203,6 +203,13 @@ class Gathered:
                     "write it in a hook such as on_train_batch_end."
                 )
 
+    def part_of(self, gradient: Tensor, shard: Any) -> Tensor:
+        """Return the part of a whole gradient that belongs to a shard."""
+        part = gradient[self._slice(shard)].to(shard.dtype).contiguous()
+        mesh, placements = shard.device_mesh, shard.placements
+        form = {"shape": shard.shape, "stride": shard.stride()}
+        return DTensor.from_local(part, mesh, placements, run_check=False, **form)
+
     def _differs(self, whole: Tensor, shard: Any, local: Tensor) -> bool:
         """Return True unless the parameter was gathered again after its shard was written."""
         now = whole[self._slice(shard)]

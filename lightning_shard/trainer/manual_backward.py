@@ -6,16 +6,22 @@ not an output yet, and the next pass reads parameters again, after an optimizer 
 Nor does it follow `toggle_optimizer` once it has gathered the parameters.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
+from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.ops.elementwise.whole_gradients import mark_of
+from lightning_shard.processes.torch_private.internals import give_up_whole
 
 
 class ManualBackward:
@@ -32,7 +38,7 @@ class ManualBackward:
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
         self._has_begun = False
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._check())
+            optimizer.register_step_pre_hook(lambda *_: self._begin_optimizer())
             optimizer.register_step_post_hook(lambda *_: self._has_stepped())
         object.__setattr__(root, "return_loss", self._return_loss)
         register_fsdp_forward_method(root, "return_loss")
@@ -91,14 +97,31 @@ class ManualBackward:
                 whole.grad = shard.grad
                 self._shown.append((whole, shard, shard.grad))
 
-    def _check(self) -> None:
-        """Gradients that FSDP2 has not been told of lie with the whole parameters."""
+    def take_assigned(self) -> None:
+        """Give shards the gradients that FSDP2 has not been told of.
+
+        They lie with the whole parameters. Those that a step has made of `torch.autograd.grad` are
+        whole, and equal on all ranks of a domain. Those of `loss.backward()` are parts, and data
+        replicas have those of their samples.
+
+        Raises:
+            RuntimeError: The ranks have different ones.
+        """
         self._take_what_was_changed()
-        if any(whole.grad is not None for whole, _ in self.gathered.pairs()):
+        given = [(w, w.grad, s) for w, s in self.gathered.pairs() if w.grad is not None]
+        if given and not _are_equal([g for _, g, _ in given], given[0][2]):
             raise RuntimeError(
                 "the optimizer would step without the gradients of loss.backward(); call "
-                "self.manual_backward(loss) instead, which reduces them over all ranks."
+                "self.manual_backward(loss) instead, which reduces them over all ranks. Gradients "
+                "that the step assigns itself, of torch.autograd.grad, must be equal on all ranks."
             )
+        for whole, gradient, shard in given:
+            shard.grad, whole.grad = self.gathered.part_of(gradient, shard), None
+        self._show_gradients()
+
+    def _begin_optimizer(self) -> None:
+        self.take_assigned()
+        self._take_what_was_changed()
         self.gathered.steps = True
 
     def _has_stepped(self) -> None:
@@ -106,7 +129,8 @@ class ManualBackward:
         self._gather_again()
 
     def _gather_again(self) -> None:
-        self.root.reshard()
+        for module in sharded_modules(self.root):  # not reshard(), which waits for a backward pass
+            give_up_whole(module)
         self.root.unshard()
         for name, p in self.root.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
             if name in self.names and p not in self.optimized:
@@ -114,3 +138,12 @@ class ManualBackward:
         self.gathered.begin()
         self._has_begun = True
         self._show_gradients()
+
+
+def _are_equal(gradients: Sequence[Tensor], shard: Any) -> bool:
+    """Return whether all ranks that share the parameters hold the same numbers."""
+    low = high = torch.stack([mark_of(gradient) for gradient in gradients])
+    for group in shard.device_mesh.get_all_groups():
+        low = all_reduce_extreme(low, dist.ReduceOp.MIN, group)
+        high = all_reduce_extreme(high, dist.ReduceOp.MAX, group)
+    return bool((low == high).all())

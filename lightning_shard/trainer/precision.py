@@ -1,5 +1,6 @@
 """Makes Lightning's precision plug-ins right for sharded and for complex parameters."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,16 +105,22 @@ def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None
         )
 
 
-def clip_over_shards(plugin: TrainerPrecision) -> None:
+def clip_over_shards(plugin: TrainerPrecision, before: Callable[[], None]) -> None:
     """Let the plug-in clip gradients by their norm over all shards.
 
     Lightning asks the plug-in, of which it makes one of several classes, not the strategy.
+
+    Args:
+        plugin: The plug-in, which is changed in place.
+        before: Gives shards the gradients that a step has assigned.
     """
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        before()
         clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
+        before()
         clip_grad_value_(plugin.main_params(optimizer), clip_val)
 
     plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, by_value

@@ -62,6 +62,11 @@ class Steps:
             with self._manual.of(loss) as start:
                 yield start
 
+    def take_assigned(self) -> None:
+        """Give shards the gradients that a step of manual optimization has assigned itself."""
+        if self._manual is not None:
+            self._manual.take_assigned()
+
     def reshard(self, module: nn.Module) -> None:
         """Shard again after a forward without backward: callbacks know sharded parameters."""
         for part in sharded_modules(module):

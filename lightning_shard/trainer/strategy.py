@@ -296,7 +296,7 @@ class HybridShardStrategy(NotCompiled):
         """Take the plug-in, and let it clip gradients over all shards."""
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
-            clip_over_shards(precision_plugin)
+            clip_over_shards(precision_plugin, lambda: self.steps.take_assigned())
 
     def set_world_ranks(self) -> None:
         """Give the environment and the printing functions the rank of this process."""

@@ -70,6 +70,44 @@ class Toggled(Manual):
             optimizer.zero_grad()
 
 
+class Delayed(Manual):
+    """Gradients of the step before are taken, before the loss of this one."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Projected(Delayed):
+    """Gradients of two losses, of which one is projected on the other, are assigned."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        weights, smooth = [*self.parameters()], self.network(batch["x"]).diff(dim=-1)
+        losses = (self.loss(batch), smooth.square().mean())
+        flat: list[torch.Tensor] = []
+        for loss in losses:
+            found = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+            pairs = zip(found, weights, strict=True)
+            flat.append(
+                torch.cat([(torch.zeros_like(w) if g is None else g).ravel() for g, w in pairs])
+            )
+        first, second = flat
+        first = first - (first @ second) / second.square().sum() * second
+        parts = (first + second).split([weight.numel() for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.grad = part.view_as(weight).clone()
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+        self.log("loss", self.loss(batch))
+
+
 class Adversarial(Manual):
     """Two networks that are called by themselves, not through the module's forward."""
 
@@ -145,6 +183,8 @@ FEATURES = {
     "manual_optimization": Feature(Manual),
     "toggled_optimizers": Feature(Toggled),
     "adversarial": Feature(Adversarial),
+    "delayed_step": Feature(Delayed),
+    "assigned_gradients": Feature(Projected, domain_only=True),
     "schedule_by_step": Feature(lambda: Scheduled(one_cycle), {"max_epochs": 2}),
     "schedule_on_plateau": Feature(lambda: Scheduled(plateau), {"max_epochs": 3}),
     "batch_norm": Feature(lambda: Featured(nn.BatchNorm2d), {"max_epochs": 2}, domain_only=True),

@@ -72,6 +72,32 @@ def test_two_backward_passes_of_one_step():
         torch.testing.assert_close(mine.full_tensor(), wanted)
 
 
+class Assigned(Net):
+    """Assigns gradients and steps, whatever is called."""
+
+    def training_step(self, values, optimizer):
+        self(torch.zeros(1, 3))
+        for p in self.parameters():
+            p.grad = values.expand_as(p).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.spmd(2)
+def test_assigned_gradients_must_be_equal():
+    module = Assigned()
+    wanted = [p.detach() - 0.1 for p in Assigned().parameters()]
+    parallelize(module, init_mesh({"data": -1, "domain": 1}, "cpu"), methods=["training_step"])
+    optimizer, steps = torch.optim.SGD(module.parameters(), lr=0.1), Steps()
+    steps.follow(module, [optimizer])
+    module.training_step(torch.ones(()), optimizer)
+    steps.reshard(module)
+    for mine, value in zip(module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), value)
+    with pytest.raises(RuntimeError, match="must be equal on all ranks"):
+        module.training_step(torch.tensor(float(dist.get_rank())), optimizer)
+
+
 @pytest.mark.spmd(2)
 def test_parameters_are_whole_while_a_stage_predicts():
     module, steps = sharded(), Steps()

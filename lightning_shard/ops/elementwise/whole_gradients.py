@@ -155,7 +155,7 @@ def on_whole_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable
         return hook
     if not tensor.requires_grad or is_traced() or in_transform():
         return hook
-    domain, mark = step.domain, _mark_of(tensor)
+    domain, mark = step.domain, mark_of(tensor)
 
     def on_whole(gradient: Tensor) -> Any:
         if not _alike(domain, [mark])[0]:
@@ -225,7 +225,7 @@ def _equal_on_all_ranks(domain: Domain, inputs: Sequence[Any]) -> list[bool]:
     others = [i for i, x in enumerate(inputs) if type(x) is Tensor]
     equal = [isinstance(x, nn.Parameter) for x in inputs]
     if others:
-        same = _alike(domain, [_mark_of(inputs[i]) for i in others])
+        same = _alike(domain, [mark_of(inputs[i]) for i in others])
         for i, alike in zip(others, same, strict=True):
             equal[i] = alike
     return equal
@@ -242,7 +242,7 @@ def _alike(domain: Domain, marks: Sequence[Tensor]) -> list[bool]:
 
 
 @torch.no_grad()
-def _mark_of(x: Tensor) -> Tensor:
+def mark_of(x: Tensor) -> Tensor:
     """Return three numbers that differ between tensors of other shapes or values."""
     values = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     values = values.reshape(-1).double().nan_to_num(7.0)

@@ -93,6 +93,8 @@ INTERNALS = {
         "parameters that a rank has not used get zero gradients",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward":
         "the same",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded":
+        "a step that has had no backward pass keeps the weights from before its optimizer's step",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook":
         "gradients through tangents are reduced",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
@@ -387,6 +389,14 @@ def parameter_groups(module: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
     groups = [state._fsdp_param_group] if groups is None else groups
     return [group for group in groups if group is not None]
+
+
+def give_up_whole(module: Any) -> None:
+    """Let a sharded module have its shards, also where FSDP2 keeps the whole until backward."""
+    for group in parameter_groups(module):
+        internal(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded"
+        )(group)
 
 
 def pre_backward_of(state: Any) -> Callable[[Tensor], Tensor]:
