@@ -30,8 +30,8 @@ _BY_MESSAGE = {
         "norms as torch.stack([p.norm() ...]).norm()."
     ),
     "but its data is not allocated yet": (
-        "torch.tensor was given sharded tensors, as grad_norm of lightning.pytorch.utilities does "
-        "with norms of gradients: read each as a number, such as float(p.grad.norm()), first."
+        "torch.tensor was given sharded tensors, such as norms of gradients: read each as a "
+        "number, such as float(p.grad.norm()), first."
     ),
     "FSDP does not support deepcopy": (
         "A module that was trained by this strategy cannot be copied, which a callback such as "

@@ -85,10 +85,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 
 # Without it a loader cannot be given the samples of one replica.
+from lightning.pytorch.utilities import grads
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
@@ -337,10 +339,16 @@ def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
 
 
 def _named(plain: Callable[..., Any], reducing: Callable[..., Any], results: Any) -> Any:
-    """Name what `plain` reduces: a metric, or the metric of a key in `results`."""
+    """Name what `plain` reduces: a metric, or the metric of a key in `results`.
+
+    A number of shards, such as the norm of a gradient, is read here, where all ranks log it. A
+    progress bar would read it on the first rank alone.
+    """
 
     def call(metric: Any, *args: Any) -> Any:
         meta = (metric if results is None else results[metric]).meta
+        if args and isinstance(args[0], DTensor):
+            args = args[0].full_tensor(), *args[1:]
         with reducing(meta.name, None if results is None else args[-1]):
             return plain(metric, *args)
 
@@ -477,3 +485,21 @@ def option_types(parser: Any) -> dict[str, Any]:
     Without it an error could name neither the options of a class nor the type of a value.
     """
     return {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
+
+
+# Without it `grad_norm`, with which Lightning shows exploding gradients, cannot read shards.
+class _TorchOfNorms:
+    """torch as `grad_norm` sees it, whose `tensor` reads sharded norms as numbers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(norms: list[Any]) -> torch.Tensor:
+        """Return the norms, one for each parameter, as a plain tensor; all ranks call."""
+        return torch.tensor([float(norm) for norm in norms])
+
+
+def read_shards_in_grad_norm() -> None:
+    """Let Lightning's `grad_norm` give the norms of whole gradients, however it was imported."""
+    grads.__dict__["torch"] = _TorchOfNorms()

@@ -47,6 +47,7 @@ from lightning_shard.trainer.host import (
     NotCompiled,
     callbacks_of,
     optimizers_to_device,
+    read_shards_in_grad_norm,
     tell_device,
     tell_mesh,
 )
@@ -450,6 +451,7 @@ class HybridShardStrategy(NotCompiled):
             READS.set(self.hook_values)
             BEFORE.set(self.hook_values.meet_in_hooks)
             give_whole_to(trainer.loggers)
+            read_shards_in_grad_norm()
         self.barrier("HybridShardStrategy.setup")
 
     @override

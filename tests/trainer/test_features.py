@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from tests.pairs import choose
@@ -131,6 +132,15 @@ class Adversarial(Manual):
         return [torch.optim.SGD(p, lr=0.02) for p in (inner, self.critic.parameters())]
 
 
+class Normed(Featured):
+    """Logs norms of gradients, which are sharded, as Lightning documents it."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log_dict(grad_norm(self, 2))
+        self.log_dict(grad_norm(self.network, "inf"), on_step=True, on_epoch=True)
+        self.log("norm", self.weight.grad.norm(), prog_bar=True)
+
+
 class Scheduled(Featured):
     def __init__(self, make: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> None:
         super().__init__()
@@ -183,6 +193,7 @@ FEATURES = {
     "manual_optimization": Feature(Manual),
     "toggled_optimizers": Feature(Toggled),
     "adversarial": Feature(Adversarial),
+    "norms_of_gradients": Feature(Normed, {"enable_progress_bar": True}),
     "delayed_step": Feature(Delayed),
     "assigned_gradients": Feature(Projected, domain_only=True),
     "schedule_by_step": Feature(lambda: Scheduled(one_cycle), {"max_epochs": 2}),
