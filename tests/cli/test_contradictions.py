@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 import lightning_shard
 from lightning_shard.cli import main as cli
@@ -41,6 +42,10 @@ class Logged(Net):
         found = super().validation_step(batch, batch_idx)
         self.log("x", found["x"])
         return found
+
+
+class Untested(Logged):
+    test_step = LightningModule.test_step
 
 
 @pytest.mark.parametrize(
@@ -152,6 +157,13 @@ class TestRuns:
         test_main.fit(*words, "--ckpt_path", "kept/last.ckpt")
         out = capsys.readouterr().err
         assert "Nothing was trained: a limit was reached before" in out
+
+    def test_no_test_is_proposed_that_the_module_has_not(self, capsys):
+        test_main.fit("--trainer.logger", "false", "--model", f"{HERE}.Untested")
+        out = capsys.readouterr().err
+        assert "Best checkpoint: " in out
+        assert "Resume: " in out
+        assert "Test: " not in out
 
     def test_a_report_can_be_left_out(self, capsys):
         test_main.fit("--trainer.logger", "false", "--report", "false")

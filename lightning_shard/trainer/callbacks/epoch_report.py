@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_shard.trainer.callbacks.samples_per_second import samples_of_all
@@ -159,17 +160,21 @@ def checkpoint_lines(
 ) -> list[str]:
     """Say where the best checkpoint lies and what it scored, and how to test and to resume.
 
+    Nothing is said of a test that the module has not.
+
     Args:
         trainer: The Trainer whose callbacks keep the checkpoints.
         call: Returns the words that run a stage from a checkpoint.
     """
     lines: list[str] = []
+    can_test = is_overridden("test_step", trainer.lightning_module)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             best, score = callback.best_model_path, callback.best_model_score
             scored = "" if score is None else f" ({callback.monitor} {float(score):.4g})"
             if best:
-                lines += [f"Best checkpoint: {best}{scored}", f"Test: {call('test', best)}"]
+                lines.append(f"Best checkpoint: {best}{scored}")
+                lines += [f"Test: {call('test', best)}"] if can_test else []
             if newest := callback.last_model_path or best:
                 lines.append(f"Resume: {call('fit', newest)}")
     if any(isinstance(callback, ModelCheckpoint) for callback in trainer.checkpoint_callbacks):
