@@ -22,6 +22,7 @@ from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import name_of, rule_for
 from lightning_shard.ops.become import Became
 from lightning_shard.ops.elementwise.pointwise import pointwise
+from lightning_shard.ops.elementwise.whole_gradients import as_part
 from lightning_shard.ops.registry import Rule, canonical_names, changes_first, run_rule
 from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
 from lightning_shard.processes.torch_private.internals import (
@@ -91,11 +92,13 @@ class DomainTensor(Tensor):
             requires_grad=local.requires_grad,
         )
         wrapper._part = part
+        if local.requires_grad and local.is_leaf:
+            as_part(local)
         return wrapper
 
     def to_local(self) -> Tensor:
         """Return this rank's part: a plain tensor, connected to the autograd graph."""
-        return self.subdomain.local
+        return as_part(self.subdomain.local)
 
     @property
     def subdomain(self) -> Subdomain:
@@ -317,7 +320,7 @@ def _show_requires_grad(tensor: DomainTensor) -> None:
     if isinstance(tensor._part, Subdomain):
         with without_rules():
             if tensor.grad_fn is None:
-                tensor.requires_grad_(tensor._part.local.requires_grad)
+                tensor.requires_grad_(as_part(tensor._part.local).requires_grad)
 
 
 def _read(value: Any) -> Any:

@@ -19,6 +19,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.elementwise.whole_gradients import (
+    as_part,
     local_gradients,
     mean_over_ranks,
     ranks_of,
@@ -132,7 +133,7 @@ def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
 @implements(_REQUIRES_GRAD.__set__, checked=False)
 def set_requires_grad(func: Callable[..., Any], x: Subdomain, value: bool) -> None:
     """Set `.requires_grad` of this rank's part; nothing travels."""
-    x.local.requires_grad = value
+    as_part(x.local).requires_grad = value
 
 
 def _local(x: Operand) -> Tensor:

@@ -40,6 +40,15 @@ _HOSTS = (
 )  # fmt: skip
 
 
+_PART = "_part_of_a_split_tensor"
+
+
+def as_part(local: Tensor) -> Tensor:
+    """Remember of a plain tensor that it holds rows: its gradient is that of these rows."""
+    setattr(local, _PART, True)
+    return local
+
+
 def ranks_of(domain: Domain) -> int:
     """Count the ranks of a domain."""
     return math.prod(domain.grid.sizes)
@@ -148,10 +157,13 @@ def _unchanged(gradient: Tensor) -> None:
 def on_whole_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """Return a hook that is given whole gradients; `hook` itself outside of a step.
 
-    Parameters, whose gradients FSDP2 adds up, and tensors of other classes keep their hooks.
+    Parameters, whose gradients FSDP2 adds up, tensors of other classes, and parts of split tensors
+    keep their hooks.
     """
     step = _step.get()
     if step is None or step.domain is None or type(tensor) is not Tensor:
+        return hook
+    if getattr(tensor, _PART, False):
         return hook
     if not tensor.requires_grad or is_traced() or in_transform():
         return hook

@@ -126,6 +126,35 @@ def test_leaves_of_the_step():
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
 
 
+LEAVES = {
+    "zeros_like": lambda x: torch.zeros_like(x, requires_grad=True),
+    "requires_grad_": lambda x: torch.zeros_like(x).requires_grad_(),
+    "detach": lambda x: (x * 0).detach().requires_grad_(),
+    "Parameter": lambda x: nn.Parameter(torch.zeros_like(x)),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", [*LEAVES, "rows of this rank"])
+def test_equal_rows_of_ranks_are_rows(kind):
+    """Split leaves of zeros, as of a perturbation, and rows that a step has taken of zeros."""
+    whole = torch.arange(8.0)
+    seen = []
+    with whole_gradients(mesh_of(2)):
+        x = lightning_shard.shard(whole, mesh_of(2), 0)
+        if kind == "rows of this rank":
+            y = torch.zeros_like(x, requires_grad=True) * 1
+            y.to_local().register_hook(seen.append)
+        else:
+            y = LEAVES[kind](x)
+        ((x + y) ** 3).sum().backward()
+    if kind == "rows of this rank":
+        (part,) = seen
+        torch.testing.assert_close(part / 2, x.to_local() ** 2 * 3)  # of each rank's replica
+    else:
+        torch.testing.assert_close(lightning_shard.gather(y.grad), whole**2 * 3)
+
+
 @pytest.mark.spmd(2)
 def test_outside_of_a_step_nothing_travels():
     mesh = mesh_of(2)
