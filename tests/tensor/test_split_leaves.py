@@ -143,3 +143,29 @@ def test_kernels_of_many_tensors_are_refused_by_name():
         with pytest.raises(UnsupportedOperationError, match=r"_foreach_|_fused_"):
             run()
     assert lightning_shard.gather(split.detach()).equal(before)
+
+
+def perturbed(x, plain):
+    """A perturbation by the sign of its gradient, clamped, as in fast adversarial training."""
+    delta = torch.zeros_like(x, requires_grad=True)
+    for _ in range(3):
+        ((x + delta) ** 3).sum().backward()
+        delta.data = torch.clamp(delta + 0.1 * delta.grad.sign(), -0.15, 0.15)
+        delta.grad.zero_()
+    shared = delta.detach()
+    delta.data[0] = 0
+    kept = delta * x
+    delta.data = plain
+    return kept, shared, delta * x
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_data_is_assigned(dim):
+    x, plain = (torch.randn(7, 3, dtype=torch.float64) for _ in range(2))
+    split = lightning_shard.shard(x, mesh_of(3), dim)
+    for found, value in zip(perturbed(split, plain), perturbed(x, plain.clone()), strict=True):
+        assert torch.equal(lightning_shard.gather(found), value)
+    for other in (torch.zeros(3, 3, dtype=torch.float64), torch.zeros(7, 3)):
+        with pytest.raises(lightning_shard.UnsupportedOperationError, match="a value of shape"):
+            split.data = other

@@ -30,6 +30,7 @@ from lightning_shard.processes.narrow import is_list
 Operand = Subdomain | Tensor
 _GRAD: Any = Tensor.grad  # typed as a value; it is the descriptor
 _REQUIRES_GRAD: Any = Tensor.requires_grad
+_DATA: Any = Tensor.data
 
 
 @implements(torch.autograd.grad, limits="no is_grads_batched", checked=False)
@@ -128,6 +129,18 @@ def set_grad(func: Callable[..., Any], x: Subdomain, value: Operand | None) -> N
 def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
     """Delete `.grad` of this rank's part; nothing travels."""
     x.local.grad = None
+
+
+@implements(_DATA.__set__, limits="the shape and the dtype stay", checked=False)
+def set_data(func: Callable[..., Any], x: Subdomain, value: Operand) -> None:
+    """Assign `.data`: each rank takes its part; nothing travels."""
+    if tuple(value.shape) != tuple(x.shape) or value.dtype != x.dtype:
+        raise UnsupportedOperationError(
+            f"a value of shape {tuple(value.shape)} and {value.dtype} for one of shape "
+            f"{tuple(x.shape)} and {x.dtype}"
+        )
+    part = local_part(value, x.layout).detach()
+    x.local.data = part if isinstance(value, Subdomain) else part.clone()  # not rows of a whole
 
 
 @implements(_REQUIRES_GRAD.__set__, checked=False)
