@@ -84,8 +84,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 
-# Without it a loader cannot be given the samples of one replica.
+# Without its name `torch` Lightning's `grad_norm` cannot be given one that reads shards.
 from lightning.pytorch.utilities import grads
+
+# Without it a loader cannot be given the samples of one replica.
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -487,7 +489,6 @@ def option_types(parser: Any) -> dict[str, Any]:
     return {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
 
 
-# Without it `grad_norm`, with which Lightning shows exploding gradients, cannot read shards.
 class _TorchOfNorms:
     """torch as `grad_norm` sees it, whose `tensor` reads sharded norms as numbers."""
 

@@ -6,21 +6,18 @@ not an output yet, and the next pass reads parameters again, after an optimizer 
 Nor does it follow `toggle_optimizer` once it has gathered the parameters.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.domain.comm import all_reduce_extreme
 from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
 from lightning_shard.fsdp.shard_block import sharded_modules
-from lightning_shard.ops.elementwise.whole_gradients import mark_of
+from lightning_shard.ops.elementwise.whole_gradients import are_alike, mark_of
 from lightning_shard.processes.torch_private.internals import give_up_whole
 
 
@@ -108,8 +105,10 @@ class ManualBackward:
             RuntimeError: The ranks have different ones.
         """
         self._take_what_was_changed()
-        given = [(w, w.grad, s) for w, s in self.gathered.pairs() if w.grad is not None]
-        if given and not _are_equal([g for _, g, _ in given], given[0][2]):
+        pairs: Iterable[tuple[Any, Any]] = self.gathered.pairs()
+        given = [(w, w.grad, s) for w, s in pairs if w.grad is not None]
+        marks = [mark_of(gradient) for _, gradient, _ in given]
+        if given and not all(are_alike(marks, given[0][2].device_mesh.get_all_groups())):
             raise RuntimeError(
                 "the optimizer would step without the gradients of loss.backward(); call "
                 "self.manual_backward(loss) instead, which reduces them over all ranks. Gradients "
@@ -138,12 +137,3 @@ class ManualBackward:
         self.gathered.begin()
         self._has_begun = True
         self._show_gradients()
-
-
-def _are_equal(gradients: Sequence[Tensor], shard: Any) -> bool:
-    """Return whether all ranks that share the parameters hold the same numbers."""
-    low = high = torch.stack([mark_of(gradient) for gradient in gradients])
-    for group in shard.device_mesh.get_all_groups():
-        low = all_reduce_extreme(low, dist.ReduceOp.MIN, group)
-        high = all_reduce_extreme(high, dist.ReduceOp.MAX, group)
-    return bool((low == high).all())

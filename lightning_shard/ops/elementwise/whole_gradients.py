@@ -243,13 +243,17 @@ def _equal_on_all_ranks(domain: Domain, inputs: Sequence[Any]) -> list[bool]:
     return equal
 
 
-@torch.no_grad()
 def _alike(domain: Domain, marks: Sequence[Tensor]) -> list[bool]:
-    """Return for each mark True if it is the same on all ranks."""
-    group = domain.group(tuple(range(len(domain.grid.sizes))))
-    mine = torch.stack([*marks])
-    low = all_reduce_extreme(mine, dist.ReduceOp.MIN, group)
-    high = all_reduce_extreme(mine, dist.ReduceOp.MAX, group)
+    return are_alike(marks, [domain.group(tuple(range(len(domain.grid.sizes))))])
+
+
+@torch.no_grad()
+def are_alike(marks: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> list[bool]:
+    """Return for each mark True if it is the same on all ranks of these groups."""
+    low = high = torch.stack([*marks])
+    for group in groups:
+        low = all_reduce_extreme(low, dist.ReduceOp.MIN, group)
+        high = all_reduce_extreme(high, dist.ReduceOp.MAX, group)
     return [bool(same) for same in (low == high).all(1)]
 
 
