@@ -105,8 +105,11 @@ class ManualBackward:
             RuntimeError: The ranks have different ones.
         """
         self._take_what_was_changed()
-        pairs: Iterable[tuple[Any, Any]] = self.gathered.pairs()
-        given = [(w, w.grad, s) for w, s in pairs if w.grad is not None]
+        given: list[tuple[Any, Any, Any]] = [
+            (whole, whole.grad, shard)
+            for whole, shard in self.gathered.pairs()
+            if whole.grad is not None
+        ]
         marks = [mark_of(gradient) for _, gradient, _ in given]
         if given and not all(are_alike(marks, given[0][2].device_mesh.get_all_groups())):
             raise RuntimeError(
