@@ -15,13 +15,16 @@ from lightning_shard.processes.mesh import Sharding
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """Options of FSDP2 for the parameters of a network; the defaults are right for most.
+    """Options for the parameters of a network; the defaults are right for most.
 
     Attributes:
-        mode: The tensors of which each rank holds a part. "full": parameters, gradients and
-            optimizer state (ZeRO-3). "gradients": the same, but parameters stay whole from
-            forward to backward (ZeRO-2). "none": nothing; gradients are averaged (DDP). "hybrid":
-            as "full" within a group of processes, and a copy in each group (HSDP).
+        mode: The tensors of which each rank holds a part. "none": nothing; the parameters stay
+            those of the module, and gradients are averaged (DDP). "full": parameters, gradients and
+            optimizer state, by FSDP2 (ZeRO-3). "gradients": the same, but parameters stay whole
+            from forward to backward (ZeRO-2). "hybrid": as "full" within a group of processes, and
+            a copy in each group (HSDP). "auto": "none" where 16 bytes for each trainable number and
+            4 for each frozen one are at most 5 % of the device's memory and 4 GiB, else "full";
+            "full", too, where `cpu_offload` or `mp_policy` needs it.
         shard_size: With mode "hybrid", the processes that share one set of parameters, domain ranks
             included; by default those of a node. The strategy makes its mesh with it;
             `parallelize` finds it in the mesh.
@@ -55,7 +58,7 @@ class ShardingOptions:
         ValueError: A value is not one of these.
     """
 
-    mode: Sharding = "full"
+    mode: Sharding = "auto"
     shard_size: int | None = None
     wrap: Wrap | None = None
     min_num_params: int | None = None
@@ -72,13 +75,19 @@ class ShardingOptions:
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
         object.__setattr__(self, "mp_policy", policy_of(self.mp_policy))
-        if self.mode not in ("full", "gradients", "none", "hybrid"):
+        if self.mode not in (modes := ("auto", "none", "full", "gradients", "hybrid")):
             raise ValueError(
-                f"sharding must be 'full', 'gradients', 'none' or 'hybrid'; got {self.mode!r}."
+                f"the mode of sharding must be one of {', '.join(map(repr, modes))}; got "
+                f"{self.mode!r}."
             )
         if self.shard_size is not None and self.mode != "hybrid":
             raise ValueError(
                 f"shard_size {self.shard_size} needs sharding 'hybrid'; got sharding {self.mode!r}."
+            )
+        if self.mode == "none" and self.cpu_offload:
+            raise ValueError(
+                "cpu_offload keeps shards in CPU memory, and sharding 'none' makes none; leave one "
+                "of them out, or use sharding 'full'."
             )
         if self.prefetch < 1:
             raise ValueError(f"prefetch must be 1 or more blocks; got {self.prefetch}.")
@@ -139,8 +148,8 @@ class ShardingOptions:
         return replace(self, mp_policy=None)
 
     @property
-    def changes_one_process(self) -> bool:
-        """True if FSDP2 is needed on a single process, too."""
+    def needs_shards(self) -> bool:
+        """True if an option is given that only FSDP2 serves, also on a single process."""
         return self.cpu_offload or self.policy != MixedPrecisionPolicy()
 
     def described(self) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""Shards the parameters of a network over all ranks of a mesh, by FSDP2.
+"""Trains a network on all ranks of a mesh, with whole parameters or with shards of FSDP2.
 
-Parameters know nothing of the domain: they are sharded over data x domain ranks alike, so their
-memory falls with every rank. Each rank's gradient of the replicated loss is a partial one
-(domain/comm.py), and the mean over all ranks, which FSDP2 takes by itself, is the gradient.
+Parameters know nothing of the domain. Each rank's gradient of the replicated loss is a partial one
+(domain/comm.py), and the mean over all ranks of data x domain is the gradient. Of whole parameters
+plain_gradients.py takes it. FSDP2 takes it by itself: it shards parameters over all ranks alike, so
+their memory falls with every rank.
 """
 
 import difflib
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
 from lightning_shard.fsdp.check_same_module import check_same_module
+from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.complex_pairs import store_as_pairs
 from lightning_shard.fsdp.keep_step_writes import (
     GATHERED,
@@ -37,7 +40,9 @@ from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
 from lightning_shard.fsdp.offload import WhatFits, offload
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.fsdp.plain_gradients import average_plain_gradients, without_reduction
+from lightning_shard.fsdp.no_sync import without_reduction
+from lightning_shard.fsdp.plain_gradients import average_plain_gradients, plain_gradients_of
+from lightning_shard.fsdp.same_blocks import same_blocks
 from lightning_shard.fsdp.read_dtensor_numbers import read_whole_numbers
 from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
 from lightning_shard.fsdp.refuse_flop_counts import refuse_flop_counts
@@ -62,7 +67,7 @@ from lightning_shard.processes.replica_world import make_replicas, replica_world
 from lightning_shard.processes.torch_private.internals import (
     backward_pass,
     gathered_by,
-    has_hooks,
+    hooks_of,
     own_parameters,
     tree_map_only,
 )
@@ -78,15 +83,16 @@ def parallelize(
     *,
     methods: Sequence[str] = (),
     dims: Sequence[int] | None = None,
-    options: ShardingOptions = ShardingOptions(),  # noqa: B008 - it is frozen
+    options: ShardingOptions = ShardingOptions("full"),  # noqa: B008 - it is frozen
     loaded: Sequence[str] = (),
     domain: str | Sequence[str] = (),
 ) -> Moved:
-    """Shard `module`'s parameters over all ranks of `mesh`, in place; its classes stay theirs.
+    """Prepare `module` to be trained on all ranks of `mesh`, in place; its classes stay theirs.
 
     Weights and buffers of the first rank go to all ranks. After `loss.backward()` of a loss that is
-    the same on all ranks of a domain, each parameter's `.grad` holds this rank's shard of the
-    gradient of the mean loss over data ranks: nothing is left to all-reduce.
+    the same on all ranks of a domain, each parameter's `.grad` holds the gradient of the mean loss
+    over data ranks, or this rank's shard of it: nothing is left to all-reduce. By default
+    parameters are sharded; `options=ShardingOptions("none")` leaves them whole.
 
     Args:
         module: An ordinary module on the mesh's device; complex parameters are stored as real
@@ -107,7 +113,7 @@ def parallelize(
     Raises:
         ValueError: An option names what the module or the mesh does not have.
         RuntimeError: The module is sharded over another mesh.
-        NotImplementedError: A parameter has a hook.
+        NotImplementedError: A parameter that is to be sharded has a hook.
     """
     if isinstance(module, FSDPModule):
         if (over := module.__dict__.get(SHARDED_OVER, mesh)) != mesh:
@@ -117,15 +123,16 @@ def parallelize(
             )
         return {}
     options = options.on(mesh.device_type)
+    if options.mode == "auto":
+        group = flat_mesh(mesh).get_group()
+        options, _ = choose_sharding(options, module, _device_of(mesh), group)
     axes = (domain,) if isinstance(domain, str) else tuple(domain)
     work = _Work(module, mesh, tuple(methods), dims, options, tuple(loaded), axes)
     for step in _PREPARE:
         step(work)
-    if mesh.size() == 1 and not options.changes_one_process:
-        moved = materialize(module, _device_of(mesh), loaded=loaded)
-        _replace_remembered(work)
-        return moved
-    for step in _SHARD:
+    if mesh.size() == 1 and not options.needs_shards:
+        return materialize(module, _device_of(mesh), loaded=loaded)
+    for step in _KEEP_WHOLE if options.mode == "none" else _SHARD:
         step(work)
     return work.finished()
 
@@ -274,11 +281,11 @@ def _check_same_module(work: _Work) -> None:
 def _refuse_hooks(work: _Work) -> None:
     """Refuse a hook, which would see the partial gradient of a rank, and which FSDP2 drops."""
     for name, p in work.before.items():
-        if has_hooks(p):
+        if any(hooks_of(p)):
             raise NotImplementedError(
                 f"the parameter {name} has a hook for its gradient (register_hook), which a "
-                "sharded parameter does not call; change p.grad in on_before_optimizer_step, or in "
-                "a script after backward."
+                "sharded parameter does not call: keep parameters whole with sharding='none', or "
+                "change p.grad in on_before_optimizer_step, or in a script after backward."
             )
 
 
@@ -299,6 +306,28 @@ def _share_values(work: _Work) -> None:
             copy_from_first(tensor, work.group)
 
 
+def _refuse_without_shape(work: _Work) -> None:
+    """Refuse lazy modules, whose first values each rank would draw itself."""
+    for name, p in work.before.items():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(
+                f"the parameter {name} of a lazy module has no shape yet: run the module once on a "
+                "batch in __init__ or configure_model, or give its layers their number of inputs."
+            )
+
+
+def _average_gradients(work: _Work) -> None:
+    """Let the ranks average the gradients of all parameters, which are the module's own."""
+    order = same_blocks(work.group)
+    average_plain_gradients(work.module, work.module.parameters(), work.group, order)
+
+
+def _open_around_steps(work: _Work) -> None:
+    """Let the methods that run the module count domains once, and see whole gradients."""
+    for name in work.methods:
+        setattr(work.module, name, _in_step(getattr(work.module, name), work))
+
+
 def _make_contiguous(work: _Work) -> None:
     """Lay out parameters as FSDP2 wants them: those in channels_last, or transposed, are not."""
     for p in work.module.parameters():
@@ -316,7 +345,7 @@ def _store_as_pairs(work: _Work) -> None:
 def _split_spectral_weights(work: _Work) -> None:
     """Give each rank of a domain its modes of large spectral weights."""
     split, dims = work.split, work.dims
-    if split is None or split.size() == 1 or work.options.mode == "none":
+    if split is None or split.size() == 1:
         return
     dims = tuple(range(2, 2 + split.ndim) if dims is None else dims)
     for layer in split_by_mode(work.module, split, dims, work.ignored):
@@ -352,7 +381,8 @@ def _materialize(work: _Work) -> None:
 
 
 def _average_plain_gradients(work: _Work) -> None:
-    average_plain_gradients(work.module, work.plain, work.group)
+    if work.plain:
+        average_plain_gradients(work.module, work.plain, work.group)
 
 
 def _reduce_unused_parameters(work: _Work) -> None:
@@ -411,6 +441,17 @@ def _refuse_shard(value: DTensor) -> DTensor:
     return value
 
 
+def _in_step(method: Callable[..., Any], work: _Work) -> Callable[..., Any]:
+    """Open around a step what holds while it runs."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with replica_world(work.mesh, work.axes), whole_gradients(work.split):
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
 def _as_step(
     method: Callable[..., Any], work: _Work, replaced: Replaced, local: LocalTensors
 ) -> Callable[..., Any]:
@@ -446,8 +487,12 @@ def _count_domains_once(work: _Work) -> None:
     def leave(*_: Any) -> None:
         open_ones.pop().__exit__(None, None, None)
 
-    work.module.register_forward_pre_hook(enter, prepend=True)
-    work.module.register_forward_hook(leave, always_call=True)
+    handles = [
+        work.module.register_forward_pre_hook(enter, prepend=True),
+        work.module.register_forward_hook(leave, always_call=True),
+    ]
+    if work.options.mode == "none" and (plain := plain_gradients_of(work.module)) is not None:
+        plain.until_closed(*handles)
 
 
 def _meet_outside_of_steps(work: _Work) -> None:
@@ -527,6 +572,16 @@ _PREPARE: tuple[Callable[[_Work], None], ...] = (
     _check_deferred,  # before anything changes, since it refuses
     _avoid_whole_fields,  # also on one process, where spectral layers then compute fewer modes
     _change_forward,  # under the hooks of FSDP2, which come later and so stay outside
+)
+_KEEP_WHOLE: tuple[Callable[[_Work], None], ...] = (
+    _check_same_module,  # before the first collective, which ranks that differ would not end
+    _make_groups,  # before any step
+    _refuse_without_shape,  # before values are sent, which these parameters do not have
+    _share_values,
+    _materialize,  # after the values of the others, which first values may need
+    _average_gradients,  # its hooks belong to the parameters that have memory
+    _open_around_steps,
+    _count_domains_once,
 )
 _SHARD: tuple[Callable[[_Work], None], ...] = (
     _check_same_module,  # before the first collective, which ranks that differ would not end

@@ -1,140 +1,318 @@
-"""Averages gradients of parameters that every rank keeps whole, once at the end of backward.
+"""Averages gradients of parameters that every rank keeps whole, while backward still computes.
 
-FSDP2 leaves some parameters alone: scalars, which it cannot shard, ignored ones, and those whose
-dtype is not their block's. A gradient may hold a part that an earlier backward has averaged. That
-part is equal on all ranks, so another mean leaves it as it is.
+In sharding "none" these are all parameters; in the other modes those that FSDP2 leaves alone.
+Gradients leave in buckets, the last layers' first, in one order on all ranks. A bucket leaves once
+all its parameters have their gradients, so it travels while backward goes on; what is left leaves
+when backward ends.
+
+What travels is `.grad` itself, with all that earlier backward passes have added to it. A part of it
+that was averaged before is equal on all ranks, so another mean leaves it as it is. A parameter that
+a rank has not used counts as zeros there; one that no rank has used keeps no gradient.
 """
 
-import warnings
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.domain.comm import all_reduce
+from lightning_shard.fsdp.same_blocks import SameBlocks
+from lightning_shard.fsdp.sparse_gradients import mean_of_sparse, may_be_sparse
+from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.torch_private.internals import (
     after_backward,
     backward_pass,
-    parameter_groups,
+    hooks_of,
 )
 
-_KEY = "_plain_gradients"
+BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for the link, small enough to leave early
+IN_FLIGHT = 2  # buckets; each is a copy of its gradients
+
+
+class _Bucket:
+    """Parameters of one dtype whose gradients travel together.
+
+    Attributes:
+        waits_for: The parameters whose gradients this backward pass has not made yet.
+        flat: The gradients on their way, with a number for each that says whether it is there.
+        is_late: True if a parameter got more after the bucket had left.
+    """
+
+    def __init__(self, number: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.number, self.parameters = number, parameters
+        self.begin()
+
+    def begin(self) -> None:
+        self.trained = [p for p in self.parameters if p.requires_grad]
+        self.waits_for = {*self.trained}
+        self.flat: Tensor | None = None
+        self.work: Any = None
+        self.is_late = False
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.waits_for and not self._keep_graph()
+
+    def _keep_graph(self) -> bool:
+        return any(p.grad is not None and p.grad.requires_grad for p in self.trained)
+
+    @torch.no_grad()
+    def leave(self, group: dist.ProcessGroup) -> None:
+        """Begin the sum over the ranks."""
+        self.is_late = False
+        if not self.trained:
+            return
+        for p in self.trained:
+            if p.grad is not None and p.grad.is_conj():  # a mean could not be written into it
+                p.grad = p.grad.resolve_conj()
+        grads = [_real(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.trained]
+        is_there = grads[0].new_ones(len(grads))
+        for i, p in enumerate(self.trained):
+            if p.grad is None:
+                is_there[i] = 0
+        self.flat = torch.cat([*(g.reshape(-1) for g in grads), is_there])
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    @torch.no_grad()
+    def arrive(self, group: dist.ProcessGroup) -> None:
+        """Wait for the sum, and put the mean into the gradients."""
+        assert self.flat is not None
+        self.work.wait()
+        ranks = dist.get_world_size(group)
+        sizes = [_real(p).numel() for p in self.trained]
+        *sums, is_there = self.flat.split_with_sizes([*sizes, len(sizes)])
+        has = None  # reading it waits for the device
+        for i, (p, total) in enumerate(zip(self.trained, sums, strict=True)):
+            if p.grad is None:
+                has = is_there.tolist() if has is None else has
+                if not has[i]:
+                    continue
+                p.grad = torch.zeros_like(p)
+            _real(p.grad).copy_((total / ranks).view_as(_real(p)))
+        self.flat = self.work = None
+
+    def average_with_graph(self, group: dist.ProcessGroup) -> None:
+        """Average gradients that can be differentiated again (`create_graph=True`)."""
+        with torch.enable_grad():
+            for p in self.trained:
+                p.grad = _mean(torch.zeros_like(p) if p.grad is None else p.grad, group)
+
+    def finish(self, group: dist.ProcessGroup) -> None:
+        """Average whatever is not averaged yet."""
+        if not self.trained:
+            return
+        if self._keep_graph():
+            self.average_with_graph(group)
+            return
+        if self.is_late and self.work is not None:
+            self.work.wait()
+        if self.flat is None or self.is_late:
+            self.leave(group)
+        self.arrive(group)
 
 
 class PlainGradients:
-    """Averages over the ranks of `group` after each backward, unless `enabled` is False."""
+    """Averages over the ranks of `group` in each backward pass, unless `enabled` is False.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters = sorted(parameters, key=_kind)
-        self.group = group
-        self.enabled = True
+    A hook that looks at the gradient of a parameter (`register_hook`,
+    `register_post_accumulate_grad_hook`) is given the mean, in every backward pass.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        order: SameBlocks | None = None,
+        sparse: Iterable[nn.Parameter] = (),
+    ) -> None:
+        """Follow parameters.
+
+        Args:
+            parameters: They are whole, and equal, on each rank.
+            group: The ranks that average.
+            order: The common order of what the ranks do; a rank that differs is named.
+            sparse: Those whose gradients may be sparse, as of `nn.Embedding(sparse=True)`.
+        """
+        self.group, self.enabled = group, True
+        self._order = order
         self._backward = -1
-        for p in self.parameters:
+        self._is_open = self._has_begun = False
+        self._handles: list[Any] = []
+        self._averaged: dict[nn.Parameter, Any] = {}  # a weak reference to the mean
+        self.watches_assigned = False
+        self.parameters: list[nn.Parameter] = []
+        self._sparse = {*sparse}
+        self.follow(parameters)
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average these, too."""
+        for p in parameters:
+            self.parameters.append(p)
             wanted = p.requires_grad
             p.requires_grad_()  # torch takes hooks of frozen parameters when they are not
-            p.register_post_accumulate_grad_hook(self._accumulated)
+            self._handles += [
+                p.register_hook(partial(self._seen_by_hooks, weakref.ref(p))),
+                p.register_post_accumulate_grad_hook(self._accumulated),
+            ]
             p.requires_grad_(wanted)
+            for hooks in hooks_of(p):  # ours come before those that look at the mean
+                hooks.move_to_end(next(reversed(hooks)), last=False)
+        dense = [p for p in reversed(self.parameters) if p not in self._sparse]
+        self._buckets = [_Bucket(i, each) for i, each in enumerate(_in_buckets(dense))]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._next = 0
 
-    def _accumulated(self, _: Tensor) -> None:
-        backward = backward_pass()
-        if self.enabled and backward != self._backward:
-            self._backward = backward
-            after_backward(self._average)
+    def take_new(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Follow those that are new since the last step, with the values of the first rank."""
+        known = {*self.parameters}
+        if new := [p for p in parameters if p not in known]:
+            if self._order is not None:
+                self._order.comes_to(f"has {len(new)} new parameters")
+            for p in new:
+                copy_from_first(p, self.group)
+            self.follow(new)
 
-    @torch.no_grad()
-    def _average(self) -> None:
-        for _, alike in groupby(self.parameters, key=_kind):
-            parameters = [p for p in alike if p.requires_grad]
-            if not parameters:
-                continue
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            has_one = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
-            flat = torch.cat([*(g.reshape(-1) for g in grads), has_one])
-            dist.all_reduce(flat, group=self.group)
-            *means, has_one = flat.split_with_sizes([*(g.numel() for g in grads), len(grads)])
-            for p, mean, has in zip(parameters, means, has_one.tolist(), strict=True):
-                if has:  # else no rank used the parameter
-                    p.grad = (mean / dist.get_world_size(self.group)).view_as(p)
+    def close(self) -> None:
+        """Leave the parameters, and what `until_closed` was given, alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def until_closed(self, *handles: Any) -> None:
+        """Remove these handles of hooks, too, when this is closed."""
+        self._handles += handles
+
+    @contextmanager
+    def one_backward(self) -> Generator[None]:
+        """Average once what all backward passes inside have made, also if they made nothing."""
+        if self._is_open or not self.enabled:
+            yield
+            return
+        self._is_open, self._has_begun = True, False
+        try:
+            yield
+            if not self._has_begun:
+                self._begin()
+            self._finish()
+        finally:
+            self._is_open = self._has_begun = False
+
+    def average_assigned(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average gradients that no backward pass has made, as of `p.grad = value`."""
+        for p in parameters:
+            last = self._averaged.get(p)
+            if p in self._bucket_of and p.grad is not None and (not last or last() is not p.grad):
+                p.grad = _mean(p.grad, self.group)
+
+    def _seen_by_hooks(self, of: Any, gradient: Tensor) -> Tensor | None:
+        """Give the mean to hooks of a parameter, which come after this one."""
+        p = of()
+        if p is None or len(hooks_of(p)[0]) == 1:
+            return None
+        return _mean(gradient, self.group)
+
+    def _accumulated(self, p: Tensor) -> None:
+        assert isinstance(p, nn.Parameter)
+        if len(hooks_of(p)[1]) > 1 and p.grad is not None:
+            p.grad = _mean(p.grad, self.group)
+        if not self.enabled:
+            return
+        if not self._has_begun or not (self._is_open or self._backward == backward_pass()):
+            self._begin()
+            if not self._is_open:
+                after_backward(self._finish)
+        bucket = self._bucket_of.get(p)
+        if bucket is None:
+            return
+        bucket.waits_for.discard(p)
+        bucket.is_late = bucket.is_late or bucket.number < self._next
+        while self._next < len(self._buckets) and self._buckets[self._next].is_ready:
+            self._buckets[self._next].leave(self.group)
+            self._next += 1
+            if self._next > IN_FLIGHT:
+                before = self._buckets[self._next - 1 - IN_FLIGHT]
+                if not before.is_late and before.flat is not None:
+                    before.arrive(self.group)
+
+    def _begin(self) -> None:
+        for bucket in self._buckets:
+            if bucket.work is not None:  # an error has ended the pass before this one
+                bucket.work.wait()
+            bucket.begin()
+        self._has_begun, self._next, self._backward = True, 0, backward_pass()
+        if self._order is not None:
+            trained = sum(p.requires_grad for p in self.parameters)
+            self._order.comes_to(f"averages the gradients of {trained} parameters")
+
+    def _finish(self) -> None:
+        for i, bucket in enumerate(self._buckets):
+            if i >= self._next or bucket.is_late or bucket.flat is not None:
+                bucket.finish(self.group)
+        for p in self.parameters:
+            if p in self._sparse and p.requires_grad:
+                p.grad = mean_of_sparse(p, self.group)
+        self._has_begun = False
+        if self.watches_assigned:
+            grads = ((p, p.grad) for p in self.parameters)
+            self._averaged = {p: weakref.ref(g) for p, g in grads if g is not None}
 
 
-def _kind(p: Tensor) -> tuple[str, str]:
-    return str(p.dtype), str(p.device)
+def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return all_reduce(gradient, group) / dist.get_world_size(group)
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _in_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Give parameters of one dtype and device, together not much more than `BUCKET_BYTES`."""
+    by_kind: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        by_kind.setdefault((p.dtype.to_real(), p.device), []).append(p)
+    for alike in by_kind.values():
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for p in alike:
+            bucket.append(p)
+            size += p.numel() * p.element_size()
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+# by module; not an attribute of it, which a copy of the module would take over
+_followed: weakref.WeakKeyDictionary[nn.Module, PlainGradients] = weakref.WeakKeyDictionary()
 
 
 def average_plain_gradients(
-    module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
-) -> None:
+    module: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    group: dist.ProcessGroup,
+    order: SameBlocks | None = None,
+) -> PlainGradients:
     """Average the gradients of `parameters` of `module` over the ranks of `group`, from now on."""
-    module.__dict__[_KEY] = PlainGradients(parameters, group)
+    leave_plain_gradients(module)
+    sparse = {*may_be_sparse(module)}
+    followed = PlainGradients(parameters, group, order=order, sparse=sparse)
+    _followed[module] = followed
+    return followed
 
 
-@contextmanager
-def no_sync(module: nn.Module) -> Generator[None]:
-    """Inside, backward adds up gradients on each rank; the first backward after it averages them.
-
-    Args:
-        module: The module that `parallelize` was given.
-    """
-    sharded = sharded_modules(module)
-    plain: PlainGradients | None = module.__dict__.get(_KEY)
-    _synchronise(sharded, plain, False)
-    try:
-        yield
-    finally:
-        _synchronise(sharded, plain, True)
+def plain_gradients_of(module: nn.Module) -> PlainGradients | None:
+    """Return what averages gradients of `module`; None if nothing does."""
+    return _followed.get(module)
 
 
-def _synchronise(sharded: list[FSDPModule], plain: PlainGradients | None, value: bool) -> None:
-    for module in sharded:
-        module.set_requires_gradient_sync(value, recurse=False)
-    if plain is not None:
-        plain.enabled = value
-
-
-@contextmanager
-def without_reduction(module: nn.Module) -> Generator[None]:
-    """Inside, a backward pass leaves parameters whole and reduces nothing: `torch.autograd.grad`.
-
-    FSDP2 would take such a pass inside of a step for the step's own, and give the parameters up.
-    """
-    sharded = sharded_modules(module)
-    groups = [group for block in sharded for group in parameter_groups(block)]
-    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
-    before = [{name: getattr(group, name) for name in names} for group in groups]
-    for block in sharded:
-        block.set_is_last_backward(False)
-    for group in groups:
-        vars(group).update(dict.fromkeys(names, False))
-    try:
-        yield
-    finally:
-        for group, values in zip(groups, before, strict=True):
-            vars(group).update(values)
-        for block in sharded:
-            block.set_is_last_backward(True)
-
-
-def step_one_by_one_if_mixed(optimizer: Optimizer, *_: Any) -> None:
-    """Let an optimizer update a group parameter by parameter where torch cannot do it at once.
-
-    Its foreach and fused kernels, the default on GPUs, take DTensors of one mesh, or plain tensors.
-    """
-    for group in optimizer.param_groups:
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
-        if len(meshes) < 2:
-            continue
-        for way in {"foreach", "fused"} & group.keys():
-            if group[way]:
-                warnings.warn(
-                    f"{way}=True updates parameters of one mesh; these are of {len(meshes)} (kept "
-                    "whole, sharded over all ranks or over data replicas): one by one instead.",
-                    stacklevel=2,
-                )
-            group[way] = False
+def leave_plain_gradients(module: nn.Module) -> None:
+    """Average the gradients of `module` no more."""
+    if (before := _followed.pop(module, None)) is not None:
+        before.close()

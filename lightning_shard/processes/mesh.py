@@ -22,7 +22,7 @@ from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened
 from lightning_shard.processes.torch_private.typed import integers
 
-Sharding = Literal["full", "gradients", "none", "hybrid"]
+Sharding = Literal["auto", "full", "gradients", "none", "hybrid"]
 _DATA = ("data", "replicate", "shard")  # axes that are never a domain
 
 # the meshes that find_mesh returns, each with its processes

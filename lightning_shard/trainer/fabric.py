@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch, split_dims
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
-from lightning_shard.fsdp.plain_gradients import no_sync
+from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.replica_world import replica_world

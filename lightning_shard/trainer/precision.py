@@ -115,12 +115,24 @@ def clip_over_shards(plugin: TrainerPrecision, before: Callable[[], None]) -> No
         before: Gives shards the gradients that a step has assigned.
     """
 
+    of_norm, of_value = plugin.clip_grad_by_norm, plugin.clip_grad_by_value
+
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
         before()
-        clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+        if _holds_shards(optimizer):
+            clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+        else:
+            of_norm(optimizer, clip_val)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         before()
-        clip_grad_value_(plugin.main_params(optimizer), clip_val)
+        if _holds_shards(optimizer):
+            clip_grad_value_(plugin.main_params(optimizer), clip_val)
+        else:
+            of_value(optimizer, clip_val)
 
     plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, by_value
+
+
+def _holds_shards(optimizer: Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])

@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.state import (
 )
 from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.processes.errors_together import gather_to_first, together
-from lightning_shard.processes.mesh import sizes_of
+from lightning_shard.processes.mesh import Sharding, sizes_of
 from lightning_shard.processes.subgroups import writing_group
 from lightning_shard.trainer.checkpoint_io import (
     Format,
@@ -105,6 +105,7 @@ class Saver:
         *,
         step: int | None = None,
         orders: Sequence[dict[str, Any] | None] = (),
+        sharding: str = "full",
     ) -> dict[str, Any]:
         """Add to the checkpoint the mesh, versions and random numbers with which a run resumes.
 
@@ -115,9 +116,11 @@ class Saver:
             step: The step that is not complete, as on an exception. A resumed run makes it again,
                 so the random numbers are those with which it began.
             orders: The numbers from which the order of samples was drawn, for each loader.
+            sharding: The mode of `ShardingOptions` with which the run trains.
         """
         entry: dict[str, Any] = {
             "mesh": sizes_of(mesh),
+            "sharding": sharding,
             "versions": {
                 "torch": str(torch.__version__),
                 "lightning": lightning.__version__,
@@ -274,6 +277,11 @@ class Saver:
         """Return the numbers from which the run that saved drew the sample order of a loader."""
         orders = self._own.get("orders", ()) if self._own is not None else ()
         return orders[loader] if loader < len(orders) else None
+
+    def sharding(self) -> Sharding | None:
+        """Return the mode, "none" or "full", of the run that saved; None if it is not known."""
+        mode = (self._own or {}).get("sharding")
+        return mode if mode in ("none", "full") else None
 
     def forget(self) -> None:
         """Begin a stage for which nothing was read."""

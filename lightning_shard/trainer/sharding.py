@@ -1,6 +1,7 @@
 """Shards the LightningModule with its first weights, and the copies that callbacks keep of it."""
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.state import split_what_is_loaded
@@ -18,7 +20,6 @@ from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.parallelize import Moved, parallelize
-from lightning_shard.fsdp.plain_gradients import step_one_by_one_if_mixed
 from lightning_shard.processes.torch_private.internals import apply
 from lightning_shard.trainer.host import callbacks_of
 
@@ -63,6 +64,7 @@ def shard_with_copies(
     options: ShardingOptions,
     files: Mapping[str, str] | None,
     device: torch.device,
+    opens_steps: bool = False,
 ) -> Moved:
     """Shard a module, and like it the copies that callbacks keep of it.
 
@@ -74,12 +76,15 @@ def shard_with_copies(
         options: The options of the parameters.
         files: Weights to begin with, by submodule; None: a checkpoint is loaded afterwards.
         device: The device of this process.
+        opens_steps: True if the caller opens `in_step` around steps with whole parameters.
 
     Returns:
         The new parameter for each old one.
     """
     loaded = ("",) if files is None else tuple(files)
     steps = [name for name in STEPS if hasattr(module, name)]  # Fabric's modules may have none
+    if opens_steps and options.mode == "none":
+        steps = []
     how: Any = {"dims": dims, "options": options}
     moved = parallelize(module, mesh, **how, methods=steps, loaded=loaded)
     if moved and options.mode in ("full", "hybrid") and (sentence := advice(module)):
@@ -123,13 +128,16 @@ def mend_optimizers(
         NotImplementedError: An optimizer draws random numbers.
         RuntimeError: An optimizer holds a parameter that was never the module's.
     """
-    if drawing := {type(o).__name__ for o in optimizers} & _DRAW_RANDOM_NUMBERS:
+    mine = set(module.parameters())
+    is_sharded = any(isinstance(p, DTensor) for p in mine)
+    drawing = {type(o).__name__ for o in optimizers} & _DRAW_RANDOM_NUMBERS
+    if drawing and is_sharded:
         raise NotImplementedError(
             f"the optimizer {min(drawing)} begins with random numbers, which each process draws "
-            "for the parameters that it holds, so they are not those of one process; take one that "
-            "docs/optimizers.md lists as exact, such as AdamW."
+            "for the shards that it holds, so they are not those of one process; keep parameters "
+            "whole with sharding='none', or take one that docs/optimizers.md lists as exact, such "
+            "as AdamW."
         )
-    mine = set(module.parameters())
     for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
         group["params"] = [p if p in mine else moved.get(p, p) for p in group["params"]]
         if any(p not in mine for p in group["params"]):
@@ -138,6 +146,27 @@ def mend_optimizers(
                 "nothing; create it in configure_optimizers from self.parameters(), or from those "
                 "of a module that fabric.setup has or is given."
             )
+    if not is_sharded:
+        return
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(step_one_by_one_if_mixed)
         split_what_is_loaded(optimizer, module)
+
+
+def step_one_by_one_if_mixed(optimizer: Optimizer, *_: Any) -> None:
+    """Let an optimizer update a group parameter by parameter where torch cannot do it at once.
+
+    Its foreach and fused kernels, the default on GPUs, take DTensors of one mesh, or plain tensors.
+    """
+    for group in optimizer.param_groups:
+        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+        if len(meshes) < 2:
+            continue
+        for way in {"foreach", "fused"} & group.keys():
+            if group[way]:
+                warnings.warn(
+                    f"{way}=True updates parameters of one mesh; these are of {len(meshes)} (kept "
+                    "whole, sharded over all ranks or over data replicas): one by one instead.",
+                    stacklevel=2,
+                )
+            group[way] = False

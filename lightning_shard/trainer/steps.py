@@ -1,16 +1,23 @@
-"""Works around the steps of Lightning's loops, so that FSDP2 fits in with them."""
+"""Works around the steps of Lightning's loops: the mean of gradients, and FSDP2's shards."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.fsdp.plain_gradients import PlainGradients, plain_gradients_of
 from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
+from lightning_shard.processes.mesh import domain_mesh
+from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer.manual_backward import ManualBackward
 
 
@@ -30,42 +37,81 @@ def use_no_grad(trainer: Trainer) -> None:
 
 
 class Steps:
-    """Runs manual optimization, evaluation and prediction with sharded parameters."""
+    """Runs steps: with whole parameters, whose gradients are averaged, or with shards.
 
-    def __init__(self, *, whole_until_backward: bool = False) -> None:
-        """Begin without a module.
+    Attributes:
+        plain: The mean of gradients of whole parameters; None where all are sharded.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a module."""
+        self.plain: PlainGradients | None = None
+        self._whole_until_backward = False
+        self._manual: ManualBackward | None = None
+        self._mesh: DeviceMesh | None = None
+
+    def prepare(self, module: LightningModule, options: ShardingOptions, mesh: DeviceMesh) -> None:
+        """Begin a stage with a module that `parallelize` has prepared.
 
         Args:
-            whole_until_backward: True if blocks keep their parameters whole after forward, as in
-                sharding "gradients".
+            module: The module.
+            options: Its options; in mode "gradients" blocks keep whole parameters until backward.
+            mesh: The mesh of all processes.
         """
-        self._whole_until_backward = whole_until_backward
-        self._manual: ManualBackward | None = None
+        self.plain = plain_gradients_of(module)
+        self._whole_until_backward = options.mode == "gradients"
+        self._mesh = mesh if options.mode == "none" and mesh.size() > 1 else None
+        self._manual = None
 
     def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Prepare for manual optimization, once the optimizers hold the module's parameters."""
-        self._manual = None
-        if isinstance(module, FSDPModule) and not module.automatic_optimization:
+        if module.automatic_optimization:
+            return
+        if isinstance(module, FSDPModule):
             self._manual = ManualBackward(module, optimizers)
+        elif self.plain is not None:
+            self.plain.watches_assigned = True
+            for optimizer in optimizers:
+                optimizer.register_step_pre_hook(self._take_assigned_of)
 
-    def begin(self) -> None:
+    def begin(self, module: LightningModule) -> None:
         """Prepare for a training step, after all hooks that come before it."""
         if self._manual is not None:
             self._manual.begin_step()
+        if self._mesh is not None and self.plain is not None:
+            self.plain.take_new(module.parameters())
+
+    @contextmanager
+    def one_step(self) -> Generator[None]:
+        """Let collectives of the module count replicas, and a step see whole gradients.
+
+        Of a sharded module `parallelize` has done so inside of its steps.
+        """
+        if self._mesh is None:
+            yield
+            return
+        with replica_world(self._mesh), whole_gradients(domain_mesh(self._mesh)):
+            yield
 
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:
         """Yield the tensor from which the backward pass of `loss` must start."""
-        if self._manual is None:
-            yield loss
-        else:
-            with self._manual.of(loss) as start:
-                yield start
+        average = nullcontext() if self.plain is None else self.plain.one_backward()
+        with average:
+            if self._manual is None:
+                yield loss
+            else:
+                with self._manual.of(loss) as start:
+                    yield start
 
     def take_assigned(self) -> None:
         """Give shards the gradients that a step of manual optimization has assigned itself."""
         if self._manual is not None:
             self._manual.take_assigned()
+
+    def _take_assigned_of(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.plain is not None:
+            self.plain.average_assigned(p for g in optimizer.param_groups for p in g["params"])
 
     def reshard(self, module: nn.Module) -> None:
         """Shard again after a forward without backward: callbacks know sharded parameters."""

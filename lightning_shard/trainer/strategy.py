@@ -6,6 +6,7 @@ Every method that Lightning calls is on this page. The work is done by parts: `P
 
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -29,9 +31,11 @@ from lightning_shard import hosts
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import ShardDims, shard_batch, split_dims
 from lightning_shard.domain.wire import BEFORE
+from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.fsdp.plain_gradients import no_sync
+from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
+from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.processes.mesh import Sharding, share_mesh
@@ -93,7 +97,7 @@ class HybridShardStrategy(NotCompiled):
         domain_parallel_size: int | Literal["auto"] | Sequence[int] = 1,
         shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
         exact_random: bool | None = None,
-        sharding: Sharding | ShardingOptions = "full",
+        sharding: Sharding | ShardingOptions = "auto",
         checkpoint_format: Format = "auto",
         init_weights_from: str | dict[str, str] | None = None,
         timeout_s: float = 1800.0,
@@ -121,9 +125,10 @@ class HybridShardStrategy(NotCompiled):
             exact_random: True if dropout of split tensors draws the numbers of one process, at the
                 cost of drawing those of the whole tensor on each rank; None leaves what
                 `use_exact_random` chose. It holds until the fit, test or prediction ends.
-            sharding: The mode by which parameters are spread over the processes, "full",
-                "gradients", "none" or "hybrid"; or `ShardingOptions`, which hold the mode and all
-                other options of parameters.
+            sharding: The mode by which parameters are spread over the processes: "none" (whole on
+                each), "full", "gradients", "hybrid", or "auto": whole where they are small beside
+                the device. Or `ShardingOptions`, which hold the mode and all other options of
+                parameters.
             checkpoint_format: "single": Lightning's file, whole. "sharded": a directory, to which
                 each process writes its part. "async": such a directory, written while training
                 goes on. "auto": a file up to 16 GiB of weights and optimizer state, then a
@@ -157,7 +162,7 @@ class HybridShardStrategy(NotCompiled):
         self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
         self.evaluation = UnevenEvaluation(self.logged)
-        self.steps = Steps(whole_until_backward=options.mode == "gradients")
+        self.steps = Steps()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -423,6 +428,7 @@ class HybridShardStrategy(NotCompiled):
 
     def _shard_parameters(self, trainer: Trainer) -> None:
         assert self.device_mesh is not None
+        self._choose_sharding()
         described = parameters.described(self._module)
         self.processes.compare("module", described, check=self.peers.check)
         self._moved.update(
@@ -434,8 +440,23 @@ class HybridShardStrategy(NotCompiled):
                 options=self.sharding_options,
                 files=self.first_weights if trainer.ckpt_path is None else None,
                 device=self.root_device,
+                opens_steps=True,
             )
         )
+        self.steps.prepare(self._module, self.sharding_options, self.device_mesh)
+
+    def _choose_sharding(self) -> None:
+        """Choose for "auto": as the run that is resumed did, else by the bytes of states."""
+        if self.sharding_options.mode != "auto" or self.world_size == 1:
+            return
+        if (before := self.saver.sharding()) is not None:
+            self.sharding_options = replace(self.sharding_options, mode=before)
+            return
+        self.sharding_options, sentence = choose_sharding(
+            self.sharding_options, self._module, self.root_device, dist.group.WORLD
+        )
+        if sentence:
+            rank_zero_info(sentence)
 
     def _share_among_ranks(self, trainer: Trainer) -> None:
         replicas = self.distributed_sampler_kwargs["num_replicas"]
@@ -518,7 +539,13 @@ class HybridShardStrategy(NotCompiled):
         """Note the random numbers: a resumed run repeats a step that an exception ends."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         self.saver.begin_step(progress.total.ready, self.root_device)
-        self.steps.begin()
+        self.steps.begin(self._module)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, which sees whole gradients and counts data replicas."""
+        with self.steps.one_step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(
@@ -539,14 +566,16 @@ class HybridShardStrategy(NotCompiled):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and shard again what it has gathered."""
-        output = super().validation_step(*args, **kwargs)
+        with self.steps.one_step():
+            output = super().validation_step(*args, **kwargs)
         self.steps.reshard(self._module)
         return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, and shard again what it has gathered."""
-        output = super().test_step(*args, **kwargs)
+        with self.steps.one_step():
+            output = super().test_step(*args, **kwargs)
         self.steps.reshard(self._module)
         return output
 
@@ -625,6 +654,7 @@ class HybridShardStrategy(NotCompiled):
                 self.root_device,
                 step=unfinished_step(self._module.trainer),
                 orders=self.samples.drawn_from(),
+                sharding=self.sharding_options.mode,
             ),
             self.broadcast(filepath),
             self.checkpoint_io,
@@ -672,6 +702,8 @@ class HybridShardStrategy(NotCompiled):
         self.saver.finish(together_with_all=not self.peers.is_disconnected())
         self.peers.pause_watch()
         module = self.lightning_module
+        if module is not None:
+            leave_plain_gradients(module)
         if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
             super().teardown()
             return

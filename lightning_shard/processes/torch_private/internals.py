@@ -415,10 +415,13 @@ def local_shape_and_offset(*of_tensor: Any) -> tuple[tuple[int, ...], tuple[int,
     return internal(path)(*of_tensor)
 
 
-def has_hooks(x: Tensor) -> bool:
-    """Return whether hooks are called with the gradient of `x`."""
+def hooks_of(x: Any) -> tuple[Any, Any]:
+    """Return the hooks of the gradient of `x`, and those that come once it is added to `.grad`.
+
+    Each is an ordered dict, or None where there have been none.
+    """
     assert "torch.Tensor._backward_hooks" in INTERNALS
-    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
+    return x._backward_hooks, x._post_accumulate_grad_hooks
 
 
 # the operator by which Python reads the number of a tensor
