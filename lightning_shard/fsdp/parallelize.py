@@ -182,7 +182,7 @@ class _Work:
         Hooks hold this object as long as the module lives, so they would hold all of the whole
         parameters, too.
         """
-        moved = self.moved()
+        moved = {old: new for old, new in self.moved().items() if old is not new}
         self.before.clear()
         return moved
 

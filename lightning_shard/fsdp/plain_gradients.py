@@ -142,7 +142,7 @@ class PlainGradients:
         self.group, self.enabled = group, True
         self._order = order
         self._backward = -1
-        self._is_open = self._has_begun = False
+        self._has_begun = self._has_averaged = False
         self._handles: list[Any] = []
         self._averaged: dict[nn.Parameter, Any] = {}  # a weak reference to the mean
         self.watches_assigned = False
@@ -154,29 +154,40 @@ class PlainGradients:
         """Average these, too."""
         for p in parameters:
             self.parameters.append(p)
-            wanted = p.requires_grad
-            p.requires_grad_()  # torch takes hooks of frozen parameters when they are not
-            self._handles += [
-                p.register_hook(partial(self._seen_by_hooks, weakref.ref(p))),
-                p.register_post_accumulate_grad_hook(self._accumulated),
-            ]
-            p.requires_grad_(wanted)
-            for hooks in hooks_of(p):  # ours come before those that look at the mean
-                hooks.move_to_end(next(reversed(hooks)), last=False)
+            self._hook(len(self.parameters) - 1)
         dense = [p for p in reversed(self.parameters) if p not in self._sparse]
         self._buckets = [_Bucket(i, each) for i, each in enumerate(_in_buckets(dense))]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
 
+    def _hook(self, number: int) -> None:
+        p = self.parameters[number]
+        wanted = p.requires_grad
+        p.requires_grad_()  # torch takes hooks of frozen parameters when they are not
+        self._handles += [
+            p.register_hook(partial(self._seen_by_hooks, number)),
+            p.register_post_accumulate_grad_hook(self._accumulated),
+        ]
+        p.requires_grad_(wanted)
+        for hooks in hooks_of(p):  # ours come before those that look at the mean
+            hooks.move_to_end(next(reversed(hooks)), last=False)
+
     def take_new(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Follow those that are new since the last step, with the values of the first rank."""
-        known = {*self.parameters}
-        if new := [p for p in parameters if p not in known]:
-            if self._order is not None:
-                self._order.comes_to(f"has {len(new)} new parameters")
-            for p in new:
-                copy_from_first(p, self.group)
-            self.follow(new)
+        """Follow those that are new since the last step, with the values of the first rank.
+
+        A parameter is new, too, once `torch.utils.swap_tensors` has put another in its place.
+        """
+        numbers = {p: i for i, p in enumerate(self.parameters)}
+        new = [p for p in parameters if p not in numbers or not any(hooks_of(p))]
+        if not new:
+            return
+        if self._order is not None:
+            self._order.comes_to(f"has {len(new)} new parameters")
+        for p in new:
+            copy_from_first(p, self.group)
+            if p in numbers:
+                self._hook(numbers[p])
+        self.follow(p for p in new if p not in numbers)
 
     def close(self) -> None:
         """Leave the parameters, and what `until_closed` was given, alone from now on."""
@@ -190,18 +201,15 @@ class PlainGradients:
 
     @contextmanager
     def one_backward(self) -> Generator[None]:
-        """Average once what all backward passes inside have made, also if they made nothing."""
-        if self._is_open or not self.enabled:
+        """Average in a backward pass inside, also where it makes no gradient on this rank."""
+        if not self.enabled:
             yield
             return
-        self._is_open, self._has_begun = True, False
-        try:
-            yield
-            if not self._has_begun:
-                self._begin()
+        self._has_averaged = False
+        yield
+        if not self._has_averaged:
+            self._begin()
             self._finish()
-        finally:
-            self._is_open = self._has_begun = False
 
     def average_assigned(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average gradients that no backward pass has made, as of `p.grad = value`."""
@@ -210,10 +218,9 @@ class PlainGradients:
             if p in self._bucket_of and p.grad is not None and (not last or last() is not p.grad):
                 p.grad = _mean(p.grad, self.group)
 
-    def _seen_by_hooks(self, of: Any, gradient: Tensor) -> Tensor | None:
+    def _seen_by_hooks(self, number: int, gradient: Tensor) -> Tensor | None:
         """Give the mean to hooks of a parameter, which come after this one."""
-        p = of()
-        if p is None or len(hooks_of(p)[0]) == 1:
+        if len(hooks_of(self.parameters[number])[0]) == 1:
             return None
         return _mean(gradient, self.group)
 
@@ -223,10 +230,9 @@ class PlainGradients:
             p.grad = _mean(p.grad, self.group)
         if not self.enabled:
             return
-        if not self._has_begun or not (self._is_open or self._backward == backward_pass()):
+        if not self._has_begun or self._backward != backward_pass():
             self._begin()
-            if not self._is_open:
-                after_backward(self._finish)
+            after_backward(self._finish)
         bucket = self._bucket_of.get(p)
         if bucket is None:
             return
@@ -257,7 +263,7 @@ class PlainGradients:
         for p in self.parameters:
             if p in self._sparse and p.requires_grad:
                 p.grad = mean_of_sparse(p, self.group)
-        self._has_begun = False
+        self._has_begun, self._has_averaged = False, True
         if self.watches_assigned:
             grads = ((p, p.grad) for p in self.parameters)
             self._averaged = {p: weakref.ref(g) for p, g in grads if g is not None}

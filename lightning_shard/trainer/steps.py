@@ -49,6 +49,7 @@ class Steps:
         self._whole_until_backward = False
         self._manual: ManualBackward | None = None
         self._mesh: DeviceMesh | None = None
+        self._module: LightningModule | None = None
 
     def prepare(self, module: LightningModule, options: ShardingOptions, mesh: DeviceMesh) -> None:
         """Begin a stage with a module that `parallelize` has prepared.
@@ -58,7 +59,7 @@ class Steps:
             options: Its options; in mode "gradients" blocks keep whole parameters until backward.
             mesh: The mesh of all processes.
         """
-        self.plain = plain_gradients_of(module)
+        self.plain, self._module = plain_gradients_of(module), module
         self._whole_until_backward = options.mode == "gradients"
         self._mesh = mesh if options.mode == "none" and mesh.size() > 1 else None
         self._manual = None
@@ -74,12 +75,16 @@ class Steps:
             for optimizer in optimizers:
                 optimizer.register_step_pre_hook(self._take_assigned_of)
 
-    def begin(self, module: LightningModule) -> None:
+    def begin(self) -> None:
         """Prepare for a training step, after all hooks that come before it."""
         if self._manual is not None:
             self._manual.begin_step()
-        if self._mesh is not None and self.plain is not None:
-            self.plain.take_new(module.parameters())
+        self._take_new()
+
+    def _take_new(self) -> None:
+        """Follow parameters that hooks, or the step, have put into the module."""
+        if self._mesh is not None and self.plain is not None and self._module is not None:
+            self.plain.take_new(self._module.parameters())
 
     @contextmanager
     def one_step(self) -> Generator[None]:
@@ -96,6 +101,7 @@ class Steps:
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:
         """Yield the tensor from which the backward pass of `loss` must start."""
+        self._take_new()
         average = nullcontext() if self.plain is None else self.plain.one_backward()
         with average:
             if self._manual is None:

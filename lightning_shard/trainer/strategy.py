@@ -539,7 +539,7 @@ class HybridShardStrategy(NotCompiled):
         """Note the random numbers: a resumed run repeats a step that an exception ends."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         self.saver.begin_step(progress.total.ready, self.root_device)
-        self.steps.begin(self._module)
+        self.steps.begin()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -689,6 +689,7 @@ program(
 program(
     "a penalty on gradients of parameters of blocks",
     refused="not.* used in the graph|shard",
+    per_replica=True,
     step=lambda m, batch, loss: penalise(m, batch, loss, lambda m: list(m.blocks.parameters())),
 )
 program("GradNorm", step=grad_norm_balance, per_replica=True)
