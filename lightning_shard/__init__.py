@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.clip import clip_grad_norm_ as clip_grad_norm_
     from lightning_shard.fsdp.clip import clip_grad_value_ as clip_grad_value_
     from lightning_shard.fsdp.materialize import deferred_parameters as deferred_parameters
+    from lightning_shard.fsdp.no_sync import no_sync as no_sync
     from lightning_shard.fsdp.options import ShardingOptions as ShardingOptions
     from lightning_shard.fsdp.parallelize import parallelize as parallelize
-    from lightning_shard.fsdp.no_sync import no_sync as no_sync
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
     from lightning_shard.lab.calibrate import calibrate as calibrate

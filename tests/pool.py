@@ -28,7 +28,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import device_mesh, distributed_c10d
 
-from lightning_shard.fsdp import remembered
 from lightning_shard.lab.simulated.group import SimulatedGroup
 from lightning_shard.processes.torch_private.internals import open_groups
 from tests import quick_dtensor
@@ -186,8 +185,6 @@ def quicken() -> None:
     distributed_c10d.ProcessGroupGloo = _GlooOnOneDevice
     reuse_groups()
     quick_dtensor.install()
-    # no parameter is held by what a rank has from the session, which conftest.py froze
-    vars(remembered)["nothing_frozen"] = contextlib.nullcontext
     if registry := sys.modules.get("lightning.fabric.utilities.registry"):
         # each Trainer would read the metadata of every package that is installed: 50 ms
         vars(registry)["entry_points"] = functools.cache(registry.entry_points)

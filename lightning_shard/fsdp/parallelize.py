@@ -27,26 +27,19 @@ from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
 from lightning_shard.fsdp.check_same_module import check_same_module
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.complex_pairs import store_as_pairs
-from lightning_shard.fsdp.keep_step_writes import (
-    GATHERED,
-    Gathered,
-    Replaced,
-    copy_attributes,
-    keeping_writes,
-)
+from lightning_shard.fsdp.kept_from_before import refuse_kept
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
 from lightning_shard.fsdp.meeting import meet
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
+from lightning_shard.fsdp.no_sync import without_reduction
 from lightning_shard.fsdp.offload import WhatFits, offload
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.fsdp.no_sync import without_reduction
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients, plain_gradients_of
-from lightning_shard.fsdp.same_blocks import same_blocks
-from lightning_shard.fsdp.read_dtensor_numbers import read_whole_numbers
 from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
 from lightning_shard.fsdp.refuse_flop_counts import refuse_flop_counts
-from lightning_shard.fsdp.remembered import Remembered, replace_remembered
+from lightning_shard.fsdp.refuse_shards import refuse_shards
+from lightning_shard.fsdp.same_blocks import same_blocks
 from lightning_shard.fsdp.shard_block import (
     LocalTensors,
     class_name,
@@ -57,9 +50,14 @@ from lightning_shard.fsdp.shard_block import (
     sharded_modules,
     with_complex_parameters,
 )
+from lightning_shard.fsdp.step_writes import (
+    GATHERED,
+    Gathered,
+    Replaced,
+    copy_attributes,
+    refusing_writes,
+)
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
-from lightning_shard.fsdp.whole_matrices import give_whole_matrices
-from lightning_shard.fsdp.write_shards import IN_STEP, write_shards
 from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import domain_mesh, flat_mesh, parameter_mesh, replica_mesh
@@ -147,7 +145,6 @@ class _Work:
         ignored: The parameters that the user wants whole.
         chosen: The blocks, inner ones first.
         plain: All parameters that stay whole on each rank.
-        remembered: The places outside of modules that hold parameters.
         running: A context that is true while a step or a block runs.
     """
 
@@ -168,7 +165,6 @@ class _Work:
         self.ignored: set[nn.Parameter] = set()
         self.chosen: list[nn.Module] = []
         self.plain: list[nn.Parameter] = []
-        self.remembered = Remembered()
         self.running = _Running()
 
     def moved(self) -> Moved:
@@ -393,24 +389,23 @@ def _prefetch(work: _Work) -> None:
     prefetch(work.module, work.options.prefetch)
 
 
-def _replace_remembered(work: _Work) -> None:
-    """Give the new parameters to all who remember the old ones, and what is set on them."""
-    moved = work.moved()
+def _leave_old_parameters(work: _Work) -> None:
+    """Give the new parameters what is set on the old ones, which nobody may compute with."""
+    moved = {old: new for old, new in work.moved().items() if old is not new}
     for old, new in moved.items():
-        if old is not new:
-            copy_attributes(old, new)
-    work.remembered = replace_remembered(moved, work.module, [work.before])
+        copy_attributes(old, new)
+    refuse_kept(moved)
 
 
 def _wrap_methods(work: _Work) -> None:
-    """Let the steps run with whole parameters, keep their writes, and count domains once."""
+    """Let the steps run with whole parameters, refuse writes into them, and count domains once."""
     module = work.module
-    gathered = module.__dict__[GATHERED] = Gathered(module, work.remembered)
+    gathered = module.__dict__[GATHERED] = Gathered(module)
     replaced = Replaced(module, work.plain)
     for name in work.methods:
         method = getattr(module, name)
         local = LocalTensors()
-        setattr(module, name, _stripped(keeping_writes(method, gathered), local))
+        setattr(module, name, _stripped(refusing_writes(method, gathered), local))
         register_fsdp_forward_method(module, name)  # wraps the attribute, so it is set before
         step = _as_step(getattr(module, name), work, replaced, local)
         if inspect.ismethod(method):  # a function that was put there is given all arguments
@@ -435,8 +430,8 @@ def _refuse_shard(value: DTensor) -> DTensor:
     if value.requires_grad and not isinstance(value, nn.Parameter):
         raise RuntimeError(
             "the step returns a value that was computed from shards of parameters. In a step the "
-            "parameters of a block are whole while the block runs only; with "
-            "sharding='gradients' they stay whole until backward."
+            "parameters of a block are whole while the block runs only: sharding='none' keeps them "
+            "whole always, sharding='gradients' until backward."
         )
     return value
 
@@ -461,13 +456,9 @@ def _as_step(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not work.running:
             replaced.take()
-        token = IN_STEP.set(True)
         gradients = whole_gradients(work.split, lambda: without_reduction(work.module))
-        try:
-            with work.running, replica_world(work.mesh, work.axes), gradients:
-                output = local.restore(method(*args, **kwargs))
-        finally:
-            IN_STEP.reset(token)
+        with work.running, replica_world(work.mesh, work.axes), gradients:
+            output = local.restore(method(*args, **kwargs))
         if getattr(work.module, "automatic_optimization", True) is False:
             for block in sharded_modules(work.module):  # hooks know sharded parameters
                 block.reshard()
@@ -576,6 +567,7 @@ _PREPARE: tuple[Callable[[_Work], None], ...] = (
 _KEEP_WHOLE: tuple[Callable[[_Work], None], ...] = (
     _check_same_module,  # before the first collective, which ranks that differ would not end
     _make_groups,  # before any step
+    lambda work: refuse_flop_counts(),  # before a step can begin
     _refuse_without_shape,  # before values are sent, which these parameters do not have
     _share_values,
     _materialize,  # after the values of the others, which first values may need
@@ -587,10 +579,8 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _check_same_module,  # before the first collective, which ranks that differ would not end
     _make_groups,  # before any step
     _refuse_hooks,  # while parameters are the user's, which have the hooks
-    lambda work: read_whole_numbers(),  # before anybody can read a number of a shard
+    lambda work: refuse_shards(),  # before anybody can read a number of a shard, or set its data
     lambda work: refuse_flop_counts(),  # before a step can begin
-    lambda work: write_shards(),  # before anybody can write into one
-    lambda work: give_whole_matrices(),  # before an optimizer can step
     _share_values,  # while parameters are whole, and complex ones complex
     _make_contiguous,  # before FSDP2, which refuses others
     _store_as_pairs,  # before parameters are grouped by dtype
@@ -599,7 +589,7 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _reduce_unused_parameters,  # of all groups, once there is none more to make
     _materialize,  # of the meta device only shards get memory, so after they are sharded
     _average_plain_gradients,  # its hooks belong to the parameters that have memory
-    _replace_remembered,  # once each parameter is the one that stays
+    _leave_old_parameters,  # once each parameter is the one that stays
     _prefetch,  # it links the blocks, so all must be sharded
     _wrap_methods,  # outside of FSDP2's root, which gathers before a step
     _count_domains_once,  # before FSDP2's own hooks of the root, and after them

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_shard.domain.comm import all_reduce
 from lightning_shard.fsdp.same_blocks import SameBlocks
-from lightning_shard.fsdp.sparse_gradients import mean_of_sparse, may_be_sparse
+from lightning_shard.fsdp.sparse_gradients import may_be_sparse, mean_of_sparse
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.torch_private.internals import (
     after_backward,

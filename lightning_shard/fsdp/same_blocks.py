@@ -16,8 +16,8 @@ import json
 import time
 import zlib
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,9 +26,6 @@ from lightning_shard.processes.failures.failure_watch import is_of_processes
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import backward_pass, default_store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOOK_S = 0.5  # between two looks at the other ranks
 WAYS = 100_000  # that are remembered
@@ -233,20 +230,11 @@ class SameBlocks:
 
 
 class NamedGather:
-    """Gathers the parameters of a block after the ranks have come to it.
+    """Gathers the parameters of a block after the ranks have come to it."""
 
-    Attributes:
-        announced: Opened around each gather; it tells of it those who have no step of their own.
-    """
-
-    def __init__(self, plain: Any, order: SameBlocks | None, name: str) -> None:
+    def __init__(self, plain: Any, order: SameBlocks, name: str) -> None:
         """Stand before `plain`, the collective that FSDP2 would use, of the block `name`."""
         self._plain, self._order, self._event = plain, order, f"gathers {name}"
-        self.announced: Callable[[], AbstractContextManager[None]] = self.not_announced
-
-    def not_announced(self) -> AbstractContextManager[None]:
-        """Return a context that tells nobody."""
-        return nullcontext()
 
     def allocate(self, *size: Any, **options: Any) -> Any:
         """Allocate memory for what is gathered, as FSDP2 does."""
@@ -254,12 +242,8 @@ class NamedGather:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool) -> Any:
         """Gather the parameters of one block over the ranks of `group`."""
-        with self.announced() if group.size() > 1 else nullcontext():
-            if group.size() > 1 and self._order is not None:
-                self._order.comes_to(self._event)
-            return self._plain(
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                async_op=async_op,
-            )
+        if group.size() > 1:
+            self._order.comes_to(self._event)
+        return self._plain(
+            output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
+        )

@@ -51,7 +51,7 @@ class UnusedParameters:
             for each in parameter_groups(module):
                 found.append(each)
                 each.post_backward = self._filling(each, name)
-                if group.size() > 1:
+                if group.size() > 1 and self._order is not None:
                     gather: Any = NamedGather(gather_of(each), self._order, name)
                     module.set_custom_all_gather(gather)
         self._parameters: list[Any] = [p for each in found for p in each.fsdp_params]

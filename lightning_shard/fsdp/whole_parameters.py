@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
 from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.fsdp.step_writes import GATHERED, Gathered
 from lightning_shard.processes.torch_private.internals import gathered_as_kept
 
 

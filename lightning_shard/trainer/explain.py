@@ -6,47 +6,42 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.optim import Optimizer
 
+_WHOLE = "sharding='none' keeps parameters whole on each rank, and then this runs as under DDP. "
 _BY_MESSAGE = {
-    "got mixed torch.Tensor and DTensor": (
-        "A parameter, or its gradient, was used where each rank holds a shard of it. Outside of "
-        "the steps call the module itself, or read and write parameters inside "
-        "`with lightning_shard.whole_parameters(module):`. In a step, parameters of blocks are "
-        "whole while the block runs only; with sharding='gradients' they stay whole until "
-        "backward. A gradient of a manual step is whole as p.grad.full_tensor()."
+    "got mixed torch.Tensor and DTensor": _WHOLE + (
+        "Or: a parameter, or its gradient, was used where each rank holds a shard of it. Outside "
+        "of the steps call the module itself, or read and write parameters inside `with "
+        "lightning_shard.whole_parameters(module):`. A gradient of a manual step is whole as "
+        "p.grad.full_tensor()."
     ),
-    "does not have a sharding strategy registered": (
-        "torch has no such function for sharded parameters and gradients: call it on whole "
-        "parameters, inside `with lightning_shard.whole_parameters(module):`, and on "
+    "does not have a sharding strategy registered": _WHOLE + (
+        "Or: torch has no such function for sharded parameters and gradients, so call it on "
         "p.full_tensor() or p.grad.full_tensor(), which are whole on every rank."
     ),
     "appears to not have been used in the graph": (
-        "If it is a parameter: in a step the parameters of a block are whole while the block runs "
-        "only, and torch.autograd.grad finds no shard; with sharding='gradients' they stay whole "
-        "until backward."
+        "If it is a parameter: " + _WHOLE + "Or: in a step the parameters of a block are whole "
+        "while the block runs only, and torch.autograd.grad finds no shard; with "
+        "sharding='gradients' they stay whole until backward."
     ),
-    "would remove or reshape sharded dimension": (
-        "Sharded parameters or gradients were flattened, as ModelPruning and "
-        "torch.cat([p.flatten() ...]) do, which torch refuses: prune in one process, and take "
-        "norms as torch.stack([p.norm() ...]).norm()."
+    "would remove or reshape sharded dimension": _WHOLE + (
+        "Or: sharded parameters or gradients were flattened, as ModelPruning and "
+        "torch.cat([p.flatten() ...]) do, which torch refuses."
     ),
-    "but its data is not allocated yet": (
-        "torch.tensor was given sharded tensors, such as norms of gradients: read each as a "
-        "number, such as float(p.grad.norm()), first."
+    "but its data is not allocated yet": _WHOLE + (
+        "Or: torch.tensor was given sharded tensors, such as norms of gradients, which it cannot "
+        "read: give it those of p.grad.full_tensor()."
     ),
-    "FSDP does not support deepcopy": (
-        "A module that was trained by this strategy cannot be copied, which a callback such as "
-        "StochasticWeightAveraging does at the start of each stage: give the callback to the first "
-        "fit only, and use another Trainer, or trainer.callbacks without it, for what follows. "
-        "Make a copy of your own, such as an AveragedModel, in __init__, or give the Trainer "
-        "Lightning's WeightAveraging or EMAWeightAveraging."
+    "FSDP does not support deepcopy": _WHOLE + (
+        "Or: a module with shards cannot be copied, which a callback such as "
+        "StochasticWeightAveraging does at the start of each stage; give the callback to the first "
+        "fit only, or make a copy of your own, such as an AveragedModel, in __init__."
     ),
-}
+}  # fmt: skip
 
 
 _OF_OPTIMIZERS = (
-    "The optimizer {} cannot update sharded parameters. Take one that docs/optimizers.md lists as "
-    "exact, such as AdamW; or keep parameters whole on every process: "
-    "sharding=ShardingOptions(ignored_parameters=['*'])."
+    "The optimizer {} cannot update sharded parameters: keep them whole on every process with "
+    "sharding='none', or take one that docs/optimizers.md lists as exact, such as AdamW."
 )
 # the last three: of a rank without rows
 _WORDS_OF_SHARDS = (

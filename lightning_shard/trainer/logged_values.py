@@ -36,7 +36,7 @@ from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.reduce import divide
 
 if TYPE_CHECKING:
-    from lightning_shard.fsdp.joined_step import JoinedStep
+    from lightning_shard.trainer.joined_step import JoinedStep
 
 _SAME = 1e-6  # relative; a smaller difference is that of sums in another order
 _END = "the end of the epoch"

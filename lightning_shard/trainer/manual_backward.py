@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.fsdp.keep_step_writes import GATHERED, Gathered
 from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.fsdp.step_writes import GATHERED, Gathered
 from lightning_shard.ops.elementwise.whole_gradients import are_alike, mark_of
 from lightning_shard.processes.torch_private.internals import give_up_whole
 
@@ -36,7 +36,7 @@ class ManualBackward:
         self._has_begun = False
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._begin_optimizer())
-            optimizer.register_step_post_hook(lambda *_: self._has_stepped())
+            optimizer.register_step_post_hook(lambda *_: self._gather_again())
         object.__setattr__(root, "return_loss", self._return_loss)
         register_fsdp_forward_method(root, "return_loss")
 
@@ -80,12 +80,7 @@ class ManualBackward:
                     shard.grad = whole.grad
                 whole.grad = None
         self._shown = []
-        if self.gathered.is_shard_written():
-            raise RuntimeError(
-                "the step has changed parameters through optimizer.param_groups, which its forward "
-                "pass does not see: change those of self.parameters() instead."
-            )
-        self.gathered.put_back()
+        self.gathered.refuse_writes()
 
     def _show_gradients(self) -> None:
         """Let `self.parameters()` have gradients, for clipping, norms and `zero_grad`."""
@@ -124,11 +119,6 @@ class ManualBackward:
     def _begin_optimizer(self) -> None:
         self.take_assigned()
         self._take_what_was_changed()
-        self.gathered.steps = True
-
-    def _has_stepped(self) -> None:
-        self.gathered.steps = False
-        self._gather_again()
 
     def _gather_again(self) -> None:
         for module in sharded_modules(self.root):  # not reshard(), which waits for a backward pass

@@ -114,7 +114,6 @@ def clip_over_shards(plugin: TrainerPrecision, before: Callable[[], None]) -> No
         plugin: The plug-in, which is changed in place.
         before: Gives shards the gradients that a step has assigned.
     """
-
     of_norm, of_value = plugin.clip_grad_by_norm, plugin.clip_grad_by_value
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:

@@ -26,6 +26,7 @@ from lightning_shard.trainer.host import callbacks_of
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
 _DRAW_RANDOM_NUMBERS = {"Gravity"}  # of pytorch_optimizer
+_NEED_WHOLE_MATRICES = {"Muon"}  # of torch, which rounds the products of shards otherwise
 _LOADED = "_weights_begun_with"  # attribute of a module
 
 
@@ -125,7 +126,7 @@ def mend_optimizers(
     """Let optimizers that were made before the module was sharded train its new parameters.
 
     Raises:
-        NotImplementedError: An optimizer draws random numbers.
+        NotImplementedError: An optimizer of shards draws random numbers, or needs whole matrices.
         RuntimeError: An optimizer holds a parameter that was never the module's.
     """
     mine = set(module.parameters())
@@ -137,6 +138,11 @@ def mend_optimizers(
             "for the shards that it holds, so they are not those of one process; keep parameters "
             "whole with sharding='none', or take one that docs/optimizers.md lists as exact, such "
             "as AdamW."
+        )
+    if is_sharded and (kinds := {type(o).__name__ for o in optimizers} & _NEED_WHOLE_MATRICES):
+        raise NotImplementedError(
+            f"the optimizer {min(kinds)} computes with whole matrices, of which each process holds "
+            "a part; keep parameters whole with sharding='none'."
         )
     for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
         group["params"] = [p if p in mine else moved.get(p, p) for p in group["params"]]

@@ -33,9 +33,9 @@ from lightning_shard.data.split import ShardDims, shard_batch, split_dims
 from lightning_shard.domain.wire import BEFORE
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
+from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
-from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.processes.mesh import Sharding, share_mesh
@@ -161,8 +161,8 @@ class HybridShardStrategy(NotCompiled):
         self.logged = LoggedValues(self.peers)
         self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
-        self.evaluation = UnevenEvaluation(self.logged)
         self.steps = Steps()
+        self.evaluation = UnevenEvaluation(self.logged, self.steps)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -1,8 +1,8 @@
 """Evaluates each sample once, also where data replicas do not divide their number.
 
 Replicas then have other numbers of batches. A rank without a batch runs no step, calls no hook and
-logs nothing. It gathers the blocks of the network with the others (fsdp/joined_step.py), so that
-no step waits for it.
+logs nothing. Sharded parameters are gathered before such a step on all ranks, so that no step waits
+for a rank that has none (joined_step.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_shard.fsdp.joined_step import JoinedStep
 from lightning_shard.processes.narrow import is_list
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
@@ -26,22 +25,25 @@ from lightning_shard.trainer.host import (
     pass_over,
     reads_in_turn,
 )
+from lightning_shard.trainer.joined_step import JoinedStep
 from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.sample_order import EachOnce
 from lightning_shard.trainer.sharding import copies
+from lightning_shard.trainer.steps import Steps
 from lightning_shard.trainer.streams import UnevenBatch, end_together, end_with_the_longest
 
 
 class UnevenEvaluation:
     """Runs the steps of validation and test for which some replicas have no batch."""
 
-    def __init__(self, logged: LoggedValues) -> None:
+    def __init__(self, logged: LoggedValues, steps: Steps) -> None:
         """Begin without a Trainer.
 
         Args:
             logged: Reduces the numbers that steps log.
+            steps: Gathers sharded parameters.
         """
-        self._logged = logged
+        self._logged, self._steps = logged, steps
 
     def follow(
         self,
@@ -87,8 +89,10 @@ class UnevenEvaluation:
         if not isinstance(batch, UnevenBatch):
             plain(batch, index, loader, *args)
             return
+        step = JoinedStep(batch.present, self._device)
         modules = [self._module, *copies(loop.trainer, self._module)]
-        step = JoinedStep(modules, batch.present, self._device)
+        for module in modules:
+            self._steps.keep_parameters_whole(module, True)
         if batch.present[dist.get_rank()]:
             self._logged.joined = step
             try:
@@ -99,6 +103,8 @@ class UnevenEvaluation:
         else:
             step.join(self._logged.exchange_nothing)
             pass_over(loop, loader)
+        for module in modules:
+            self._steps.keep_parameters_whole(module, False)
         # some ranks have logged nothing in this step, and will reduce with the others
         described = [logged_by(loop), _list_states(self._module)]
         dist.broadcast_object_list(described, step.present[0], device=self._device)

@@ -31,6 +31,7 @@ from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import save_image
 
 from lightning_shard import DomainTensor, whole_parameters
+from tests.trainer.refused_of_shards import REFUSED_OF_SHARDS
 
 DTYPE = torch.float64
 
@@ -198,7 +199,6 @@ program(
 )
 program(
     "a list of all parameters made in __init__, in the loss",
-    refused="computed from shards",
     start=lambda m: keep(m, list(m.blocks.parameters())),
     step=penalty(list),
 )
@@ -223,7 +223,6 @@ def update_in(module: Any) -> None:
 
 program(
     "an average that keeps parameters(), in a hook",
-    refused="got mixed",
     start=lambda m: keep(m, Shadow(m.stem.parameters())),
     on_train_batch_end=lambda m, *_: m.kept.update(),
 )
@@ -375,12 +374,7 @@ for group_name, group in GROUPS.items():
                 "p.data = value", "_foreach_mul_", "p.data.mul_",
             ):  # fmt: skip
                 continue
-            assigns = group_name == "blocks" and method == "training_step" and " = " in way
-            program(
-                f"{way} of {group_name} in {place}",
-                refused="in a step" if assigns else "",
-                **{method: writing(group, write, method)},
-            )
+            program(f"{way} of {group_name} in {place}", **{method: writing(group, write, method)})
 
 for way, write in ROWS.items():
     program(f"{way} of the root in the step", training_step=writing(root, write, "training_step"))
@@ -395,7 +389,6 @@ for group_name, group in GROUPS.items():
     for way in ("p.data.mul_", "p.data.copy_", "p.data = value", "p.data = a plain value"):
         program(
             f"{way} of {group_name} after the forward pass",
-            refused="in a step" if group_name == "blocks" and "=" in way else "",
             step=writing_after(group, WRITES[way]),
         )
 
@@ -412,18 +405,14 @@ def write_groups(write: Callable[[Any], Any]) -> Callable[..., Any]:
     return step
 
 
-for way, write, refused in (
-    ("sigmoid_", lambda p: p.sigmoid_(), ""),
-    ("p.data.tanh_", lambda p: p.data.tanh_(), ""),
-    ("out=", lambda p: torch.mul(p, 0.5, out=p), ""),
-    ("_foreach_clamp_max_", lambda p: torch._foreach_clamp_max_([p], 0.01), ""),
-    (
-        "to_local()",
-        lambda p: getattr(p, "to_local", lambda p=p: p)().mul_(0.5),
-        "wrote into the shard",
-    ),
+for way, write in (
+    ("sigmoid_", lambda p: p.sigmoid_()),
+    ("p.data.tanh_", lambda p: p.data.tanh_()),
+    ("out=", lambda p: torch.mul(p, 0.5, out=p)),
+    ("_foreach_clamp_max_", lambda p: torch._foreach_clamp_max_([p], 0.01)),
+    ("to_local()", lambda p: getattr(p, "to_local", lambda p=p: p)().mul_(0.5)),
 ):
-    program(f"{way} of param_groups in the step", refused=refused, place="training_step",
+    program(f"{way} of param_groups in the step", place="training_step",
             training_step=write_groups(write))  # fmt: skip
 
 
@@ -551,9 +540,9 @@ for late in (False, True):
     program(f"load_state_dict with assign of a frozen part at {when} of the step",
             training_step=load_in_step("teacher", late), place="training_step")  # fmt: skip
     for part in ("stem", "blocks.0"):
-        program(f"load_state_dict with assign of {part} at {when} of the step", refused="leave out assign=True",
+        program(f"load_state_dict with assign of {part} at {when} of the step",
                 training_step=load_in_step(part, late), place="training_step")  # fmt: skip
-program("load_state_dict with assign of another dtype in the step", refused="trained or has another dtype",
+program("load_state_dict with assign of another dtype in the step",
         training_step=load_in_step("teacher", True, torch.float32), place="training_step")  # fmt: skip
 
 
@@ -1198,6 +1187,12 @@ program("numpy() of a split field in the step", refused="cannot run Tensor.numpy
     step=lambda m, b, loss: (b["x"].numpy(), loss)[1])  # fmt: skip
 
 
+REFUSED |= {name: words for words, names in REFUSED_OF_SHARDS.items() for name in names}
+assert REFUSED.keys() <= PROGRAMS.keys(), REFUSED.keys() - PROGRAMS.keys()
+# split fields are the reason, not parameters
+ALWAYS_REFUSED = {"FLOPs are counted in the step", "numpy() of a split field in the step"}
+
+
 THEMES = {
     "Parameters that are remembered since `__init__`": "a list made in __init__, in the loss",
     "Writes into parameters": "p.data = value of the root in the step",
@@ -1220,23 +1215,27 @@ def page() -> str:
         "optimizers, metrics or hooks. The same",
         "module is trained in one process and on meshes of 1 x 2, 2 x 1 and 2 x 2 data replicas and "
         "domain ranks, in float64. Weights and the",
-        "numbers that the program reads are compared. Some parameters lie in blocks, which FSDP2 "
-        "gathers when they run, others in the",
-        "root, which is whole in a step.",
+        "numbers that the program reads are compared, once with whole parameters "
+        '(`sharding="none"`, which `"auto"` takes for networks that are',
+        'small beside the device), and once with shards of FSDP2 (`"full"`). Some parameters lie in '
+        "blocks, which FSDP2 gathers when they",
+        "run, others in the root, which is whole in a step. What shards refuse ends with a sentence "
+        'that names `sharding="none"`.',
         "",
         "The programs are in `tests/trainer/programs.py`. `python -m tests.trainer.programs` writes "
         "this page.",
     ]
     for name in names:
         if name in firsts:
-            lines += ["", f"## {firsts[name]}", "", "| program | outcome |", "| --- | --- |"]
-        outcome = "as in one process"
+            head = "| program | whole parameters | shards |"
+            lines += ["", f"## {firsts[name]}", "", head, "| --- | --- | --- |"]
+        equal = "as in one process"
         if name in PER_REPLICA:
-            outcome += "; a data replica sees its own samples, as under DDP"
-        if name in REFUSED:
-            outcome = "ends with a sentence that says what to do"
+            equal += "; a data replica sees its own samples, as under DDP"
+        whole = "refused by a sentence" if name in ALWAYS_REFUSED else equal
+        shards = "refused by a sentence" if name in REFUSED else equal
         lines.append(
-            f"| {name.replace('_', chr(92) + '_').replace('*', chr(92) + '*')} | {outcome} |"
+            f"| {name.replace('_', chr(92) + '_').replace('*', chr(92) + '*')} | {whole} | {shards} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -18,9 +18,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_shard import RepeatSamples
 from lightning_shard.domain import subdomain
-from lightning_shard.fsdp.joined_step import AbsentRanksError
 from lightning_shard.processes import mesh, replica_world
 from lightning_shard.trainer.callbacks.predictions import predictions_in_order
+from lightning_shard.trainer.joined_step import AbsentRanksError
 from tests import training
 from tests.pairs import choose
 from tests.trainer.featured import QUIET

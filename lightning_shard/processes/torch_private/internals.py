@@ -7,7 +7,6 @@ this module raises one ImportError that lists all of them.
 import functools
 import importlib
 import operator
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -102,14 +101,13 @@ INTERNALS = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward": "the same",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs":
         "whole parameters outside of steps have the precision in which they are kept",
-    "torch.Tensor._backward_hooks": "hooks of parameters, which FSDP2 drops, are refused",
+    "torch.Tensor._backward_hooks":
+        "hooks of whole parameters see the mean; those of shards, which FSDP2 drops, are refused",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
-    "torch.distributed.tensor.DTensor": "`p.data = value` writes into a shard",
+    "torch.distributed.tensor.DTensor": "`p.data = value` of a shard is refused",
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
-        "numbers that are read from shards, and extremes, are those of the whole",
+        "numbers that are read from shards are refused",
     "torch.autograd._engine_run_backward": "gradients of parameters inside of steps are whole",
-    "torch._foreach_add_": "lists of whole parameters and shards are taken apart",
-    "torch.optim._muon._zeropower_via_newtonschulz": "Muon iterates with whole matrices",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
     "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
@@ -426,10 +424,6 @@ def hooks_of(x: Any) -> tuple[Any, Any]:
 
 # the operator by which Python reads the number of a tensor
 read_number: Any = torch.ops.aten._local_scalar_dense.default
-# the operator by which forward mode begins
-same_storage_numel: Any = torch.ops.aten._has_same_storage_numel.default
-norms_of_list: Any = torch.ops.aten._foreach_norm.Scalar
-maxima_of_list: Any = torch.ops.aten._foreach_max.default
 
 
 def handle_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
@@ -438,108 +432,15 @@ def handle_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
     internal(path)[operator] = handle
 
 
-def handle_some_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
-    """Let `handle` compute as for `handle_dtensors`, unless it returns NotImplemented."""
-    handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
-    of_torch = handlers.get(operator)
-
-    def handle_some(same: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = handle(same, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        if of_torch is not None:
-            return of_torch(same, args, kwargs)
-        handlers.pop(operator, None)
-        try:
-            return same(*args, **kwargs)
-        finally:
-            handlers[operator] = handle_some
-
-    handlers[operator] = handle_some
-
-
-_open_sights: list[Any] = []  # of writes into DTensors; all threads share torch's table
-
-
-@functools.cache
-def _writing_operators() -> dict[Any, list[int | str]]:
-    """Find all operators of torch that write, with the positions or names of what they write."""
-    found: dict[Any, list[int | str]] = {}
-    for schema in schemas():
-        written = [
-            argument.name if argument.kwarg_only else i
-            for i, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if written and schema.name.startswith("aten::"):
-            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
-            operator = getattr(packet, schema.overload_name or "default", None)
-            if operator is not None and torch.Tag.inplace_view not in operator.tags:
-                found[operator] = written  # detach_ and its like change no values
-    return found
-
-
-@contextmanager
-def writes_seen(see: Callable[[Any], None]) -> Generator[None]:
-    """Call `see(target)` after each operator that writes into a DTensor, or a list of them.
-
-    Args:
-        see: The function; it is called in the thread that has written.
-    """
-    handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
-    sight = (threading.get_ident(), see)
-    _open_sights.append(sight)
-    # from one dict to another no operator is hashed, which torch does in Python; theirs stay
-    handlers.update(dict.fromkeys(_writing_operators(), _seen_write) | handlers)
-    try:
-        yield
-    finally:
-        _open_sights.remove(sight)  # ours leave the table when they are called without a sight
-
-
-def _seen_write(writing: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
-    handlers.pop(writing, None)
-    try:
-        result = writing(*args, **kwargs)
-    finally:
-        if _open_sights:
-            handlers[writing] = _seen_write
-    written = [
-        args[place] if isinstance(place, int) else kwargs[place]
-        for place in _writing_operators()[writing]
-        if (place < len(args) if isinstance(place, int) else place in kwargs)
-    ]
-    for own_thread, own in tuple(_open_sights):
-        if own_thread == threading.get_ident():
-            for target in written:
-                own(target)
-    return result
-
-
-def write_data_of_dtensors(write: Callable[[Any, Any], bool]) -> None:
-    """Let `write(tensor, value)` see `tensor.data = value` of a DTensor; it returns True if done.
-
-    torch's own way changes the wrapper, and leaves the local tensor as it is.
-    """
+def set_data_of_dtensors(check: Callable[[Any, Any], None]) -> None:
+    """Let `check(tensor, value)` see `tensor.data = value` of a DTensor before torch does it."""
     plain: Any = Tensor.data  # typed as a value; it is the descriptor
 
     def change(tensor: Any, value: Any) -> None:
-        if not write(tensor, value):
-            plain.__set__(tensor, value)
+        check(tensor, value)
+        plain.__set__(tensor, value)
 
     internal("torch.distributed.tensor.DTensor").data = property(plain.__get__, change)
-
-
-def foreach_functions() -> dict[str, Callable[..., Any]]:
-    """Give the functions of torch that take lists of tensors, by name."""
-    assert "torch._foreach_add_" in INTERNALS
-    return {name: value for name, value in vars(torch).items() if name.startswith("_foreach_")}
-
-
-def set_foreach_function(name: str, function: Callable[..., Any]) -> None:
-    """Put `function` in the place of one of `foreach_functions`, for good."""
-    setattr(torch, name, function)
 
 
 def gathered_by(module: Any) -> list[Any]:

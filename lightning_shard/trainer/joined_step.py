@@ -1,37 +1,25 @@
-"""Lets ranks without a batch gather blocks together with the ranks that run a step.
+"""Lets ranks without a batch exchange logged numbers with the ranks that run a step.
 
-A forward pass gathers each block over all ranks. In the last step of an evaluation some replicas
-may have no samples left. They run no step, so that nothing is counted twice, but they gather the
-same blocks: before each gather the first rank that runs the step says which block comes next.
+In the last step of an evaluation some replicas may have no samples left. They run no step, so that
+nothing is counted twice. The parameters are whole meanwhile, so that no rank gathers any.
 
 | event | what travels |
 | --- | --- |
-| a block is gathered | its number, to all ranks; then its shards, as in every step |
 | a number is logged | a sign, to all ranks; then the number |
 | the step ends, or is refused | a sign, to all ranks |
 
 Any other collective of the step would wait for ranks that never come, so it is refused.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from lightning_shard.fsdp.same_blocks import NamedGather
-from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.processes.errors import LightningShardError
-from lightning_shard.processes.torch_private.internals import (
-    DispatchMode,
-    gather_of,
-    group_of_collective,
-    parameter_groups,
-)
+from lightning_shard.processes.torch_private.internals import DispatchMode, group_of_collective
 
 _END, _LOGGED, _REFUSED = -1, -2, -3
 
@@ -41,24 +29,19 @@ class AbsentRanksError(LightningShardError, RuntimeError):
 
 
 class JoinedStep:
-    """A step that some ranks run, and in which the others only gather blocks.
+    """A step that some ranks run, and in which the others only exchange numbers.
 
     Attributes:
         present: The ranks that run it.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], present: Sequence[bool], device: torch.device
-    ) -> None:
+    def __init__(self, present: Sequence[bool], device: torch.device) -> None:
         """Describe the step; all ranks do so alike.
 
         Args:
-            modules: The modules whose blocks may be gathered, in the same order on all ranks.
             present: True for a rank that runs the step, by rank.
             device: The device of this rank's collectives.
         """
-        found = dict.fromkeys(block for module in modules for block in sharded_modules(module))
-        self._blocks = [(b, gather) for b in found if (gather := _named_gather(b)) is not None]
         self.present, self._device = [r for r, here in enumerate(present) if here], device
         self._leader = self.present[0]
         self._guard = _RefuseAbsent([rank for rank, here in enumerate(present) if not here])
@@ -70,17 +53,13 @@ class JoinedStep:
         Raises:
             AbsentRanksError: The step communicates with ranks that have none.
         """
-        with ExitStack() as stack:
-            for number, (_, gather) in enumerate(self._blocks):
-                gather.announced = partial(self._announced, number)
-                stack.callback(setattr, gather, "announced", gather.not_announced)
-            try:
-                with self._guard:
-                    yield
-            except AbsentRanksError:
-                self._say(_REFUSED)
-                raise
-            self._say(_END)
+        try:
+            with self._guard:
+                yield
+        except AbsentRanksError:
+            self._say(_REFUSED)
+            raise
+        self._say(_END)
 
     def logs_number(self) -> Any:
         """Return a context in which all ranks exchange a logged number."""
@@ -88,7 +67,7 @@ class JoinedStep:
 
     @torch.no_grad()
     def join(self, exchange_number: Callable[[], None]) -> None:
-        """Gather what the others gather until their step ends, on a rank that has no batch.
+        """Exchange what the others log until their step ends, on a rank that has no batch.
 
         Args:
             exchange_number: Takes part in the exchange of a logged number.
@@ -99,12 +78,7 @@ class JoinedStep:
         while (event := self._hear()) != _END:
             if event == _REFUSED:
                 raise AbsentRanksError(_words(self._guard.absent))
-            if event == _LOGGED:
-                exchange_number()
-            else:
-                block = self._blocks[event][0]
-                block.unshard()
-                block.reshard()
+            exchange_number()
 
     @contextmanager
     def _announced(self, event: int) -> Generator[None]:
@@ -122,11 +96,6 @@ class JoinedStep:
         event = torch.zeros(1, dtype=torch.int64, device=self._device)
         dist.broadcast(event, self._leader)
         return int(event)
-
-
-def _named_gather(block: FSDPModule) -> NamedGather | None:
-    found = [gather_of(group) for group in parameter_groups(block)]
-    return next((gather for gather in found if isinstance(gather, NamedGather)), None)
 
 
 class _RefuseAbsent(DispatchMode):

@@ -1,0 +1,251 @@
+"""Shows the whole parameters of a sharded module, and refuses what a step writes into them.
+
+FSDP2 forgets what is written into gathered parameters when it shards them again. Where a program
+asks for whole parameters itself (`whole_parameters`), its writes go into the shards at the end.
+"""
+
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.fsdp.shard_block import class_name, sharded_modules
+from lightning_shard.processes.torch_private.internals import (
+    gathered_by,
+    local_shape_and_offset,
+    module_of,
+    own_parameters,
+    shard_memory_of,
+    storage_key,
+    version_of,
+)
+
+GATHERED = "_gathered"  # attribute of a module
+_WAY_OUT = (
+    "sharding='none' keeps parameters whole, and serves it; or write in a hook such as "
+    "on_train_batch_end"
+)
+
+
+class Gathered:
+    """The parameters of a sharded module that are whole at the moment, each with its shard."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Follow all parameters of `root`; they are sharded now."""
+        self._blocks = sharded_modules(root)
+        owned = [(m, name, p) for m in root.modules() for name, p in own_parameters(m).items()]
+        places = {p: (m, name) for m, name, p in reversed(owned) if isinstance(p, DTensor)}
+        self._places: list[tuple[nn.Module, str, Any]] = [
+            (*place, p) for p, place in places.items()
+        ]
+        self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
+        self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
+        self._slices: dict[Tensor, tuple[slice, ...]] = {}  # of the whole, by shard
+        self._in_step = self._keeps = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse, as FSDP2 does, a copy of a module whose parameters this follows.
+
+        Raises:
+            RuntimeError: Always; a plain copy of a part would compute with shards.
+        """
+        raise RuntimeError(
+            "FSDP does not support deepcopy of a module, or a part of one, that is sharded."
+        )
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Give each whole parameter that its shard is a part of, with that shard."""
+        for i, (module, name, shard) in enumerate(self._places):
+            now = own_parameters(module).get(name)
+            if isinstance(now, DTensor):
+                self._places[i] = (module, name, now)
+            elif now is not None and now.shape == shard.shape:
+                yield now, shard
+
+    @contextmanager
+    def whole(self) -> Generator[None]:
+        """Inside, parameters are whole; what is written into them goes into the shards."""
+        outer, self._keeps = self._keeps, True
+        self.begin()
+        try:
+            yield
+        finally:
+            self._keeps = outer
+        self.keep_writes()
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Inside a step runs, which may not write into whole parameters."""
+        outer, self._in_step = self._in_step, True
+        self.begin()
+        try:
+            yield
+        finally:
+            self._in_step = outer
+        self.refuse_writes()
+
+    def before_state(self, *_: Any) -> None:
+        """Look after writes before a state dict is read, for which FSDP2 shards again."""
+        if self._keeps:
+            self.keep_writes()
+        elif self._in_step:
+            self.refuse_writes()
+
+    def before_load(self, *_: Any) -> None:
+        """Shard again, so that a state dict that is loaded can be sharded too.
+
+        Raises:
+            RuntimeError: A step loads it.
+        """
+        if self._keeps:
+            self.keep_writes()
+            for block in self._blocks:
+                block.reshard()
+        elif self._in_step:
+            raise RuntimeError(
+                "load_state_dict in a step would write into sharded parameters while they are "
+                f"whole: {_WAY_OUT}."
+            )
+
+    def begin(self) -> None:
+        """Note how the parameters are before a step."""
+        for whole, shard in self.pairs():
+            if whole not in self._memory:
+                copy_attributes(shard, whole)
+            self._memory[whole] = whole.detach()
+            self._begun[whole] = whole.requires_grad, version_of(whole)
+
+    @torch.no_grad()
+    def refuse_writes(self) -> None:
+        """Keep whether parameters are trained, and refuse other changes of a step.
+
+        Raises:
+            RuntimeError: A whole parameter was written, or its shard while it was whole.
+        """
+        for whole, shard in self.pairs():
+            if whole not in self._begun:  # it is gathered since
+                continue
+            trained, version = self._begun[whole]
+            if whole.requires_grad != trained:
+                shard.requires_grad_(whole.requires_grad)
+                self._begun[whole] = whole.requires_grad, version
+            # p.data.mul_() leaves no trace but the values
+            if (
+                version_of(whole) != version
+                or storage_key(self._memory[whole]) != storage_key(whole)
+                or (whole.dtype == shard.dtype and self._differs(whole, shard))
+            ):
+                raise RuntimeError(
+                    f"a step wrote into a sharded parameter of shape {tuple(whole.shape)}, through "
+                    "self.parameters() or optimizer.param_groups, and FSDP2 would lose it: "
+                    f"{_WAY_OUT}."
+                )
+
+    @torch.no_grad()
+    def keep_writes(self) -> None:
+        """Write what the whole parameters are into their shards."""
+        for whole, shard in self.pairs():
+            if whole not in self._begun:  # it is gathered since, and nobody has written
+                continue
+            if whole.requires_grad != self._begun[whole][0]:
+                shard.requires_grad_(whole.requires_grad)
+            local: Tensor = shard.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            local.copy_(whole[self._slice(shard)])
+            if storage_key(self._memory[whole]) != storage_key(whole):  # p.data = value
+                whole.data = self._memory[whole]  # FSDP2 gathers into it, and frees it
+            self._begun[whole] = whole.requires_grad, version_of(whole)
+
+    def part_of(self, gradient: Tensor, shard: Any) -> Tensor:
+        """Return the part of a whole gradient that belongs to a shard."""
+        part = gradient[self._slice(shard)].to(shard.dtype).contiguous()
+        mesh, placements = shard.device_mesh, shard.placements
+        form = {"shape": shard.shape, "stride": shard.stride()}
+        return DTensor.from_local(part, mesh, placements, run_check=False, **form)
+
+    def _differs(self, whole: Tensor, shard: Any) -> bool:
+        """Return True unless the whole parameter has the values of its shard."""
+        now, local = whole[self._slice(shard)], shard.to_local()
+        return not torch.equal(now.nan_to_num(), local.to(now.dtype).nan_to_num())
+
+    def _slice(self, shard: Any) -> tuple[slice, ...]:
+        """Return the slices of the whole tensor that this rank's part fills."""
+        if shard not in self._slices:
+            where = local_shape_and_offset(shard.shape, shard.device_mesh, shard.placements)
+            self._slices[shard] = tuple(slice(o, o + n) for n, o in zip(*where, strict=True))
+        return self._slices[shard]
+
+
+def refusing_writes(method: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
+    """Let a method that FSDP2 gathers for refuse to write into parameters."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with gathered.step():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
+def copy_attributes(source: Tensor, target: Tensor) -> None:
+    """Give `target` the attributes that a program has set on `source`, such as `p.no_decay`."""
+    given, own = vars(source), vars(target)
+    own.update({name: value for name, value in given.items() if name not in own})
+
+
+class Replaced:
+    """Parameters that a hook has put in the place of those that FSDP2 gathers.
+
+    FSDP2 gathers the memory that it knows. Without this, another parameter (after
+    `load_state_dict(assign=True)`), or other memory (after `swap_tensors`), would be forgotten.
+    """
+
+    def __init__(self, root: nn.Module, plain: Iterable[nn.Parameter]) -> None:
+        """Follow `root`, whose parameters in `plain` are whole on each rank."""
+        self.root = root
+        self._plain = set(plain)
+        self._steps = 0
+
+    def take(self) -> None:
+        """Let FSDP2 gather what is there now; before a step, where parameters are sharded.
+
+        Raises:
+            RuntimeError: A parameter is not sharded, so the ranks would train it apart.
+        """
+        known: set[Any] = set(self._plain)
+        for block in sharded_modules(self.root):
+            for record in gathered_by(block):
+                known.update((record.sharded_param, getattr(record, "_unsharded_param", None)))
+                if record.sharded_state.name == "SHARDED":
+                    known.add(self._take(record))
+        self._steps += 1
+        if self._steps < 3 or self._steps % 100 == 0:
+            for name, p in self.root.named_parameters():
+                if p not in known and p.requires_grad:
+                    raise RuntimeError(
+                        f"the parameter {name} was made after the module was sharded, in a hook "
+                        "such as on_fit_start, so each rank would train its own: make it in "
+                        "__init__, configure_model or setup, and copy values into parameters "
+                        "instead of replacing them, or keep parameters whole with sharding='none'."
+                    )
+
+    def _take(self, record: Any) -> Any:
+        place = module_of(record)
+        held = own_parameters(place.module).get(place.param_name)
+        if not isinstance(held, DTensor):
+            raise RuntimeError(
+                f"the parameter {place.param_name} of {class_name(place.module)} was replaced "
+                "after the module was sharded, so the new one would be forgotten: copy the value "
+                "into it instead, under torch.no_grad(), or keep parameters whole with "
+                "sharding='none'."
+            )
+        local = held.to_local()
+        moved = local.numel() and storage_key(local) != storage_key(shard_memory_of(record))
+        if held is not record.sharded_param or moved:
+            record.reset_sharded_param()
+            for module, name in zip(place.shared_modules, place.shared_param_names, strict=True):
+                own_parameters(module)[name] = held
+        return held
