@@ -231,7 +231,7 @@ _MODULES = {
     "parallelize": "fsdp.parallelize",
     "whole_parameters": "fsdp.whole_parameters",
     "deferred_parameters": "fsdp.materialize",
-    "no_sync": "fsdp.plain_gradients",
+    "no_sync": "fsdp.no_sync",
     "clip_grad_norm_": "fsdp.clip",
     "clip_grad_value_": "fsdp.clip",
     "load_weights": "checkpoint.weights",

@@ -121,8 +121,9 @@ def parallelize(
             )
         return {}
     options = options.on(mesh.device_type)
-    if options.mode == "auto":
+    if mesh.size() > 1:  # before the first collective, which ranks that differ would not end
         group = flat_mesh(mesh).get_group()
+        check_same_module(module, options, group)
         options, _ = choose_sharding(options, module, _device_of(mesh), group)
     axes = (domain,) if isinstance(domain, str) else tuple(domain)
     work = _Work(module, mesh, tuple(methods), dims, options, tuple(loaded), axes)
@@ -268,10 +269,6 @@ def _fitting(work: _Work, option: str) -> set[nn.Module]:
         if names
         else set()
     )
-
-
-def _check_same_module(work: _Work) -> None:
-    check_same_module(work.module, work.options, work.group)
 
 
 def _refuse_hooks(work: _Work) -> None:
@@ -456,6 +453,7 @@ def _as_step(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not work.running:
             replaced.take()
+            work.module.__dict__[GATHERED].see_shards()
         gradients = whole_gradients(work.split, lambda: without_reduction(work.module))
         with work.running, replica_world(work.mesh, work.axes), gradients:
             output = local.restore(method(*args, **kwargs))
@@ -565,7 +563,6 @@ _PREPARE: tuple[Callable[[_Work], None], ...] = (
     _change_forward,  # under the hooks of FSDP2, which come later and so stay outside
 )
 _KEEP_WHOLE: tuple[Callable[[_Work], None], ...] = (
-    _check_same_module,  # before the first collective, which ranks that differ would not end
     _make_groups,  # before any step
     lambda work: refuse_flop_counts(),  # before a step can begin
     _refuse_without_shape,  # before values are sent, which these parameters do not have
@@ -576,7 +573,6 @@ _KEEP_WHOLE: tuple[Callable[[_Work], None], ...] = (
     _count_domains_once,
 )
 _SHARD: tuple[Callable[[_Work], None], ...] = (
-    _check_same_module,  # before the first collective, which ranks that differ would not end
     _make_groups,  # before any step
     _refuse_hooks,  # while parameters are the user's, which have the hooks
     lambda work: refuse_shards(),  # before anybody can read a number of a shard, or set its data

@@ -66,6 +66,11 @@ class Gathered:
             elif now is not None and now.shape == shard.shape:
                 yield now, shard
 
+    def see_shards(self) -> None:
+        """Follow the shards that hooks have put into the place of others, before a step."""
+        for _ in self.pairs():
+            pass
+
     @contextmanager
     def whole(self) -> Generator[None]:
         """Inside, parameters are whole; what is written into them goes into the shards."""

@@ -125,7 +125,7 @@ def clip_over_shards(plugin: TrainerPrecision, before: Callable[[], None]) -> No
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         before()
-        if _holds_shards(optimizer):
+        if _holds_shards(optimizer) or _is_complex(optimizer):  # torch clamps no complex ones
             clip_grad_value_(plugin.main_params(optimizer), clip_val)
         else:
             of_value(optimizer, clip_val)
@@ -135,3 +135,7 @@ def clip_over_shards(plugin: TrainerPrecision, before: Callable[[], None]) -> No
 
 def _holds_shards(optimizer: Optimizer) -> bool:
     return any(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])
+
+
+def _is_complex(optimizer: Optimizer) -> bool:
+    return any(p.is_complex() for g in optimizer.param_groups for p in g["params"])

@@ -143,7 +143,7 @@ def test_gradients_of_known_networks(name):
         run = lambda net, part: net(part).square().mean()  # noqa: E731
     alone = copy.deepcopy(network)
     run(alone, x).backward()
-    parallelize(network, mesh, options=ShardingOptions(prefetch=2))
+    parallelize(network, mesh, options=ShardingOptions("full", prefetch=2))
     part = x.chunk(2)[mesh.get_local_rank("data")]
     run(network, part).backward()
     wanted = {k: p.grad for k, p in alone.named_parameters() if p.grad is not None}

@@ -158,7 +158,7 @@ def total_over_ranks(number: int) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sharding": "zero"}, "sharding must be 'full', 'gradients', 'none' or 'hybrid'; got"),
+        ({"sharding": "zero"}, "the mode of sharding must be one of 'auto', 'none', .* got"),
         ({"shard_size": 2}, "shard_size 2 needs sharding 'hybrid'; got sharding 'full'"),
         ({"wrap": ["Block"], "min_num_params": 9}, "both choose the blocks; give one of them"),
         ({"prefetch": 0}, "prefetch must be 1 or more blocks; got 0"),
@@ -304,7 +304,7 @@ def test_options_from_a_file(tmp_path):
 
 def test_a_mode_alone(tmp_path):
     assert from_file(tmp_path, {"sharding": "none"}).sharding_options == ShardingOptions("none")
-    assert from_file(tmp_path, {}).sharding_options == ShardingOptions("full")
+    assert from_file(tmp_path, {}).sharding_options == ShardingOptions("auto")
 
 
 def test_unknown_arguments_are_refused():

@@ -130,7 +130,8 @@ def test_whole_parameters_are_given_back(name: str, domain: int) -> None:
     whole = sum(p.nbytes for p in module.parameters())
     count = Count(module)
     data = DataLoader(torch.randn(8, *shape), 2)
-    runner = training.trainer((domain,), callbacks=[count], max_steps=2)
+    options: dict[str, Any] = {"strategy": {"sharding": "full"}, "max_steps": 2}
+    runner = training.trainer((domain,), callbacks=[count], **options)
     runner.fit(module, data)
     assert all(old() is None for old in count.old)
     assert count.bytes - before < 1.6 * whole  # each is half of the whole
@@ -169,8 +170,9 @@ def test_a_run_says_when_sharding_saves_nothing(monkeypatch: pytest.MonkeyPatch)
     said: list[str] = []
     monkeypatch.setattr(sharding, "rank_zero_info", said.append)
     data = DataLoader(torch.randn(2, 1, 64, 64), 2)
-    training.trainer((2,), max_steps=1).fit(Tied(), data)
+    full: dict[str, Any] = {"strategy": {"sharding": "full"}, "max_steps": 1}
+    training.trainer((2,), **full).fit(Tied(), data)
     assert len(said) == 1
     assert said[0].startswith("15 of 31 MiB of parameters are gathered at once, by Linear, and in")
-    training.trainer((2,), max_steps=1).fit(Views(), DataLoader(torch.randn(2, 128, 4, 4), 2))
+    training.trainer((2,), **full).fit(Views(), DataLoader(torch.randn(2, 128, 4, 4), 2))
     assert len(said) == 1

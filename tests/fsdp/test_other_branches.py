@@ -137,7 +137,7 @@ class Branches(nn.Module):
 
 def parallel(module, **options):
     options = {"wrap": ["Linear"]} | options
-    parallelize(module, init_mesh({"data": 2}), options=ShardingOptions(**options))
+    parallelize(module, init_mesh({"data": 2}), options=ShardingOptions("full", **options))
     return module
 
 
@@ -224,7 +224,7 @@ def test_both_ranks_take_another_way():
 def test_the_way_out_that_the_sentence_names():
     """Each rank runs both blocks, the one that it does not need with a weight of 0."""
     module, expected = Heads(), Heads()
-    parallelize(module, init_mesh({"data": 2}), options=ShardingOptions(wrap=["Linear"]))
+    parallelize(module, init_mesh({"data": 2}), options=ShardingOptions("full", wrap=["Linear"]))
     for n in range(2):
         losses = {}
         for kind in (0, 1):

@@ -263,7 +263,7 @@ def test_optimizers_of_many_tensors_at_once():
     module = net()
     module.__class__ = Foreach
     with pytest.warns(UserWarning, match="foreach=True updates parameters of one mesh"):
-        found = train((2,), {}, module)
+        found = train((2,), {"sharding": "full"}, module)
     assert_equal_runs(found, train_alone())
 
 

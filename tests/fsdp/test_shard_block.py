@@ -68,7 +68,7 @@ def image():
 def test_records_are_not_made_anew():
     network, x, mesh = Network(), image(), mesh_of(2)
     expected = gradients_alone(copy.deepcopy(network), x)
-    parallelize(network, mesh, options=ShardingOptions(wrap=["Block"]))
+    parallelize(network, mesh, options=ShardingOptions("full", wrap=["Block"]))
     network(lightning_shard.shard(x, mesh, dims=2)).square().mean().backward()
     assert_same_gradients(network, expected)
 
@@ -77,7 +77,7 @@ def test_records_are_not_made_anew():
 def test_records_in_half_precision_are_not_made_anew():
     network, x, mesh = Network().float(), image().float(), mesh_of(2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    parallelize(network, mesh, options=ShardingOptions(wrap=["Block"], mp_policy=policy))
+    parallelize(network, mesh, options=ShardingOptions("full", wrap=["Block"], mp_policy=policy))
     found = network(lightning_shard.shard(x, mesh, dims=2))
     assert found.dtype == torch.bfloat16
 
@@ -117,7 +117,7 @@ def test_hooks_that_were_there_see_split_tensors():
     alone.block._forward_pre_hooks.clear()
     output = less_its_mean(alone.block(less_its_mean(x)))
     output.square().mean().backward()
-    parallelize(network, mesh, options=ShardingOptions(wrap=["Conv2d"]))
+    parallelize(network, mesh, options=ShardingOptions("full", wrap=["Conv2d"]))
     found = network(lightning_shard.shard(x, mesh, dims=2))
     assert network.seen == [DomainTensor] * 3
     torch.testing.assert_close(lightning_shard.gather(found), output)

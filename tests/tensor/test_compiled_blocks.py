@@ -392,7 +392,7 @@ def test_a_block_that_holds_others_runs_uncompiled_around_them():
     block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU())
     plain = copy.deepcopy(block)
     forget()
-    shard_block(block[0], mesh_of(2), ShardingOptions())
+    shard_block(block[0], mesh_of(2), ShardingOptions("full"))
     compiled_block = CompiledBlock(block, block.forward, AS_COMPILER)
     fields = lightning_shard.shard(torch.randn(2, 4, 9, 8), mesh_of(2), 2)
     assert compiled_block.holds_others

@@ -156,7 +156,7 @@ class Sorting(nn.Module):
 @pytest.mark.spmd(2)
 def test_operation_without_a_rule_is_named():
     module = make("simple_cnn", torch.float32)
-    module.training_step = lambda batch, _: Sorting()(batch[0])
+    module.training_step = lambda batch: Sorting()(batch[0])
     with pytest.raises(UnsupportedOperationError) as caught:
         trainer((2,)).fit(module, loader("simple_cnn", torch.float32, 2, 8))
     message = str(caught.value)

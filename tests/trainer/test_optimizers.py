@@ -45,7 +45,7 @@ def test_what_draws_random_numbers():
     module = Featured()
     module.configure_optimizers = lambda: Gravity(module.parameters(), lr=0.1)
     with pytest.raises(NotImplementedError, match="optimizer Gravity begins with random numbers"):
-        fit_sharded(module, (2,))
+        fit_sharded(module, (2,), strategy={"sharding": "full"})
 
 
 @pytest.mark.spmd(4)

@@ -19,7 +19,6 @@ from lightning_shard import whole_parameters
 from lightning_shard.checkpoint.state import full_module_state
 from tests import training
 from tests.checkpoint.test_resume_inside_epoch import shared_path
-from tests.pairs import choose
 from tests.reference import computed_once
 from tests.trainer.featured import (
     QUIET,
@@ -90,9 +89,14 @@ class BackwardByHand(Featured):
 
 @pytest.mark.spmd(2)
 def test_backward_without_the_strategy():
-    """It would train nothing: FSDP2 hears nothing of it."""
+    """With shards it would train nothing: FSDP2 hears nothing of it."""
+    full = {"sharding": "full"}
     with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)"):
-        fit_sharded(BackwardByHand(), (2,))
+        fit_sharded(BackwardByHand(), (2,), strategy=full)
+    alone, module = BackwardByHand(), BackwardByHand()
+    fit_alone(alone)
+    fit_sharded(module, (2,), strategy={"sharding": "none"})  # as the sentence says
+    assert_same_state(module, alone)
 
 
 class InferenceFirst(Callback):
@@ -198,7 +202,7 @@ def test_parameters_in_hooks():
     torch.testing.assert_close(module.seen, expected, rtol=1e-9, atol=1e-11)
     assert_same_state(module, alone)
     with pytest.raises(RuntimeError, match="got mixed") as caught:
-        fit_sharded(EpochEnd(whole=False), (2,))
+        fit_sharded(EpochEnd(whole=False), (2,), strategy={"sharding": "full"})
     assert "whole_parameters(module)" in caught.value.__notes__[0]
 
 
@@ -206,7 +210,8 @@ def test_parameters_in_hooks():
 def test_a_sharded_module_is_not_copied():
     """A callback that copies it at each stage is explained; its weights go on in a fresh one."""
     module = Featured()
-    runner = fit_sharded(module, (2,), callbacks=[StochasticWeightAveraging(0.01, 1)])
+    averages = StochasticWeightAveraging(0.01, 1)
+    runner = fit_sharded(module, (2,), callbacks=[averages], strategy={"sharding": "full"})
     with pytest.raises(AssertionError, match="deepcopy") as caught:
         runner.test(module, loader(2), verbose=False)
     assert "StochasticWeightAveraging" in caught.value.__notes__[0]
@@ -252,17 +257,19 @@ def follows_alone(how):
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("how", ["in place", "data in place", "data assigned"])
 def test_a_step_that_writes_into_parameters(how):
-    """It sees whole parameters, which FSDP2 forgets after the step."""
     module = Follows(how)
-    fit_sharded(module, (2,), limit_train_batches=3)
+    fit_sharded(module, (2,), limit_train_batches=3, strategy={"sharding": "none"})
     assert_same_state(module, follows_alone(how))
     assert not module.network[0].weight.requires_grad
 
 
 @pytest.mark.spmd(2)
-def test_a_step_that_writes_into_parameters_of_another_dtype():
-    with pytest.raises(RuntimeError, match="so the write would lose digits"):
-        fit_sharded(Follows("in place"), (2,), strategy={"mp_policy": {"param_dtype": "float32"}})
+@pytest.mark.parametrize("policy", [None, {"param_dtype": "float32"}])
+def test_a_step_that_writes_into_shards(policy):
+    """FSDP2 would forget it after the step."""
+    options = {"sharding": "full", "mp_policy": policy}
+    with pytest.raises(RuntimeError, match=r"wrote into a sharded .* sharding='none'"):
+        fit_sharded(Follows("in place"), (2,), strategy=options)
 
 
 class ByHand(Featured):
@@ -319,7 +326,7 @@ def test_gradients_by_hand():
     fit_sharded(module, (2,))
     assert_same_state(module, alone)
     with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)") as caught:
-        fit_sharded(PutsGradients(), (2,))
+        fit_sharded(PutsGradients(), (2,), strategy={"sharding": "full"})
     assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
 
 
@@ -346,7 +353,7 @@ def test_what_hooks_do_to_parameters():
     assert_same_state(module, alone)
     for how in ("register_hook", "register_post_accumulate_grad_hook"):
         with pytest.raises(NotImplementedError, match=r"network\.0\.weight has a hook"):
-            fit_sharded(Hooked(how), (2,))
+            fit_sharded(Hooked(how), (2,), strategy={"sharding": "full"})
 
 
 class Flattens(Featured):
@@ -366,8 +373,9 @@ def test_what_torch_refuses_of_shards_is_explained():
         (CollectsNorms, "torch.tensor was given"),
     ):
         with pytest.raises(RuntimeError) as caught:
-            fit_sharded(make(), (2,))
+            fit_sharded(make(), (2,), strategy={"sharding": "full"})
         assert words in caught.value.__notes__[0]
+        assert "sharding='none'" in caught.value.__notes__[0]
 
 
 class ReadsBlocks(Program):
@@ -423,7 +431,7 @@ def test_one_module_inside_of_two_blocks(wrap):
 
 
 class Remembers(Program):
-    """Keeps parameters before they have memory, or before they are sharded in other modes."""
+    """Keeps parameters in a list from before they are sharded."""
 
     def start(self):
         object.__setattr__(self, "kept", [self.stem.weight, self.scale])
@@ -431,27 +439,19 @@ class Remembers(Program):
     def step(self, batch, loss):
         return loss + 0.1 * sum(p.square().sum() for p in self.kept)
 
-    def reset_parameters(self):
-        nn.init.ones_(self.scale)
-        nn.init.zeros_(self.offset)
-        nn.init.zeros_(self.mean)
-
 
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize(("mode", "device"), choose(["full", "gradients", "none"], ["cpu", "meta"]))
-def test_remembered_parameters_in_every_mode(mode, device):
-    alone = Remembers()
-    with torch.device(device):
-        module = Remembers()
-    if device == "meta":
-        torch.manual_seed(3)
-        module.teacher = None  # a copy of what has no values
-        alone.teacher = None
-        for part in (alone.stem, *(b.f for b in alone.blocks), alone.head):
-            part.reset_parameters()
+def test_parameters_that_are_kept_from_before():
+    """Those of the module itself, if they are whole; those of shards nobody would train."""
+    alone, module = Remembers(), Remembers()
     fit_alone(alone, limit_train_batches=2)
-    torch.manual_seed(3)
-    fit_sharded(module, (2,), strategy={"sharding": mode}, limit_train_batches=2)
+    fit_sharded(module, (2,), strategy={"sharding": "none"}, limit_train_batches=2)
     assert_same_state(module, alone)
     assert module.kept[0] is module.stem.weight
     assert module.kept[1] is module.scale
+    for mode in ("full", "gradients"):
+        module = Remembers()
+        with pytest.raises(RuntimeError, match=r"square uses a parameter .* was kept, .*'none'"):
+            fit_sharded(module, (2,), strategy={"sharding": mode}, limit_train_batches=2)
+        assert module.kept[0].shape == (4, 1, 3, 3)
+        assert module.kept[0].numel() == 36

@@ -7,8 +7,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import init_mesh, parallelize
+from lightning_shard import ShardingOptions, init_mesh, parallelize
 from lightning_shard.trainer.steps import Steps
+from tests.parity import mesh_of
 
 
 class Net(LightningModule):
@@ -113,7 +114,8 @@ def test_parameters_are_whole_while_a_stage_predicts():
 
 @pytest.mark.spmd(2)
 def test_evaluation_leaves_shards():
-    module, steps = sharded(), Steps(whole_until_backward=True)
+    module, steps = sharded(), Steps()
+    steps.prepare(module, ShardingOptions("gradients"), mesh_of(2))
     with torch.no_grad():
         module.training_step(torch.zeros(1, 3), 0)
     steps.reshard(module)

@@ -339,7 +339,7 @@ def test_evaluation_and_prediction(domain):
 @meshes
 def test_collectives_are_of_the_device(domain):
     torch_xpu.forget_calls()
-    fit_sharded(Featured(), domain)
+    fit_sharded(Featured(), domain, strategy={"sharding": "full"})
     ran = torch_xpu.calls()
     assert ran["c10d::_allgather_base_"]
     assert ran["c10d::_reduce_scatter_base_"]
