@@ -56,7 +56,9 @@ def clip_grad_value_(parameters: Iterable[Tensor] | Tensor, clip_value: float) -
     Of a complex parameter the real and the imaginary part are clamped.
     """
     for gradient in _gradients(parameters):
-        _local(gradient).clamp_(-clip_value, clip_value)
+        local = _local(gradient)
+        real = torch.view_as_real(local) if local.is_complex() else local
+        real.clamp_(-clip_value, clip_value)
 
 
 def _gradients(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:

@@ -129,15 +129,15 @@ class PlainGradients:
         group: dist.ProcessGroup,
         *,
         order: SameBlocks | None = None,
-        sparse: Iterable[nn.Parameter] = (),
+        sparse: Iterable[Tensor] = (),
     ) -> None:
         """Follow parameters.
 
         Args:
-            parameters: They are whole, and equal, on each rank.
+            parameters: Parameters that are whole, and equal, on each rank.
             group: The ranks that average.
             order: The common order of what the ranks do; a rank that differs is named.
-            sparse: Those whose gradients may be sparse, as of `nn.Embedding(sparse=True)`.
+            sparse: Parameters whose gradients may be sparse, as of `nn.Embedding(sparse=True)`.
         """
         self.group, self.enabled = group, True
         self._order = order
@@ -147,7 +147,7 @@ class PlainGradients:
         self._averaged: dict[nn.Parameter, Any] = {}  # a weak reference to the mean
         self.watches_assigned = False
         self.parameters: list[nn.Parameter] = []
-        self._sparse = {*sparse}
+        self._sparse: set[Tensor] = {*sparse}
         self.follow(parameters)
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:

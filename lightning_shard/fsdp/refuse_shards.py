@@ -38,9 +38,9 @@ def _number(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
 
 
 def _check_data(shard: Any, value: Any) -> None:
+    local = shard.to_local()
     if not (isinstance(shard, nn.Parameter) and isinstance(value, Tensor)):
         return
-    local = shard.to_local()
     if value is shard or (isinstance(value, DTensor) and value.to_local() is local):
         return
     if value.device.type == local.device.type:  # else the module moves

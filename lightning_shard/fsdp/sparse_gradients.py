@@ -9,7 +9,7 @@ from torch import Tensor, nn
 _NONE, _DENSE = -1, -2  # in the place of a number of rows
 
 
-def may_be_sparse(module: nn.Module) -> Iterator[nn.Parameter]:
+def may_be_sparse(module: nn.Module) -> Iterator[Tensor]:
     """Give the parameters of embeddings under `module` that ask for sparse gradients."""
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:

@@ -137,7 +137,9 @@ class Branches(nn.Module):
 
 def parallel(module, **options):
     options = {"wrap": ["Linear"]} | options
-    parallelize(module, init_mesh({"data": 2}), options=ShardingOptions("full", **options))
+    parallelize(
+        module, init_mesh({"data": 2}), options=ShardingOptions(**{"mode": "full", **options})
+    )
     return module
 
 
