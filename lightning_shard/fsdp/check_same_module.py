@@ -7,6 +7,7 @@ import hashlib
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_shard.domain.uneven import gathered_objects
 from lightning_shard.fsdp.options import ShardingOptions
@@ -25,7 +26,9 @@ def check_same_module(
 
     Raises:
         DisagreementError: Two ranks differ; raised on all of them.
+        ValueError: A parameter has no shape yet.
     """
+    refuse_without_shape(module)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     own = {f"'{name}'": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
     own |= {f"the option {name}": value for name, value in options.described().items()}
@@ -43,3 +46,17 @@ def check_same_module(
         f"{other.get(what, 'missing')} on rank {number}; build and shard the same module on all "
         "ranks."
     )
+
+
+def refuse_without_shape(module: nn.Module) -> None:
+    """Refuse lazy modules, whose first values each rank would draw itself.
+
+    Raises:
+        ValueError: A parameter has no shape yet.
+    """
+    for name, p in module.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(
+                f"the parameter {name} of a lazy module has no shape yet: run the module once on a "
+                "batch in __init__ or configure_model, or give its layers their number of inputs."
+            )

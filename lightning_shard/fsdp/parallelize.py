@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parameter import UninitializedParameter
 
 from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
@@ -299,16 +298,6 @@ def _share_values(work: _Work) -> None:
             copy_from_first(tensor, work.group)
 
 
-def _refuse_without_shape(work: _Work) -> None:
-    """Refuse lazy modules, whose first values each rank would draw itself."""
-    for name, p in work.before.items():
-        if isinstance(p, UninitializedParameter):
-            raise ValueError(
-                f"the parameter {name} of a lazy module has no shape yet: run the module once on a "
-                "batch in __init__ or configure_model, or give its layers their number of inputs."
-            )
-
-
 def _average_gradients(work: _Work) -> None:
     """Let the ranks average the gradients of all parameters, which are the module's own."""
     order = same_blocks(work.group)
@@ -565,7 +554,6 @@ _PREPARE: tuple[Callable[[_Work], None], ...] = (
 _KEEP_WHOLE: tuple[Callable[[_Work], None], ...] = (
     _make_groups,  # before any step
     lambda work: refuse_flop_counts(),  # before a step can begin
-    _refuse_without_shape,  # before values are sent, which these parameters do not have
     _share_values,
     _materialize,  # after the values of the others, which first values may need
     _average_gradients,  # its hooks belong to the parameters that have memory

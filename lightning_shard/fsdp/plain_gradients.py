@@ -98,9 +98,13 @@ class _Bucket:
 
     def average_with_graph(self, group: dist.ProcessGroup) -> None:
         """Average gradients that can be differentiated again (`create_graph=True`)."""
+        device = self.trained[0].device
+        has = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.int32).to(device)
+        dist.all_reduce(has, group=group)
         with torch.enable_grad():
-            for p in self.trained:
-                p.grad = _mean(torch.zeros_like(p) if p.grad is None else p.grad, group)
+            for p, is_there in zip(self.trained, has.tolist(), strict=True):
+                if is_there:
+                    p.grad = _mean(torch.zeros_like(p) if p.grad is None else p.grad, group)
 
     def finish(self, group: dist.ProcessGroup) -> None:
         """Average whatever is not averaged yet."""
@@ -170,7 +174,9 @@ class PlainGradients:
         ]
         p.requires_grad_(wanted)
         for hooks in hooks_of(p):  # ours come before those that look at the mean
-            hooks.move_to_end(next(reversed(hooks)), last=False)
+            *others, own = hooks.items()
+            hooks.clear()
+            hooks.update([own, *others])
 
     def take_new(self, parameters: Iterable[nn.Parameter]) -> None:
         """Follow those that are new since the last step, with the values of the first rank.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.state import split_what_is_loaded
 from lightning_shard.checkpoint.weights import load_weights_together
+from lightning_shard.fsdp.check_same_module import refuse_without_shape
 from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
@@ -25,13 +26,14 @@ from lightning_shard.trainer.host import callbacks_of
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
-_DRAW_RANDOM_NUMBERS = {"Gravity"}  # of pytorch_optimizer
-_NEED_WHOLE_MATRICES = {"Muon"}  # of torch, which rounds the products of shards otherwise
+DRAW_RANDOM_NUMBERS = {"Gravity"}  # of pytorch_optimizer
+NEED_WHOLE_MATRICES = {"Muon"}  # of torch, which rounds the products of shards otherwise
 _LOADED = "_weights_begun_with"  # attribute of a module
 
 
 def described(module: nn.Module) -> dict[str, str]:
     """Describe each parameter and buffer: its shape and dtype, by name."""
+    refuse_without_shape(module)
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     return {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors}
 
@@ -131,7 +133,7 @@ def mend_optimizers(
     """
     mine = set(module.parameters())
     is_sharded = any(isinstance(p, DTensor) for p in mine)
-    drawing = {type(o).__name__ for o in optimizers} & _DRAW_RANDOM_NUMBERS
+    drawing = {type(o).__name__ for o in optimizers} & DRAW_RANDOM_NUMBERS
     if drawing and is_sharded:
         raise NotImplementedError(
             f"the optimizer {min(drawing)} begins with random numbers, which each process draws "
@@ -139,7 +141,7 @@ def mend_optimizers(
             "whole with sharding='none', or take one that docs/optimizers.md lists as exact, such "
             "as AdamW."
         )
-    if is_sharded and (kinds := {type(o).__name__ for o in optimizers} & _NEED_WHOLE_MATRICES):
+    if is_sharded and (kinds := {type(o).__name__ for o in optimizers} & NEED_WHOLE_MATRICES):
         raise NotImplementedError(
             f"the optimizer {min(kinds)} computes with whole matrices, of which each process holds "
             "a part; keep parameters whole with sharding='none'."

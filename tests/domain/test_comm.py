@@ -1,4 +1,4 @@
-"""The five collectives and their adjoints: values, first and second derivatives, on real ranks.
+"""The four collectives and their adjoints: values, first and second derivatives, on real ranks.
 
 Each is made a function of whole tensors, alike on every rank: a rank takes its part, the collective
 runs, and the parts are put together. So gradcheck perturbs all ranks alike, and what it computes by

@@ -7,7 +7,6 @@ import transformers
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_shard import ShardingOptions
 from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
 
 
@@ -25,6 +24,9 @@ OPTIMIZERS = {
     "transformers.Adafactor": (transformers_adafactor, "Adafactor"),
     "timm.optim.AdamP": (timm.optim.AdamP, "AdamP"),
 }
+
+
+SHARDS = {"sharding": "full"}
 
 
 class Chosen(Featured):
@@ -45,7 +47,7 @@ def test_what_draws_random_numbers():
     module = Featured()
     module.configure_optimizers = lambda: Gravity(module.parameters(), lr=0.1)
     with pytest.raises(NotImplementedError, match="optimizer Gravity begins with random numbers"):
-        fit_sharded(module, (2,), strategy={"sharding": "full"})
+        fit_sharded(module, (2,), strategy=SHARDS)
 
 
 @pytest.mark.spmd(4)
@@ -54,18 +56,17 @@ def test_what_cannot_update_shards(name):
     if name == "torch.optim.Adafactor" and torch.__version__.startswith("2.11."):
         expected, found = Chosen(name), Chosen(name)  # it can there
         fit_alone(expected, limit_val_batches=0)
-        fit_sharded(found, (2,), limit_val_batches=0)
+        fit_sharded(found, (2,), limit_val_batches=0, strategy=SHARDS)
         assert_same_state(found, expected)
         return
     with pytest.raises(Exception) as caught:  # noqa: PT011 -- torch's, with our note
-        fit_sharded(Chosen(name), (2,), limit_train_batches=1)
+        fit_sharded(Chosen(name), (2,), limit_train_batches=1, strategy=SHARDS)
     (note,) = caught.value.__notes__
     assert f"optimizer {OPTIMIZERS[name][1]} cannot update sharded parameters" in note
     expected, found = Chosen(name), Chosen(name)
-    whole = {"sharding": ShardingOptions(ignored_parameters=["*"])}
     fit_alone(expected, limit_val_batches=0)
     domain = (4,) if "data_parallel_size=1" in note else (2,)
-    fit_sharded(found, domain, limit_val_batches=0, strategy=whole)
+    fit_sharded(found, domain, limit_val_batches=0, strategy={"sharding": "none"})
     assert_same_state(found, expected)
 
 
@@ -87,8 +88,10 @@ class Matrices(LightningModule):
 
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(2,), (4,)])
-def test_muon_iterates_with_whole_matrices(domain):
+def test_muon_needs_whole_matrices(domain):
+    with pytest.raises(NotImplementedError, match=r"Muon computes with whole .*sharding='none'"):
+        fit_sharded(Matrices(), domain, strategy=SHARDS)
     expected, found = Matrices(), Matrices()
     fit_alone(expected)
-    fit_sharded(found, domain)
+    fit_sharded(found, domain, strategy={"sharding": "none"})
     assert_same_state(found, expected)
