@@ -301,7 +301,8 @@ def _share_values(work: _Work) -> None:
 def _average_gradients(work: _Work) -> None:
     """Let the ranks average the gradients of all parameters, which are the module's own."""
     order = same_blocks(work.group)
-    average_plain_gradients(work.module, work.module.parameters(), work.group, order)
+    module = work.module
+    average_plain_gradients(module, module.parameters(), work.group, order, all_of_module=True)
 
 
 def _open_around_steps(work: _Work) -> None:

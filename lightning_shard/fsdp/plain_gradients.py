@@ -76,7 +76,7 @@ class _Bucket:
             if p.grad is None:
                 is_there[i] = 0
         self.flat = torch.cat([*(g.reshape(-1) for g in grads), is_there])
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+        self.work = begin_sum(self.flat, group)
 
     @torch.no_grad()
     def arrive(self, group: dist.ProcessGroup) -> None:
@@ -134,6 +134,7 @@ class PlainGradients:
         *,
         order: SameBlocks | None = None,
         sparse: Iterable[Tensor] = (),
+        module: nn.Module | None = None,
     ) -> None:
         """Follow parameters.
 
@@ -142,8 +143,10 @@ class PlainGradients:
             group: The ranks that average.
             order: The common order of what the ranks do; a rank that differs is named.
             sparse: Parameters whose gradients may be sparse, as of `nn.Embedding(sparse=True)`.
+            module: The module whose parameters are all followed, also those that come later.
         """
         self.group, self.enabled = group, True
+        self._module = None if module is None else weakref.ref(module)
         self._order = order
         self._backward = -1
         self._has_begun = self._has_averaged = False
@@ -178,11 +181,13 @@ class PlainGradients:
             hooks.clear()
             hooks.update([own, *others])
 
-    def take_new(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Follow those that are new since the last step, with the values of the first rank.
+    def take_new(self) -> None:
+        """Follow parameters that are new since the last step, with the values of the first rank.
 
         A parameter is new, too, once `torch.utils.swap_tensors` has put another in its place.
         """
+        module = None if self._module is None else self._module()
+        parameters = () if module is None else module.parameters()
         numbers = {p: i for i, p in enumerate(self.parameters)}
         new = [p for p in parameters if p not in numbers or not any(hooks_of(p))]
         if not new:
@@ -253,6 +258,7 @@ class PlainGradients:
                     before.arrive(self.group)
 
     def _begin(self) -> None:
+        self.take_new()
         for bucket in self._buckets:
             if bucket.work is not None:  # an error has ended the pass before this one
                 bucket.work.wait()
@@ -273,6 +279,11 @@ class PlainGradients:
         if self.watches_assigned:
             grads = ((p, p.grad) for p in self.parameters)
             self._averaged = {p: weakref.ref(g) for p, g in grads if g is not None}
+
+
+def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Any:
+    """Begin to add `flat` up over the ranks, in place; a prediction counts it as of parameters."""
+    return dist.all_reduce(flat, group=group, async_op=True)
 
 
 def _mean(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -310,11 +321,15 @@ def average_plain_gradients(
     parameters: Iterable[nn.Parameter],
     group: dist.ProcessGroup,
     order: SameBlocks | None = None,
+    *,
+    all_of_module: bool = False,
 ) -> PlainGradients:
     """Average the gradients of `parameters` of `module` over the ranks of `group`, from now on."""
     leave_plain_gradients(module)
-    sparse = {*may_be_sparse(module)}
-    followed = PlainGradients(parameters, group, order=order, sparse=sparse)
+    followed = PlainGradients(
+        parameters, group, order=order, sparse={*may_be_sparse(module)},
+        module=module if all_of_module else None,
+    )  # fmt: skip
     _followed[module] = followed
     return followed
 

@@ -3,26 +3,38 @@
 `float(p.grad.norm())`, `.item()` and `if p.sum() > 1:` read what lies on this rank in torch 2.11 to
 2.15: of a sum that is still a part on each rank, its part (torch.distributed.tensor,
 `_sharding_prop.py`, which leaves `_local_scalar_dense` out). `p.data = value` changes the wrapper
-of a DTensor, and leaves what it holds.
+of a DTensor, and leaves what it holds. `w[0]` of the dim that is sharded is a gathered copy, so
+`w[0].mul_(0.5)` and `p.grad[0] = 0` are lost.
 """
 
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.processes.torch_private.internals import (
     handle_dtensors,
+    handle_some_dtensors,
     read_number,
     set_data_of_dtensors,
 )
+
+_aten = torch.ops.aten
+_OF_ROWS = (  # views of a part of one dim, which is the second argument or the last
+    _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default,
+    _aten.unbind.int,
+)  # fmt: skip
+_DIM_IS_LAST = (_aten.split.Tensor, _aten.split_with_sizes.default)
 
 
 @functools.cache
 def refuse_shards() -> None:
     """Refuse these, from now on, where a tensor is a shard of a parameter or made of shards."""
     handle_dtensors(read_number, _number)
+    for operator in _OF_ROWS:
+        handle_some_dtensors(operator, _rows)
     set_data_of_dtensors(_check_data)
 
 
@@ -35,6 +47,24 @@ def _number(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
             "all ranks, or keep parameters whole with sharding='none'."
         )
     return operator(tensor.to_local())
+
+
+def _rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse a part of the dim along which a leaf, or a gradient, is sharded."""
+    tensor, place = args[0], 2 if operator in _DIM_IS_LAST else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0) % max(tensor.ndim, 1)
+    if tensor.grad_fn is not None or not any(p.is_shard(dim) for p in tensor.placements):
+        return NotImplemented
+    if operator is _aten.slice.Tensor:
+        _, _, start, end, step = (*args, *(None,) * 5)[:5]
+        if not start and (end is None or end >= tensor.shape[dim]) and step in (None, 1):
+            return NotImplemented  # all of it
+    raise RuntimeError(
+        f"a part of dim {dim} of a sharded parameter or gradient of shape {tuple(tensor.shape)}, "
+        "as w[0], is a copy, and what is written into it would be lost: keep parameters whole with "
+        "sharding='none', write a parameter within `with lightning_shard.whole_parameters(module):`"
+        " on all ranks, or read p.full_tensor()[0]."
+    )
 
 
 def _check_data(shard: Any, value: Any) -> None:

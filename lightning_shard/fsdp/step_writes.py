@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.fsdp.shard_block import class_name, sharded_modules
 from lightning_shard.processes.torch_private.internals import (
     gathered_by,
+    hooks_of,
     local_shape_and_offset,
     module_of,
     own_parameters,
@@ -246,6 +247,13 @@ class Replaced:
                 "after the module was sharded, so the new one would be forgotten: copy the value "
                 "into it instead, under torch.no_grad(), or keep parameters whole with "
                 "sharding='none'."
+            )
+        if hooks_of(held)[0]:
+            raise NotImplementedError(
+                f"the parameter {place.param_name} of {class_name(place.module)} has a hook for "
+                "its gradient (register_hook), which a sharded parameter does not call: keep "
+                "parameters whole with sharding='none', or change p.grad in "
+                "on_before_optimizer_step."
             )
         local = held.to_local()
         moved = local.numel() and storage_key(local) != storage_key(shard_memory_of(record))

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,6 +29,7 @@ from typing_extensions import override
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp import offload as offload
+from lightning_shard.fsdp import plain_gradients
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
@@ -169,12 +171,20 @@ class _Body:
     def __deepcopy__(self, memo: Any) -> "_Body":
         return self
 
+    def _begin_sum(self, flat: Tensor, group: dist.ProcessGroup) -> Any:
+        self._recorder.named = "mean_of_gradients"
+        try:
+            return dist.all_reduce(flat, group=group, async_op=True)
+        finally:
+            self._recorder.named = None
+
     def __call__(self) -> None:
         given = self._task
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # about addresses of tensors without memory
             stack.enter_context(replaced(offload, "OnHost", partial(_OnHost, self._ledger)))
+            stack.enter_context(replaced(plain_gradients, "begin_sum", self._begin_sum))
             batch = given.batches[0]
             if self._is_fake:
                 stack.enter_context(replaced(nn.Module, "_apply", _apply))

@@ -25,6 +25,7 @@ DATA_SHEET = "data sheet: "
 _SIZES = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][^:]*)(?::(.+))?", re.IGNORECASE)
 _IN_ROUNDS = (
     "all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_reduce",
+    "mean_of_gradients",
     "broadcast",
 )  # fmt: skip
 _MEASURED_AS = {  # the collective that is measured, for each other one that is called
@@ -34,6 +35,7 @@ _MEASURED_AS = {  # the collective that is measured, for each other one that is 
     "broadcast": "all_reduce",
     "reduce": "all_reduce",
     "barrier": "all_reduce",
+    "mean_of_gradients": "all_reduce",
     "send": "all_to_all_single",
     "recv": "all_to_all_single",
     "scatter": "all_to_all_single",

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_shard.data.split import ShardDims
+from lightning_shard.fsdp import choose_sharding
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data, Stage, first_batches
-from lightning_shard.lab.fake_trainer import Traced, traced
+from lightning_shard.lab.fake_trainer import Traced, replaced, traced
 from lightning_shard.lab.machine import Cluster, read_cluster
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
 from lightning_shard.lab.tiles import refuse_to_offload, sizes_of_tiles
@@ -26,11 +28,14 @@ from lightning_shard.trainer.split_summary import SplitSummary
 
 KIB = 1024
 Tiles = int | str | Sequence[int]
-_OF_PARAMETERS = ("all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single")
+_OF_PARAMETERS = (
+    "all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single",
+    "mean_of_gradients",
+)  # fmt: skip
 _NOTES = {
-    "parameters": "this rank's shards, and buffers",
-    "gradients": "of these shards",
-    "optimizer": "its states of these shards",
+    "parameters": "those that this rank holds, and buffers",
+    "gradients": "of these parameters",
+    "optimizer": "its states of these parameters",
     "gathered": "whole parameters and gradients of blocks",
     "activations": "kept from forward for backward",
     "temporary": "results that are soon given back",
@@ -52,7 +57,7 @@ class Prediction:
         memory_by_cause: The bytes of the peak by their cause: "parameters", "gradients",
             "optimizer", "gathered", "activations", "batch" and "temporary".
         activations: Bytes that forward keeps for backward.
-        sent_for_parameters: Bytes that the rank sends in collectives of FSDP2.
+        sent_for_parameters: Bytes of parameters and gradients that the rank sends.
         sent_for_fields: Bytes that it sends within its domain: halos, modes and sums.
         is_measured: True if the step ran on real tensors, since it needs numbers.
         alone: The peak of bytes of one process without any sharding; None if it was not traced.
@@ -129,7 +134,11 @@ class Prediction:
                 _milliseconds(self.exchange),
                 "PCIe 4, nothing hidden" if self.in_turns else "waiting for halos, modes and sums",
             ),
-            ("  parameters", _milliseconds(self.parameters_traffic), "waiting for FSDP2"),
+            (
+                "  parameters",
+                _milliseconds(self.parameters_traffic),
+                "waiting for the mean of gradients, or shards",
+            ),
             ("hidden", _milliseconds(self.overlapped), "travels during computation"),
         ]
 
@@ -184,7 +193,7 @@ def plan(
     *,
     tiles: Tiles | None = None,
     cluster: Cluster | str | None = None,
-    sharding: Sharding = "full",
+    sharding: Sharding = "auto",
     activation_checkpointing: bool = False,
     activation_offload: bool | str = False,
     **trainer: Any,
@@ -200,7 +209,8 @@ def plan(
         cluster: The machines, such as "8x8xH100", whose time is predicted, too.
         tiles: The number of tiles of `TiledStrategy`, in place of a mesh; or one for each split
             dim, as `(2, 4)` or "2x4".
-        sharding: The mode of `ShardingOptions`.
+        sharding: The mode of `ShardingOptions`; "auto" goes by the memory of the cluster's device,
+            or by that of this machine.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
         activation_offload: If true, those for which the device of the cluster has no room lie in
             the host's memory until backward; without a cluster all do. Or the bytes that stay on
@@ -236,7 +246,7 @@ def predict(
     shard_dims: ShardDims = None,
     *,
     tiles: Tiles | None = None,
-    sharding: Sharding = "full",
+    sharding: Sharding = "auto",
     activation_checkpointing: bool = False,
     activation_offload: bool | str = False,
     stage: Stage = "fit",
@@ -254,7 +264,8 @@ def predict(
         shard_dims: The dims that are split; see `HybridShardStrategy`.
         tiles: The number of tiles of `TiledStrategy`, in place of a mesh; or one for each split
             dim, as `(2, 4)` or "2x4".
-        sharding: The mode of `ShardingOptions`.
+        sharding: The mode of `ShardingOptions`; "auto" goes by the memory of the cluster's device,
+            or by that of this machine.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
         activation_offload: If true, those for which the device of the cluster has no room lie in
             the host's memory until backward; without a cluster all do. Or the bytes that stay on
@@ -296,7 +307,10 @@ def predict(
         trainer=trainer_options(predict, trainer),
     )  # fmt: skip
     device = None if where is None else where.device
-    found = traced(task, rank_inside(sizes), device, in_turns=in_turns)
+    here = choose_sharding.memory_of_rank(torch.device("cpu"))
+    memory = here if device is None else int(device.memory)
+    with replaced(choose_sharding, "agreed_memory", lambda *_: memory):
+        found = traced(task, rank_inside(sizes), device, in_turns=in_turns)
     sent = dict.fromkeys(("parameters", "fields"), 0)
     for each in found.timeline.collectives:
         sent["parameters" if each.name in _OF_PARAMETERS else "fields"] += each.sent

@@ -339,6 +339,7 @@ class Recorder:
 
     Attributes:
         steps: The timelines of the steps so far.
+        named: A name for the collectives that begin, in the place of torch's; None: torch's.
     """
 
     def __init__(
@@ -355,6 +356,7 @@ class Recorder:
             at_wait: A function that is called where it waits for other ranks.
         """
         self._at_wait = at_wait
+        self.named: str | None = None
         self.steps: list[Timeline] = []
         self._rank, self._clock = rank, clock
         self._now = Timeline(rank)
@@ -370,7 +372,7 @@ class Recorder:
     def begins(self, name: str, members: tuple[int, ...], sent: int) -> int:
         """Note that a collective begins; see `Listener`."""
         number = len(self._now.collectives)
-        self._now.collectives.append(Collective(name, members, sent))
+        self._now.collectives.append(Collective(self.named or name, members, sent))
         self._now.events.append(Event(self._since(), number, begins=True))
         return number
 

@@ -49,7 +49,6 @@ class Steps:
         self._whole_until_backward = False
         self._manual: ManualBackward | None = None
         self._mesh: DeviceMesh | None = None
-        self._module: LightningModule | None = None
 
     def prepare(self, module: LightningModule, options: ShardingOptions, mesh: DeviceMesh) -> None:
         """Begin a stage with a module that `parallelize` has prepared.
@@ -59,7 +58,7 @@ class Steps:
             options: Its options; in mode "gradients" blocks keep whole parameters until backward.
             mesh: The mesh of all processes.
         """
-        self.plain, self._module = plain_gradients_of(module), module
+        self.plain = plain_gradients_of(module)
         self._whole_until_backward = options.mode == "gradients"
         self._mesh = mesh if options.mode == "none" and mesh.size() > 1 else None
         self._manual = None
@@ -79,12 +78,8 @@ class Steps:
         """Prepare for a training step, after all hooks that come before it."""
         if self._manual is not None:
             self._manual.begin_step()
-        self._take_new()
-
-    def _take_new(self) -> None:
-        """Follow parameters that hooks, or the step, have put into the module."""
-        if self._mesh is not None and self.plain is not None and self._module is not None:
-            self.plain.take_new(self._module.parameters())
+        if self.plain is not None:
+            self.plain.take_new()
 
     @contextmanager
     def one_step(self) -> Generator[None]:
@@ -101,7 +96,6 @@ class Steps:
     @contextmanager
     def backward_of(self, loss: Tensor) -> Generator[Tensor]:
         """Yield the tensor from which the backward pass of `loss` must start."""
-        self._take_new()
         average = nullcontext() if self.plain is None else self.plain.one_backward()
         with average:
             if self._manual is None:

@@ -121,3 +121,43 @@ def test_all_ranks_may_run_the_module_in_a_hook():
     fit_sharded(module, (2,), strategy={"sharding": "full"}, limit_train_batches=1)
     fit_alone(alone, limit_train_batches=1)
     assert module.seen == pytest.approx(alone.seen, rel=1e-9)
+
+
+WRITES_OF_ROWS = (
+    lambda w: w[0].mul_(0.5),
+    lambda w: w[1:3].zero_(),
+    lambda w: w.data[0].fill_(0.5),
+    lambda w: w.chunk(2)[0].mul_(0.5),
+    lambda w: w.select(0, 1).zero_(),
+    lambda w: w.narrow(0, 1, 2).zero_(),
+    lambda w: w[-1].copy_(w[1]),
+    lambda w: nn.init.constant_(w[0], 0.2),
+    lambda w: w.__setitem__(0, 0.0),
+    lambda w: w.__setitem__(slice(1, 3), 0.0),
+    lambda w: [row.zero_() for row in w],
+)
+
+
+@pytest.mark.spmd(2)
+def test_rows_of_shards_are_refused():
+    """They are copies, so what a program writes into them would be lost."""
+    module = layer()
+    parallelize(module, init_mesh({"data": -1}, "cpu"))
+    module(torch.ones(3, 4)).square().sum().backward()
+    for tensor in (module.weight, module.weight.grad):
+        before = tensor.full_tensor().clone()
+        for write in WRITES_OF_ROWS:
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"dim 0 .*sharding='none'"):
+                write(tensor)
+        torch.testing.assert_close(tensor.full_tensor(), before, rtol=0, atol=0)
+        with torch.no_grad():
+            tensor[:, 1].mul_(2)
+            tensor[:].mul_(2)
+            tensor.div_(2)
+        before[:, 1] *= 2
+        torch.testing.assert_close(tensor.full_tensor(), before)
+    expected = module.weight.full_tensor().detach().clone()
+    with whole_parameters(module), torch.no_grad():  # as the sentence says
+        module.weight[0].mul_(0.5)
+    expected[0] *= 0.5
+    torch.testing.assert_close(module.weight.full_tensor(), expected)

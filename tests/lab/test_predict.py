@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,8 +186,19 @@ def test_each_mode_of_sharding():
     found = {m: predict(Net(64), fields, "2x2", nodes, sharding=m) for m in modes}
     states = {m: f.memory_by_cause["parameters"] for m, f in found.items()}
     assert states["full"] < states["hybrid"] < states["none"]
-    assert found["none"].parameters_traffic == 0
+    assert found["none"].parameters_traffic > 0
     assert found["full"].parameters_traffic > 0
+    numbers = sum(p.numel() for p in Net(64).parameters())
+    assert found["none"].sent_for_parameters >= 4 * numbers  # the gradients
+
+
+def test_the_mode_goes_by_the_memory_of_the_device():
+    fields = data(1, 2, 16, 16)
+    for memory, mode in ((80e9, "none"), (1e6, "full")):
+        nodes = cluster(4)
+        nodes = replace(nodes, device=replace(nodes.device, memory=memory))
+        found, wanted = (predict(Net(64), fields, "2x2", nodes, sharding=m) for m in ("auto", mode))
+        assert found.memory_by_cause == wanted.memory_by_cause
 
 
 def test_what_cannot_be_split_is_refused_by_name():

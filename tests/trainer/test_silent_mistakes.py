@@ -356,6 +356,21 @@ def test_what_hooks_do_to_parameters():
             fit_sharded(Hooked(how), (2,), strategy={"sharding": "full"})
 
 
+class HookedLate(Featured):
+    def on_train_start(self):
+        self.network[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+@pytest.mark.spmd(2)
+def test_hooks_of_parameters_that_are_registered_late():
+    alone, module = HookedLate(), HookedLate()
+    fit_alone(alone)
+    fit_sharded(module, (2,), strategy={"sharding": "none"})
+    assert_same_state(module, alone)
+    with pytest.raises(NotImplementedError, match=r"weight of Conv2d has a hook .*'none'"):
+        fit_sharded(HookedLate(), (2,), strategy={"sharding": "full"})
+
+
 class Flattens(Featured):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())

@@ -432,6 +432,23 @@ def handle_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
     internal(path)[operator] = handle
 
 
+def handle_some_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
+    """Let `handle` compute as for `handle_dtensors`, unless it returns NotImplemented."""
+    handlers = internal("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers")
+
+    def handle_some(same: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handle(same, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        handlers.pop(operator, None)
+        try:
+            return same(*args, **kwargs)
+        finally:
+            handlers[operator] = handle_some
+
+    handlers[operator] = handle_some
+
+
 def set_data_of_dtensors(check: Callable[[Any, Any], None]) -> None:
     """Let `check(tensor, value)` see `tensor.data = value` of a DTensor before torch does it."""
     plain: Any = Tensor.data  # typed as a value; it is the descriptor
