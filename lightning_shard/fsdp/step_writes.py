@@ -151,6 +151,11 @@ class Gathered:
                     f"{_WAY_OUT}."
                 )
 
+    def is_switched_on(self) -> bool:
+        """Return True if a parameter that was frozen as the step began is trained now."""
+        begun = ((whole, self._begun.get(whole)) for whole, _ in self.pairs())
+        return any(at and whole.requires_grad and not at[0] for whole, at in begun)
+
     @torch.no_grad()
     def keep_writes(self) -> None:
         """Write what the whole parameters are into their shards."""

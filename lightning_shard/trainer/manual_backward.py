@@ -30,6 +30,7 @@ class ManualBackward:
         self.root = root
         self.optimized = {p for o in optimizers for g in o.param_groups for p in g["params"]}
         self.names = {name for name, p in root.named_parameters() if p in self.optimized}
+        self.trained = self.names
         self.gathered: Gathered = root.__dict__[GATHERED]
         self._loss: Tensor | None = None
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
@@ -42,6 +43,8 @@ class ManualBackward:
 
     def begin_step(self) -> None:
         """Gather what hooks between two steps have changed in the parameters."""
+        named: Any = self.root.named_parameters()  # pyright: ignore[reportAttributeAccessIssue]
+        self.trained = {name for name, p in named if p.requires_grad}  # others stay frozen
         if self._has_begun:  # a first step gathers by itself
             self._gather_again()
 
@@ -80,6 +83,12 @@ class ManualBackward:
                     shard.grad = whole.grad
                 whole.grad = None
         self._shown = []
+        if self.gathered.is_switched_on():
+            raise RuntimeError(
+                "a step of manual optimization switched on requires_grad of a sharded parameter, "
+                "which FSDP2 would not train: do it in a hook such as on_train_batch_start, or "
+                "keep parameters whole with sharding='none'."
+            )
         self.gathered.refuse_writes()
 
     def _show_gradients(self) -> None:
@@ -125,7 +134,7 @@ class ManualBackward:
             give_up_whole(module)
         self.root.unshard()
         for name, p in self.root.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
-            if name in self.names and p not in self.optimized:
+            if name in self.names & self.trained and p not in self.optimized:
                 p.requires_grad_(True)  # it may be switched on before it is gathered next
         self.gathered.begin()
         self._has_begun = True

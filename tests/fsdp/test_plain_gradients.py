@@ -355,6 +355,23 @@ def test_what_programs_do_to_parameters(kind, domain):
 
 
 @pytest.mark.spmd(2)
+def test_shards_that_are_switched_on_in_a_step():
+    """The step is refused; a hook before it, which the sentence names, may do so."""
+
+    class InHook(Unfreezes):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.network[0].requires_grad_(True)
+
+    with pytest.raises(RuntimeError, match=r"switched on requires_grad .*sharding='none'"):
+        fit_sharded(Unfreezes(), (2,), strategy={"sharding": "full"})
+    alone, net = InHook(), InHook()
+    fit_alone(alone)
+    fit_sharded(net, (2,), strategy={"sharding": "full"})
+    assert_same_state(net, alone)
+
+
+@pytest.mark.spmd(2)
 def test_a_layer_that_a_hook_has_made_is_the_same_on_all_ranks():
     net = Grows()
     fit_sharded(net, (1,))
