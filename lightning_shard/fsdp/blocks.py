@@ -45,7 +45,13 @@ def blocks(
     """
     if wrap is not None and min_num_params is not None:
         raise ValueError("wrap and min_num_params both choose the blocks; give one of them.")
-    return _ties_kept(root, _wanted(root, wrap, min_num_params))
+    # a module that is held twice comes at its first holder, so after what encloses it elsewhere
+    inner_first = sorted(_wanted(root, wrap, min_num_params), key=_modules_in)
+    return _ties_kept(root, inner_first)
+
+
+def _modules_in(block: nn.Module) -> int:
+    return sum(1 for _ in block.modules())
 
 
 def _wanted(root: nn.Module, wrap: Wrap | None, min_num_params: int | None) -> list[nn.Module]:

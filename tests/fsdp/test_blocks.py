@@ -152,3 +152,90 @@ def test_gradients_of_known_networks(name):
         if key in wanted:
             found = p.grad.full_tensor()
             torch.testing.assert_close(found, wanted[key], rtol=1e-3, atol=1e-5 * largest, msg=key)
+
+
+class Skip(nn.Module):
+    """One level of a U-Net, which calls the next one."""
+
+    def __init__(self, inner, up):
+        super().__init__()
+        self.inner, self.up = inner, up
+
+    def forward(self, x):
+        return self.up(self.inner(x)) + x
+
+
+class HeldTwice(nn.Module):
+    """A chain of levels, whose upper halves a list holds, too, as in MONAI's DynUNet."""
+
+    def __init__(self, width=300):
+        super().__init__()
+        self.ups = nn.ModuleList([Up(width), Up(width)])
+        self.chain = Skip(Skip(Pair(width), self.ups[0]), self.ups[1])
+
+    def forward(self, x):
+        return self.chain(x)
+
+
+class Pair(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = (nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+class Up(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.pair = nn.Linear(width, width), Pair(width)
+
+    def forward(self, x):
+        return self.pair(self.first(x))
+
+
+def assert_inner_first(found):
+    for i, block in enumerate(found):
+        inside = {*block.modules()} - {block}
+        assert not inside.intersection(found[i + 1 :])
+
+
+@pytest.mark.spmd(2)
+def test_inner_blocks_come_first_where_a_module_is_held_twice():
+    torch.manual_seed(0)
+    alone = HeldTwice().double()
+    net, x = copy.deepcopy(alone), torch.randn(2, 300, dtype=torch.float64)
+    assert_inner_first(blocks(net))
+    parallelize(net, make_mesh("cpu", 2, (1,)))
+    alone(x).square().mean().backward()
+    net(x).square().mean().backward()
+    for mine, wanted in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+
+
+def dynunet():
+    monai = pytest.importorskip("monai.networks.nets")
+    widths, ones = (32, 64, 128, 256, 320, 320), [(3, 3, 3)] * 6
+    strides = [(1, 1, 1), *[(2, 2, 2)] * 5]
+    return monai.DynUNet(3, 1, 4, ones, strides, strides[1:], filters=widths)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        dynunet, torchvision.models.resnet152, torchvision.models.convnext_large,
+        torchvision.models.swin_v2_b, torchvision.models.vit_l_16,
+        torchvision.models.efficientnet_v2_l,
+    ],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_networks_at_their_real_size(make):
+    """On the meta device: blocks in their order, which hold most of the parameters."""
+    with torch.device("meta"):
+        network = make()
+    found = blocks(network)
+    assert_inner_first(found)
+    held = {p for block in found for p in block.parameters()}
+    numbers = sum(p.numel() for p in network.parameters())
+    assert sum(p.numel() for p in held) > 0.85 * numbers
