@@ -10,6 +10,8 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 
 _MASKS = (torch.bool, torch.uint8)
+_SEQUENCES = (list, range, tuple, np.ndarray)
+_LONGEST = 32  # from so many entries on torch takes a list for row numbers
 
 
 def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
@@ -19,15 +21,34 @@ def expanded_index(ndim: int, index: Any, *, lists: bool = False) -> list[Any]:
     to which lists, tuples inside a tuple, ranges and arrays are turned. A mask stands for as many
     dims as it has.
     """
-    if isinstance(index, list) and any(isinstance(i, slice | None | type(...)) for i in index):
-        index = tuple(index)
-    given = index if isinstance(index, tuple) else (index,)
-    entries = [_entry(i, lists=lists) for i in given]
+    given = tuple(index) if _stands_for_a_tuple(index) else (index,)
+    entries = _one_ellipsis([_entry(i, lists=lists) for i in given])
     missing = ndim - sum(map(covers, entries))
     if missing < 0:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
     where = next((n for n, i in enumerate(entries) if i is ...), len(entries))
     return entries[:where] + [slice(None)] * missing + entries[where + 1 :]
+
+
+def _stands_for_a_tuple(index: Any) -> bool:
+    """Return True for a short list that torch reads as an entry for each dim, as `[[0, 1], 2]`.
+
+    Source: `treatSequenceAsTuple` of torch's python_variable_indexing.cpp, which has it of NumPy.
+    """
+    if isinstance(index, tuple):
+        return True
+    if not isinstance(index, list | range) or len(index) >= _LONGEST:
+        return False
+    parts = (*_SEQUENCES, Tensor, Subdomain, slice, type(...), type(None))
+    return any(isinstance(entry, parts) for entry in index)
+
+
+def _one_ellipsis(entries: list[Any]) -> list[Any]:
+    """Leave out what follows a first ellipsis and names no dim: torch allows further ellipses."""
+    where = [n for n, entry in enumerate(entries) if entry is ...]
+    if len(where) > 1 and any(covers(entry) for entry in entries[where[1] :]):
+        raise IndexError("an index has two ellipses, and dims after the second one")
+    return [entry for n, entry in enumerate(entries) if n not in where[1:]]
 
 
 def covers(entry: Any) -> int:
@@ -49,7 +70,7 @@ def _entry(entry: Any, *, lists: bool) -> Any:
     if isinstance(entry, np.integer):
         return int(entry)
     if lists and isinstance(entry, list | tuple | range | np.ndarray):
-        entry = torch.as_tensor(entry)
+        entry = torch.as_tensor(entry) if len(entry) else torch.zeros(0, dtype=torch.int64)
     if isinstance(entry, Tensor | Subdomain) and not (
         entry.dtype.is_floating_point or entry.dtype.is_complex
     ):
