@@ -303,12 +303,21 @@ FACTS[_SET_REQUIRES_GRAD] = _set_requires_grad
 
 def _reshaped(view: Function, func: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Change the shape in place: the same Python object holds what `view` gives from now on."""
-    if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+    is_trained = tensor.is_leaf and tensor.requires_grad
+    if is_trained and torch.is_grad_enabled():
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
+    if is_trained and tensor.grad is not None:
+        raise UnsupportedOperationError(
+            "a leaf that has a gradient cannot change its shape in place, since its gradient keeps "
+            "the old one; set x.grad = None before"
+        )
+    made = view(tensor, *args, **kwargs)
+    if is_trained:  # as under torch.no_grad() in torch, the tensor stays a leaf that is trained
+        made = made.detach().requires_grad_()
     otherwise = "a tensor that autograd has saved cannot change its shape in place"
-    return _swapped(tensor, view(tensor, *args, **kwargs), otherwise)
+    return _swapped(tensor, made, otherwise)
 
 
 for _name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"):

@@ -169,3 +169,36 @@ def test_data_is_assigned(dim):
     for other in (torch.zeros(3, 3, dtype=torch.float64), torch.zeros(7, 3)):
         with pytest.raises(lightning_shard.UnsupportedOperationError, match="a value of shape"):
             split.data = other
+
+
+CHANGES_OF_SHAPE = {
+    "t_": lambda x: x.t_(),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "unsqueeze_ and squeeze_": lambda x: x.unsqueeze_(0).squeeze_(0),
+    "swapdims_": lambda x: x.swapdims_(0, 1),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("way", CHANGES_OF_SHAPE)
+def test_a_leaf_whose_shape_changed_is_trained(way):
+    torch.manual_seed(0)
+    field = torch.randn(7, 3, dtype=torch.float64)
+    results = []
+    for x in (field.clone(), lightning_shard.shard(field, mesh_of(2), 0)):
+        x.requires_grad_()
+        with torch.no_grad():
+            CHANGES_OF_SHAPE[way](x)
+        optimizer = torch.optim.SGD([x], 0.1)
+        x.square().sum().backward()
+        (found,) = torch.autograd.grad((x * 3).sum(), x)
+        optimizer.step()
+        results.append([x.detach(), x.grad, found])
+        assert x.is_leaf
+    for wanted, mine in zip(*results, strict=True):
+        torch.testing.assert_close(lightning_shard.gather(mine), wanted)
+    with (
+        torch.no_grad(),
+        pytest.raises(lightning_shard.UnsupportedOperationError, match="grad = None"),
+    ):
+        x.unsqueeze_(0)
