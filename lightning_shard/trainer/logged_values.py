@@ -2,13 +2,13 @@
 
 Lightning reduces logged values in the order in which each rank logs them, without their names. So
 if ranks log other names, or in another order, each gets the mean of several quantities. A value
-that is logged without `sync_dist=True` is each rank's own, and yet learning rates, checkpoints and
-the end of training follow it on each rank.
+that is logged without `sync_dist=True` is each data replica's own, and yet learning rates,
+checkpoints and the end of training follow it: there the mean over the replicas decides.
 """
 
 import functools
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
@@ -67,15 +68,19 @@ class LoggedValues:
         self.joined: JoinedStep | None = None  # a step for which some ranks have no batch
         self._until_end = ExitStack()
         self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends
+        self._replicas: Sequence[int] = ()
+        self._told: set[str] = set()  # names of values that replicas have logged apart
 
-    def follow(self, trainer: Trainer, device: torch.device) -> None:
+    def follow(self, trainer: Trainer, device: torch.device, replicas: Sequence[int]) -> None:
         """Follow the values that a Trainer logs, and the callbacks and schedulers that read them.
 
         Args:
             trainer: The Trainer, whose callbacks are followed.
             device: The device of this process.
+            replicas: The data replica of each rank.
         """
-        self._device, self._trainer = device, trainer
+        self._device, self._trainer, self._replicas = device, trainer, replicas
+        self._told.clear()
         self._world = dist.group.WORLD  # within a step the default group may be another one
         if self._world is not None and self._order() is None:
             same_blocks(self._world)
@@ -240,10 +245,10 @@ class LoggedValues:
     # Values that decide.
 
     def _agreed(self, value: Any, *, kind: str, name: str) -> Any:
-        """Return rank 0's value of a number that ranks follow.
+        """Return the value of a number that ranks follow, the mean over replicas that differ.
 
         Raises:
-            DisagreementError: The ranks have different values; all ranks raise.
+            DisagreementError: Ranks that share samples have different values; all ranks raise.
         """
         found = self._agreed_values({name: value}, kind, name)
         return found.get(name, value)
@@ -251,7 +256,7 @@ class LoggedValues:
     def _agreed_candidates(
         self, callback: ModelCheckpoint, candidates: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the values that decide on a checkpoint and its name, as on rank 0."""
+        """Return the values that decide on a checkpoint and its name, alike on all ranks."""
         monitored = callback.monitor or ""
         return self._agreed_values(candidates, type(callback).__name__, monitored)
 
@@ -266,21 +271,39 @@ class LoggedValues:
         with self._exchanges(f"follows {monitored!r} in {kind}"):
             dist.all_gather_object(everywhere, numbers, group=self._world)
         seen = [each.get(monitored) for each in everywhere]
-        if different := next((rank for rank in range(len(seen)) if not _same(seen, rank)), 0):
+        if (pair := self._that_differ(seen)) is not None:
+            one, other = pair
             raise DisagreementError(
                 f"the ranks disagree on {monitored!r}, which {kind} follows: it is "
-                f"{_shown(seen[0])} on rank 0 and {_shown(seen[different])} on rank {different}; "
+                f"{_shown(seen[one])} on rank {one} and {_shown(seen[other])} on rank {other}; "
                 f"log it on all ranks, with sync_dist=True."
             )
-        first = everywhere[0]
+        if monitored not in self._told and any(not _same(seen[0], value) for value in seen):
+            self._told.add(monitored)
+            rank_zero_warn(
+                f"{kind} follows {monitored!r}, of which each data replica has its own value: the "
+                "mean over the replicas decides. self.log(..., sync_dist=True) logs that mean, too."
+            )
+        decides = {**everywhere[0], monitored: _mean(seen)}  # others are in the names of files
         return {
             name: value
-            if first.get(name) is None
-            else torch.full_like(value, first[name])
+            if decides.get(name) is None
+            else torch.full_like(value, decides[name])
             if isinstance(value, Tensor)
-            else type(value)(first[name])
+            else type(value)(decides[name])
             for name, value in own.items()
         }
+
+    def _that_differ(self, seen: Sequence[float | None]) -> tuple[int, int] | None:
+        """Return two ranks that must have one value and do not: of one replica, or one has none."""
+        first: dict[int, int] = {}
+        for rank, value in enumerate(seen):
+            one = first.setdefault(self._replicas[rank], rank)
+            if not _same(seen[one], value):
+                return one, rank
+            if (value is None) is not (seen[0] is None):
+                return 0, rank
+        return None
 
 
 class _EndsOfEpochs(Callback):
@@ -330,8 +353,14 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _same(seen: list[float | None], rank: int) -> bool:
-    one, other = seen[0], seen[rank]
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of what ranks have; that of rank 0 where they have the same, or some none."""
+    if None in values or all(_same(values[0], value) for value in values):
+        return values[0]
+    return sum(value for value in values if value is not None) / len(values)
+
+
+def _same(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return one is other
     near = abs(one - other) <= _SAME * max(abs(one), abs(other))

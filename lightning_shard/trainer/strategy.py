@@ -352,10 +352,9 @@ class HybridShardStrategy(NotCompiled):
             device=self.root_device,
         )
         if self.world_size > 1:
-            self.logged.follow(self._module.trainer, self.root_device)
-            self.evaluation.follow(
-                self._module.trainer, self._module, self.root_device, self.processes.replicas()
-            )
+            replicas = self.processes.replicas()
+            self.logged.follow(self._module.trainer, self.root_device, replicas)
+            self.evaluation.follow(self._module.trainer, self._module, self.root_device, replicas)
             say_what_was_not_saved(
                 self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )

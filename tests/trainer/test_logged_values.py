@@ -177,23 +177,25 @@ def test_one_rank_does_more(body, arguments, words):
 def test_a_scheduler_that_is_stepped_by_hand():
     words = "disagree on 'the value of step\\(\\)', which ReduceLROnPlateau follows: it is 0 on"
     with pytest.raises(DisagreementError, match=words):
-        fit(ByHand(), epochs=4)
+        fit(ByHand(), epochs=4, domain=(2,))
 
 
 @pytest.mark.spmd(2)
-def test_the_way_out_of_values_of_each_replica():
-    """The error names `sync_dist=True`, with which all follow the mean: 0, 0.5 and 1 here."""
+@pytest.mark.parametrize("sync", [False, True])
+def test_the_mean_over_replicas_decides(sync):
+    """As with `sync_dist=True`: it is 0, 0.5 and 1 here. Without that a run says so, once."""
 
-    def logs(sync):
-        return lambda m: m.log("score", float(m.global_rank * m.current_epoch), sync_dist=sync)
+    def logs(module):
+        module.log("score", float(module.global_rank * module.current_epoch), sync_dist=sync)
 
-    with pytest.raises(
-        DisagreementError, match=r"'score'.*log it on all ranks, with sync_dist=True"
-    ):
-        fit(Logs(validate=logs(sync=False), plateau=True), epochs=4)
-    module = Logs(validate=logs(sync=True), plateau=True)
-    fit(module, epochs=4)
-    assert module.rates == pytest.approx([0.1, 0.1, 0.01, 0.001])
+    module, stops = Logs(validate=logs, plateau=True), EarlyStopping("score", patience=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner = fit(module, stops, epochs=5)
+    assert module.rates == pytest.approx([0.1, 0.1, 0.01])
+    assert runner.current_epoch == 3  # the third epoch is the second without a smaller score
+    said = [w for w in caught if "the mean over the replicas decides" in str(w.message)]
+    assert len(said) == (not sync and dist.get_rank() == 0)
 
 
 class LogsLate(Logs):
@@ -251,7 +253,7 @@ def disagree(kind):
 @pytest.mark.spmd(2)
 def test_a_learning_rate_that_follows_a_rank():
     with disagree("ReduceLROnPlateau"):
-        fit(Logs(validate=own_score, plateau=True), epochs=4)
+        fit(Logs(validate=own_score, plateau=True), epochs=4, domain=(2,))
 
 
 @pytest.mark.spmd(2)
@@ -260,7 +262,7 @@ def test_callbacks_that_follow_a_rank(callback):
     saves = callback is ModelCheckpoint
     options = {"enable_checkpointing": saves, "default_root_dir": shared_path("follows")}
     with disagree(callback.__name__):
-        fit(Logs(validate=own_score), callback(monitor="score"), epochs=4, **options)
+        fit(Logs(validate=own_score), callback(monitor="score"), epochs=4, domain=(2,), **options)
 
 
 @pytest.mark.spmd(2)
