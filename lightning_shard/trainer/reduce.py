@@ -1,5 +1,6 @@
 """Reduces as strategies promise, also where the collectives of a device know fewer reductions."""
 
+import zlib
 from typing import Any
 
 import torch
@@ -34,8 +35,30 @@ def gather_each(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Gather the tensors of all ranks of `group`, alike in shape: (ranks, *shape).
 
     Each rank gets the sum of the gradients that the ranks have of its tensor.
+
+    Raises:
+        ValueError: The shapes or the dtypes differ, on all ranks.
     """
-    return _GatherEach.apply(tensor, dist.group.WORLD if group is None else group)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    _refuse_other_shapes(tensor, group)
+    return _GatherEach.apply(tensor, group)
+
+
+def _refuse_other_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Compare shapes, since a collective of others ends the process, or reads foreign memory."""
+    own = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    mark = torch.tensor([zlib.crc32(own), -zlib.crc32(own)], device=tensor.device)
+    dist.all_reduce(mark, dist.ReduceOp.MAX, group=group)
+    if int(mark[0]) != -int(mark[1]):
+        shapes: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(shapes, own.decode(), group=group)
+        raise ValueError(
+            f"all_gather was given tensors that differ: {'; '.join(shapes)}. Data replicas that do "
+            "not divide the number of samples have other numbers of results: gather a sum and a "
+            "count, pad to one shape, keep a torchmetrics.CatMetric, or let replicas repeat "
+            "samples: Trainer(callbacks=[lightning_shard.RepeatSamples()])."
+        )
 
 
 class _GatherEach(Function):

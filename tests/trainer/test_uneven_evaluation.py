@@ -408,3 +408,29 @@ def test_a_replica_without_samples_of_a_metric_that_keeps_fields(repeat):
     else:
         with pytest.raises(NotImplementedError, match=r"'median' keeps split tensors in 'values'"):
             runner.test(KeepsMaps(), loader, verbose=False)
+
+
+class GathersAll(LightningModule):
+    """Gathers one number of each sample as the epoch ends, as for a plot of all errors."""
+
+    def __init__(self):
+        super().__init__()
+        self.errors = []
+
+    def validation_step(self, batch, index):
+        self.errors.append(batch["x"].square().mean((1, 2, 3)))
+
+    def on_validation_epoch_end(self):
+        self.found = self.all_gather(torch.cat(self.errors))
+
+
+@pytest.mark.spmd(2)
+def test_gathering_of_uneven_results_is_refused():
+    """It read foreign memory on one rank, and ended the process of the other."""
+    loader = DataLoader(Numbered(5), 1)
+    with pytest.raises(ValueError, match=r"differ: \(3,\).*; \(2,\) .*RepeatSamples"):
+        training.trainer((1,)).validate(GathersAll(), loader, verbose=False)
+    module = GathersAll()
+    runner = training.trainer((1,), callbacks=[RepeatSamples()])  # as the sentence says
+    runner.validate(module, loader, verbose=False)
+    assert module.found.shape == (2, 3)
