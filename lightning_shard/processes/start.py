@@ -17,6 +17,7 @@ from lightning_shard.processes.device import (
     own_device,
     present,
 )
+from lightning_shard.processes.failures.orphans import ends_with_starter
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.store import connect, names_of_this_start, note_group
 from lightning_shard.processes.variables import ProcessInfo
@@ -96,6 +97,19 @@ def join(
 ) -> None:
     """Meet the other ranks at `address` (host:port), compare, and start the process group."""
     check_backend(backend)
+    with ends_with_starter():
+        _join(rank, world_size, address, device=device, backend=backend, timeout_s=timeout_s)
+
+
+def _join(
+    rank: int,
+    world_size: int,
+    address: str,
+    *,
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+) -> None:
     store = connect(rank, world_size, address, timeout_s)
     carries_devices = device.type != "cpu" and "gloo" not in backend.split(",")
     with names_of_this_start(store, rank, world_size, address, timeout_s) as store:

@@ -98,6 +98,7 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
 from lightning_shard import hosts
+from lightning_shard.processes.failures.orphans import begin_to_start
 
 __all__ = [
     "BackwardSyncControl",
@@ -170,6 +171,7 @@ class _Patient:
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.cluster_environment.creates_processes_externally:  # else of an earlier stage
+            begin_to_start()
             self._call_children_scripts()
             _PatientObserver(os.getpid(), self.procs).start()
         _set_num_threads_if_needed(self.num_processes)
@@ -498,7 +500,8 @@ class _TorchOfNorms:
     @staticmethod
     def tensor(norms: list[Any]) -> torch.Tensor:
         """Return the norms, one for each parameter, as a plain tensor; all ranks call."""
-        return torch.tensor([float(norm) for norm in norms])
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        return torch.tensor(whole)
 
 
 def read_shards_in_grad_norm() -> None:

@@ -7,8 +7,8 @@ loaded in vain, and the mesh may be another one.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -24,13 +24,50 @@ CPU = torch.device("cpu")
 Numbers = dict[str, Any]
 
 
+class CommonDraws:
+    """The random numbers from which loaders draw their orders in one epoch, one after another.
+
+    A loader draws the seed of its workers as it begins, and its order before its first batch. With
+    workers it asks for the first batch as it begins; without, once all loaders have begun. Data
+    replicas must draw so, too, though each has drawn other numbers meanwhile.
+    """
+
+    def __init__(self, loaders: Sequence[DataLoader[Any]], agreed: Numbers) -> None:
+        """Begin an epoch.
+
+        Args:
+            loaders: The training loaders of the Trainer, in the order in which they begin.
+            agreed: The numbers that all ranks have.
+        """
+        self._loaders, self._state = loaders, agreed
+        self._seeded = 0  # loaders that have drawn the seed of their workers
+        self._read = set[int]()  # loaders that have drawn an order
+
+    @contextmanager
+    def of_pass(self, loader: DataLoader[Any]) -> Generator[None]:
+        """Go on with the numbers that this loader draws next; inside, it draws its order."""
+        set_random_state(self._state, CPU)
+        place = next(i for i, each in enumerate(self._loaders) if each is loader)
+        begun = place + 1 if loader.num_workers else len(self._loaders)
+        again = place in self._read  # a short loader of a cycle
+        for each in [loader] if again else self._loaders[self._seeded : begun]:
+            if each is loader or each.generator is None:
+                torch.empty((), dtype=torch.int64).random_(generator=each.generator)
+        self._seeded = max(self._seeded, begun)
+        self._read.add(place)
+        yield
+        self._state = random_state(CPU)
+
+
 class OrderedBatches:
     """Yields the batches of a training loader, in an order drawn from known random numbers.
 
     Attributes:
-        agreed: The numbers from which the next pass draws its order, before the loader has drawn
-            the seed of its workers; None: those that this process then has.
+        agreed: The state of the sampler's own generator on all ranks, for the next pass.
+        common: The numbers from which the next pass draws its order; None: those that this process
+            then has.
         drawn_from: The numbers from which the order of this pass was drawn.
+        has_begun: True once a loader has begun a pass.
     """
 
     def __init__(
@@ -48,15 +85,18 @@ class OrderedBatches:
             generator: The sampler's own generator.
             resumed: Returns the numbers from which the order of a resumed epoch was drawn.
         """
+        self.common: CommonDraws | None = None
         self.inner: Any = loader.batch_sampler
         self.loader, self.trainer, self.generator = loader, trainer, generator
         self.resumed = resumed
         self.agreed: Numbers | None = None
         self.drawn_from: Numbers | None = None
-        self._passes = 0
+        self.has_begun, self._passes = False, 0
 
     def __iter__(self) -> Iterator[Any]:
-        return self._one_pass(self.agreed)  # a loader with workers asks twice, and reads one
+        self.has_begun = True
+        # a loader with workers asks twice, and reads one
+        return self._one_pass(self.agreed, self.common)
 
     def read_before(self) -> int:
         """Count the batches of the pass that begins which were read before the run was resumed."""
@@ -72,19 +112,18 @@ class OrderedBatches:
         own = self.generator.get_state() if self.generator is not None else None
         return random_state(CPU) | {"sampler": own}
 
-    def _one_pass(self, agreed: Numbers | None) -> Iterator[Any]:
+    def _one_pass(self, agreed: Numbers | None, common: CommonDraws | None) -> Iterator[Any]:
         read, before = self.read_before(), self.numbers()
         self._passes += 1
         if read:
             first, batches = self._drawn_again(read)
             set_random_state(before, CPU)  # the sampler's own generator goes on
         else:
-            if agreed is not None:
-                self._set(agreed)
-                # a loader draws this before it asks for the first batch
-                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
-            used = self.drawn_from = self.numbers()
-            first, batches = self._drawn()
+            if agreed is not None and self.generator is not None:
+                self.generator.set_state(agreed["sampler"])
+            with nullcontext() if common is None else common.of_pass(self.loader):
+                used = self.drawn_from = self.numbers()
+                first, batches = self._drawn()
             if not same_numbers(before, used):
                 self._set(before)
                 next(iter(self.inner), None)  # as many numbers as it takes

@@ -33,6 +33,7 @@ from lightning_shard.processes.torch_private.internals import tree_leaves
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.host import add_once, inject_samplers, with_sampler
 from lightning_shard.trainer.ordered_batches import (
+    CommonDraws,
     Numbers,
     OrderedBatches,
     draw_no_seed_again,
@@ -48,7 +49,9 @@ class SampleOrder:
     def __init__(self) -> None:
         """Begin without a trainer."""
         self._asked: bool | None = None  # whether the user lets samplers be replaced
-        self._loaders = 0  # for training, of this stage
+        self._loaders: list[DataLoader[Any]] = []  # for training, of this stage
+        self._ordered: list[OrderedBatches] = []  # of these loaders
+        self._has_trained = False  # whether an epoch of this stage has begun
         self._until_end = ExitStack()
 
     def begin_stage(
@@ -73,7 +76,8 @@ class SampleOrder:
         """
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
-        self._loaders, self._repeat = 0, repeats_samples(trainer)
+        self._loaders, self._ordered, self._repeat = [], [], repeats_samples(trainer)
+        self._has_trained = False
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
         several = replicas > 1 and trainer.state.fn == TrainerFn.PREDICTING
@@ -101,11 +105,12 @@ class SampleOrder:
         self._seed_workers(loader)
         plain = loader.batch_sampler is not None and not hasattr(loader, "state_dict")
         if self._trainer.training and plain:
-            resumed_here = partial(resumed, self._loaders)
-            self._loaders += 1
+            resumed_here = partial(resumed, len(self._loaders))
             batches = OrderedBatches(loader, self._trainer, generator, resumed_here)
+            self._loaders.append(loader)
+            self._ordered.append(batches)
             put_into(loader, batches, self._until_end, late=late)
-            self._agree([batches])
+            self._agree(self._ordered)
         elif plain and late and self._trainer.state.fn == TrainerFn.FITTING:
             validation = self._trainer.fit_loop.epoch_loop.val_loop
             draw_no_seed_again(loader, lambda: validation.restarted_mid_evaluation, self._until_end)
@@ -154,11 +159,17 @@ class SampleOrder:
 
     def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
         share_random_state(self._domain, self._device)
-        if self._replicas > 1:
-            for batches in _ordered(self._trainer) if found is None else found:
-                numbers = [batches.numbers()]
-                dist.broadcast_object_list(numbers, src=0, device=self._device)
-                batches.agreed = numbers[0]
+        begins = found is None  # an epoch; Lightning begins the loaders of the first one before
+        has_begun = begins and not self._has_trained and any(b.has_begun for b in self._ordered)
+        self._has_trained = self._has_trained or begins
+        if self._replicas > 1 and not has_begun:
+            ordered = _ordered(self._trainer) if found is None else found
+            numbers = [[batches.numbers() for batches in ordered]]
+            dist.broadcast_object_list(numbers, src=0, device=self._device)
+            if ordered:
+                common = CommonDraws(self._loaders, numbers[0][0])
+                for batches, agreed in zip(ordered, numbers[0], strict=True):
+                    batches.agreed, batches.common = agreed, common
 
 
 class Stride(DistributedSampler[Any]):

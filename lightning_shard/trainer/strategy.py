@@ -471,7 +471,8 @@ class HybridShardStrategy(NotCompiled):
             READS.set(self.hook_values)
             BEFORE.set(self.hook_values.meet_in_hooks)
             give_whole_to(trainer.loggers)
-            read_shards_in_grad_norm()
+            if isinstance(self._module, FSDPModule):
+                read_shards_in_grad_norm()
         self.barrier("HybridShardStrategy.setup")
 
     @override

@@ -7,11 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import RepeatSamples
 from lightning_shard.trainer.sample_order import SampleOrder
+from tests import training
+from tests.trainer.featured import QUIET
 
 
 def given(loader, *, replicas, replica, stage=TrainerFn.VALIDATING, repeat=False):
@@ -74,3 +81,52 @@ def test_evaluation_reads_each_sample_once(whole, read):
 def test_lightning_gives_samplers_for_predictions_alone(stage):
     *_, injects = given(DataLoader([1, 2]), replicas=2, replica=0, stage=stage)
     assert injects is (stage == TrainerFn.PREDICTING)
+
+
+class Reads(LightningModule):
+    """Notes the numbers of the samples that each step reads, of two loaders."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        self.seen.append({name: numbers.tolist() for name, numbers in batch.items()})
+        return self.weight.square()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def two_loaders(size, mode):
+    options = {"batch_size": size, "shuffle": True}
+    loaders = {
+        "a": DataLoader(range(8), **options),
+        "b": DataLoader(range(100, 104), **options),
+    }
+    return CombinedLoader(loaders, mode)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+def test_two_loaders_that_shuffle_draw_as_in_one_process(mode):
+    """Each its own order, in each epoch and in each pass of the shorter one."""
+    torch.manual_seed(5)
+    alone, module = Reads(), Reads()
+    start = torch.get_rng_state()
+    options = {**QUIET, "max_epochs": 3}
+    runner = Trainer(devices=1, plugins=LightningEnvironment(), **options)
+    runner.fit(alone, two_loaders(4, mode))
+    torch.set_rng_state(start)
+    torch.rand(dist.get_rank())  # replicas have drawn other numbers meanwhile
+    training.trainer((1,), max_epochs=3).fit(module, two_loaders(2, mode))
+    found = [None, None]
+    dist.all_gather_object(found, module.seen)
+    for wanted, *each in zip(alone.seen, *found, strict=True):
+        for name, numbers in wanted.items():
+            together = [
+                n for pair in zip(*(mine[name] for mine in each), strict=True) for n in pair
+            ]
+            assert together == numbers
+    assert len({tuple(step["a"]) for step in alone.seen}) > 2
