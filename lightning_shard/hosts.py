@@ -149,6 +149,11 @@ def become_of(instance: Any, package: str | None) -> bool:
     return True
 
 
+def own_module(instance: Any, name: str) -> Any:
+    """Import the module of ours of this name that serves the package of an object."""
+    return importlib.import_module(_module_for(package_of(instance) or LIGHTNING, name))
+
+
 def caller(depth: int = 2) -> str:
     """Name the module whose code calls the function that asks, as if Fabric were in Lightning."""
     name: str = sys._getframe(depth).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage] - of Python, documented

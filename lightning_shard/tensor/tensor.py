@@ -120,10 +120,16 @@ class DomainTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Only what autograd does with the wrappers of a Function, see autograd_function.py."""
+        """What autograd does with the wrappers of Functions, and `torch.tensor`."""
         if func is aten.detach.default:
             part = args[0]._part.read()
             return DomainTensor(part.like(part.local.detach()))
+        if func is aten.detach_.default:
+            return args[0]
+        if func is aten._to_copy.default:  # torch.tensor(x), which copies without a gradient
+            part = args[0]._part.read()
+            how = {name: value for name, value in (kwargs or {}).items() if value is not None}
+            return DomainTensor(part.like(aten._to_copy.default(part.local.detach(), **how)))
         if func is aten.add.Tensor and all(isinstance(a, DomainTensor) for a in args):
             return _wrap(pointwise(torch.add, *(a._part for a in args)), {})
         raise UnsupportedOperationError(

@@ -4,6 +4,7 @@ import traceback
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 _WHOLE = "sharding='none' keeps parameters whole on each rank, and then this runs as under DDP. "
@@ -69,10 +70,12 @@ def _optimizer_of(error: BaseException) -> Optimizer | None:
         here = frame.f_locals.get("self")
         if isinstance(here, Optimizer) and not isinstance(here, LightningOptimizer):
             found = here
-        elif module.startswith("lightning."):  # a closure, within which the module's step runs
+        elif module.startswith(("lightning.", "pytorch_lightning.")):  # a closure with the step
             found = None
         inside = f"{module.removeprefix('lightning_shard')} {error}"
-    return found if any(word in inside.lower() for word in _WORDS_OF_SHARDS) else None
+    held = () if found is None else (p for g in found.param_groups for p in g["params"])
+    is_of_shards = any(isinstance(p, DTensor) for p in held)
+    return found if is_of_shards and any(w in inside.lower() for w in _WORDS_OF_SHARDS) else None
 
 
 def explain(error: BaseException) -> None:

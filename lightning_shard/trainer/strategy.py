@@ -261,9 +261,7 @@ class HybridShardStrategy(NotCompiled):
         asks, arguments = hosts.caller(), self._arguments
         became = hosts.become_of(self, asks.partition(".")[0])
         if ".fabric." in asks:
-            from lightning_shard.trainer.fabric import become_fabric
-
-            became = become_fabric(self)
+            became = hosts.own_module(self, "lightning_shard.trainer.fabric").become_fabric(self)
         if became:
             vars(self).clear()
             self.__init__(**arguments)

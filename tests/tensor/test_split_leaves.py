@@ -202,3 +202,34 @@ def test_a_leaf_whose_shape_changed_is_trained(way):
         pytest.raises(lightning_shard.UnsupportedOperationError, match="grad = None"),
     ):
         x.unsqueeze_(0)
+
+
+COPIES = {
+    "torch.tensor": lambda x, like: torch.tensor(x),
+    "torch.tensor of a dtype": lambda x, like: torch.tensor(x, dtype=torch.float32),
+    "torch.tensor that is trained": lambda x, like: torch.tensor(x, requires_grad=True),
+    "new_tensor": lambda x, like: x.new_tensor(x),
+    "new_tensor of a plain one": lambda x, like: like.new_tensor(x),
+    "new_tensor of a dtype": lambda x, like: like.new_tensor(x, dtype=torch.float32),
+    "new_tensor that is trained": lambda x, like: x.new_tensor(x, requires_grad=True),
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_copies_by_constructors(way):
+    """torch warns of these, and copies without a gradient."""
+    field, like = torch.randn(7, 3, dtype=torch.float64), torch.zeros(1)
+    torch.distributed.broadcast(field, 0)
+    split = lightning_shard.shard(field, mesh_of(2), 0)
+    expected, found = COPIES[way](field, like), COPIES[way](split, like)
+    assert (found.dtype, found.requires_grad) == (expected.dtype, expected.requires_grad)
+    torch.testing.assert_close(lightning_shard.gather(found.detach()), expected.detach())
+    if found.requires_grad:
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close(lightning_shard.gather(found.grad), expected.grad)
+    with torch.no_grad():
+        found.zero_()
+    torch.testing.assert_close(lightning_shard.gather(split), field)

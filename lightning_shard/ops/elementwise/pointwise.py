@@ -146,9 +146,22 @@ def _lies_dense(x: Subdomain) -> bool:
 
 @implements(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
 def new_plain(
-    func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any
+    func: Callable[..., Any], x: Subdomain | Tensor, *args: Any, **kwargs: Any
 ) -> Subdomain | Tensor:
-    """Make a tensor that is whole on every rank, or split where it has room for the rows of `x`."""
+    """Make a tensor that is whole on every rank, or split where it has room for the rows of `x`.
+
+    `x.new_tensor(y)` of a split `y` is a copy of its values, as in torch.
+    """
+    data = args[0] if args else kwargs.get("data")
+    if func is Tensor.new_tensor and isinstance(data, Subdomain):
+        like = x.local if isinstance(x, Subdomain) else x
+        made = (
+            data.local.detach()
+            .clone()
+            .to(device=kwargs.get("device") or like.device, dtype=kwargs.get("dtype") or like.dtype)
+        )
+        return data.like(made.requires_grad_(kwargs.get("requires_grad", False)))
+    assert isinstance(x, Subdomain)
     if func is not Tensor.new_tensor:
         size = kwargs.pop("size", None)
         filled = func is Tensor.new_full
