@@ -1,13 +1,15 @@
 """Measures a GPU in one command, in less than nine minutes, without a network.
 
     python -m benchmarks.gpu --out outputs/gpu
+    python -m benchmarks.gpu --only exactness --only parameters
 
 Runs the tests marked gpu; exactness of split fields on 2 and 4 ranks that share the GPU over gloo,
-in float32 with and without TF32 and in bfloat16; the device's own collectives, on one rank for each
-GPU; the strategy on one device beside plain Lightning; the spectral convolution beside
-neuraloperator's; compiled blocks, CUDA graphs, peak memory; activations on the host, with and
-without fetching ahead, and within budgets; inference and training in tiles. Writes gpu.json and
-gpu.md. A machine without a GPU says so and runs the same parts on the CPU, on small fields.
+in float64, in float32 with and without TF32 and in bfloat16; training with whole and with sharded
+parameters; the device's own collectives, on one rank for each GPU; the strategy on one device
+beside plain Lightning; the spectral convolution beside neuraloperator's; compiled blocks, CUDA
+graphs, peak memory; activations on the host, with and without fetching ahead, and within budgets;
+inference and training in tiles. Writes gpu.json and gpu.md after each part. A machine without a GPU
+says so and runs the same parts on the CPU, on small fields.
 """
 
 import argparse
@@ -44,6 +46,9 @@ def parts(small: bool) -> dict[str, tuple[int, str, Callable[..., Rows], tuple[A
     return {
         "exactness, 2 ranks on one device": (2, "gloo", gpu_parts.exactness, (names, resolution)),
         "exactness, 4 ranks on one device": (4, "gloo", gpu_parts.exactness, (names, resolution)),
+        "parameters, 2 ranks on one device": (
+            2, "gloo", gpu_parts.parameters, (names[:2], resolution),
+        ),
         f"{own}, {devices} ranks": (devices, own, gpu_parts.collective, (resolution,)),
         "strategy on one device": (
             0, "", gpu_parts.one_device, (resolution, 5 if small else 40),
@@ -155,25 +160,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all parts")
+    parser.add_argument("--only", action="append", help="parts whose names have this in them")
     options = parser.parse_args()
     about, began = facts(), time.monotonic()
     small = gpu_parts.device().type == "cpu"
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    found: dict[str, Rows] = {"tests": run_tests(options.limit / 3)}
-    for name, part in parts(small).items():
+    found: dict[str, Rows] = {}
+    chosen = [n for n in ("tests", *parts(small)) if _is_asked(n, options.only)]
+    for name in chosen:
         left = options.limit - (time.monotonic() - began)
-        # one that hangs leaves time for those after it
-        found[name] = (
-            run_part(part, min(left, options.limit / 3))
-            if left > 10
-            else [{"failed": "no time was left"}]
-        )
+        limit = min(left, options.limit / 3)  # one that hangs leaves time for those after it
+        if left <= 10:
+            found[name] = [{"failed": "no time was left"}]
+        else:
+            found[name] = (
+                run_tests(limit) if name == "tests" else run_part(parts(small)[name], limit)
+            )
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": about, "found": found}, indent=1)
-    (options.out / "gpu.json").write_text(text + "\n", encoding="utf-8")
-    (options.out / "gpu.md").write_text(markdown(about, found), encoding="utf-8")
+        write(options.out, about, found)
     print(markdown(about, found))
+
+
+def _is_asked(name: str, only: list[str] | None) -> bool:
+    return not only or any(word in name for word in only)
+
+
+def write(folder: Path, about: dict[str, str], found: dict[str, Rows]) -> None:
+    """Write what the parts so far have found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": about, "found": found}, indent=1)
+    (folder / "gpu.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "gpu.md").write_text(markdown(about, found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -29,11 +30,14 @@ from lightning_shard.fsdp.recompute import compile_forward
 from lightning_shard.processes.mesh import make_mesh
 
 PRECISIONS: dict[str, tuple[bool, torch.dtype | None]] = {  # TF32, dtype of autocast
+    "float64": (False, None),
     "float32": (False, None),
     "float32 with TF32": (True, None),
     "bfloat16": (False, torch.bfloat16),
 }
 ROUNDING = 1e-4  # of a step in float32
+EXACT = 1e-8  # in float64, of which neuraloperator computes a part in complex64
+STEPS = 6  # of training with whole and with sharded parameters
 Rows = list[dict[str, Any]]
 
 
@@ -46,41 +50,55 @@ def device() -> torch.device:
 
 
 def exactness(names: list[str], resolution: int) -> Rows:
-    """How far steps of split fields are from one process in float32; every rank calls it.
+    """How far steps of split fields are from one process on the CPU, in float64; all ranks call it.
 
-    A split step is equal if it is no further from that than rounding, or twice as far as a step
-    of one process in the same precision. What torch refuses is a row that says so: on a GPU
+    On a GPU plain neuraloperator is further from that than rounding: it hands `irfftn` spectra that
+    are not Hermitian, which cuFFT takes for such (pytorch #154496). A split step is equal in
+    float64 to 1e-8; in other precisions if it is no further than rounding, or twice as far as a
+    step of one process in the same precision. What torch refuses is a row that says so: on a GPU
     autocast hands bfloat16 to Fourier transforms, which no kernel takes in one process.
     """
     rows: Rows = []
     for name in names:
-        exact = _step(name, resolution, (False, None), split=False)
+        cpu = torch.device("cpu")
+        exact = _step(name, resolution, (False, None), split=False, double=True, place=cpu)
         for precision, how in PRECISIONS.items():
+            double = precision == "float64"
             row: dict[str, Any] = {
                 "network": name, "ranks": dist.get_world_size(), "backend": dist.get_backend(),
                 "precision": precision,
             }  # fmt: skip
             for key, split in (("of one process", False), ("error", True)):
                 try:
-                    row[key] = _error(_step(name, resolution, how, split=split), exact)
+                    step = _step(name, resolution, how, split=split, double=double)
+                    row[key] = _error(step, exact)
                 except RuntimeError as error:
                     row[f"{key}: refused"] = str(error).splitlines()[0]
             if "error" in row and "of one process" in row:
-                row["equal"] = row["error"] <= max(ROUNDING, 2 * row["of one process"])
+                near = EXACT if double else max(ROUNDING, 2 * row["of one process"])
+                row["equal"] = row["error"] <= near
             rows.append(row)
     return rows
 
 
 def _step(
-    name: str, resolution: int, how: tuple[bool, torch.dtype | None], *, split: bool
+    name: str,
+    resolution: int,
+    how: tuple[bool, torch.dtype | None],
+    *,
+    split: bool,
+    double: bool = False,
+    place: torch.device | None = None,
 ) -> list[Tensor]:
-    """The loss, and the gradients of all parameters."""
-    kind = device()
+    """The loss, and the gradients of all parameters, on the CPU."""
+    kind = place or device()
     if kind.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = how[0]
     torch.manual_seed(0)
     net = NETWORKS[name]().to(kind)
     field = torch.randn(1, 3, resolution, resolution).to(kind)
+    if double:
+        field = _to_double(net, field)
     if split:
         avoid_whole_fields(net)
         mesh = init_device_mesh(kind.type, (dist.get_world_size(),))
@@ -92,7 +110,87 @@ def _step(
     for grad in grads if split else ():  # each rank has its part; the mean of all is the gradient
         dist.all_reduce(torch.view_as_real(grad) if grad.is_complex() else grad)
         grad /= dist.get_world_size()
-    return [loss.detach(), *grads]
+    return [x.detach().cpu().to(_wide(x.dtype)) for x in (loss, *grads)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _to_double(net: nn.Module, field: Tensor) -> Tensor:
+    """Compute in float64: `nn.Module.double` leaves complex parameters as they are."""
+    net.double()
+    for p in net.parameters():
+        p.data = p.data.to(_wide(p.dtype))
+    return field.double()
+
+
+def parameters(names: list[str], resolution: int) -> Rows:
+    """Training with whole and with sharded parameters beside one process; every rank calls it.
+
+    Seconds are of a step, forward to optimizer, in float32; the error is that of the weights after
+    some steps in float64, relative to how far these have moved.
+    """
+    rows: Rows = []
+    kind, ranks = device().type, dist.get_world_size()
+    for name in names:
+        alone, seconds = _train(name, resolution, None, "")
+        row = {"network": name, "mesh": "one process", "sharding": "", "ms": 1e3 * seconds}
+        rows.append(row)
+        for sizes in ({"data": 1, "domain": ranks}, {"data": ranks, "domain": 1}):
+            mesh = lightning_shard.init_mesh(sizes, kind)
+            for mode in ("none", "full"):
+                found, seconds = _train(name, resolution, mesh, mode)
+                rows.append({
+                    "network": name, "mesh": "x".join(map(str, sizes.values())), "sharding": mode,
+                    "ms": 1e3 * seconds, "error": _distance(found, alone),
+                })  # fmt: skip
+    return rows
+
+
+def _train(name: str, resolution: int, mesh: Any, mode: Any) -> tuple[list[Tensor], float]:
+    """Return how far weights have moved in some steps of float64, and the seconds of a step."""
+    moved: list[Tensor] = []
+    for double in (True, False):
+        torch.manual_seed(0)
+        net = NETWORKS[name]().to(device())
+        fields = torch.randn(STEPS, 2, 3, resolution, resolution).to(device())
+        if double:
+            fields = _to_double(net, fields)
+        first = [p.detach().clone() for p in net.parameters()]
+        if mesh is not None:
+            options = lightning_shard.ShardingOptions(mode)
+            lightning_shard.parallelize(net, mesh, options=options)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+        ends = [_now()]
+        for field in fields:
+            if mesh is not None:
+                field = field.chunk(mesh["data"].size())[mesh.get_local_rank("data")]
+                field = lightning_shard.shard(field, mesh["domain"], 2)
+            net(field).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(_now())
+        if double:
+            with lightning_shard.whole_parameters(net):
+                after = [p.detach().clone() for p in net.parameters()]
+            moved = [(b - a.to(b.dtype)).cpu() for a, b in zip(first, after, strict=True)]
+    seconds = [b - a for a, b in pairwise(ends[1:])]
+    return moved, statistics.median(seconds)
+
+
+def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Return the norm of the differences of all tensors, relative to that of all of them."""
+    apart = torch.stack([(a - b).norm() for a, b in zip(found, wanted, strict=True)]).norm()
+    return float(apart / torch.stack([b.norm() for b in wanted]).norm())
+
+
+def _now() -> float:
+    """Seconds: processor time on the CPU, else by the clock, with the device idle."""
+    if device().type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _error(found: list[Tensor], exact: list[Tensor]) -> float:

@@ -45,13 +45,27 @@ def blocks(
     """
     if wrap is not None and min_num_params is not None:
         raise ValueError("wrap and min_num_params both choose the blocks; give one of them.")
-    # a module that is held twice comes at its first holder, so after what encloses it elsewhere
-    inner_first = sorted(_wanted(root, wrap, min_num_params), key=_modules_in)
-    return _ties_kept(root, inner_first)
+    return _ties_kept(root, _inner_first(_wanted(root, wrap, min_num_params)))
 
 
-def _modules_in(block: nn.Module) -> int:
-    return sum(1 for _ in block.modules())
+def _inner_first(found: list[nn.Module]) -> list[nn.Module]:
+    """Put blocks before those that enclose them, and leave the others where they are.
+
+    A module that is held twice was found at its first holder, and something else may enclose it.
+    """
+    ordered: dict[nn.Module, None] = {}
+
+    def add(block: nn.Module) -> None:
+        if block not in ordered:
+            inside = {*block.modules()} - {block}
+            for inner in found:
+                if inner in inside:
+                    add(inner)
+            ordered[block] = None
+
+    for block in found:
+        add(block)
+    return list(ordered)
 
 
 def _wanted(root: nn.Module, wrap: Wrap | None, min_num_params: int | None) -> list[nn.Module]:

@@ -28,6 +28,7 @@ from lightning_shard.ops.view.write_back import after_write, refuse_lost_write
 from lightning_shard.processes.torch_private.internals import (
     ScriptMethod,
     accessors,
+    copy_of_tensor,
     frame_callback,
     in_transform,
     make_wrapper,
@@ -120,16 +121,16 @@ class DomainTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What autograd does with the wrappers of Functions, and `torch.tensor`."""
+        """Serve what autograd does with the wrappers of Functions, and `torch.tensor`."""
         if func is aten.detach.default:
             part = args[0]._part.read()
             return DomainTensor(part.like(part.local.detach()))
         if func is aten.detach_.default:
             return args[0]
-        if func is aten._to_copy.default:  # torch.tensor(x), which copies without a gradient
+        if func is copy_of_tensor:  # torch.tensor(x), which copies without a gradient
             part = args[0]._part.read()
             how = {name: value for name, value in (kwargs or {}).items() if value is not None}
-            return DomainTensor(part.like(aten._to_copy.default(part.local.detach(), **how)))
+            return DomainTensor(part.like(copy_of_tensor(part.local.detach(), **how)))
         if func is aten.add.Tensor and all(isinstance(a, DomainTensor) for a in args):
             return _wrap(pointwise(torch.add, *(a._part for a in args)), {})
         raise UnsupportedOperationError(

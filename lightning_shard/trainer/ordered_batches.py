@@ -157,6 +157,8 @@ class OrderedBatches:
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
+        if "inner" not in self.__dict__:  # a copy is made
+            raise AttributeError(name)
         return getattr(self.__dict__["inner"], name)
 
 

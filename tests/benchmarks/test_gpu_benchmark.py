@@ -21,6 +21,15 @@ def test_split_fields_are_exact():
 
 
 @pytest.mark.spmd(2)
+def test_whole_and_sharded_parameters_train_alike():
+    rows = gpu_parts.parameters(["U-Net"], 32)
+    assert [(row["mesh"], row["sharding"]) for row in rows[1:]] == [
+        (mesh, mode) for mesh in ("1x2", "2x1") for mode in ("none", "full")
+    ]
+    assert all(row["error"] < 1e-10 for row in rows[1:]), rows
+
+
+@pytest.mark.spmd(2)
 def test_what_one_process_refuses_is_a_row():
     """As on a GPU, where autocast casts no Fourier transform."""
     with as_on_gpu():
@@ -93,7 +102,7 @@ def test_the_command_writes_both_files(tmp_path, capsys):
         mock.patch.object(gpu, "run_part", return_value=rows) as run,
     ):
         gpu.main()
-    assert run.call_count == 9
+    assert run.call_count == 10
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert found["machine"]["device"] == "no GPU: the CPU, small fields"
     assert found["found"]["gloo, 1 ranks"] == rows

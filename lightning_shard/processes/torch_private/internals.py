@@ -422,6 +422,8 @@ def hooks_of(x: Any) -> tuple[Any, Any]:
     return x._backward_hooks, x._post_accumulate_grad_hooks
 
 
+# the operator by which torch.tensor(x) copies a tensor
+copy_of_tensor: Any = torch.ops.aten._to_copy.default
 # the operator by which Python reads the number of a tensor
 read_number: Any = torch.ops.aten._local_scalar_dense.default
 
