@@ -130,7 +130,7 @@ class LocalTensors:
 
     def __init__(self) -> None:
         """Show nothing yet."""
-        self._waiting: list[tuple[Any, list[Any]]] = []
+        self._waiting: list[tuple[Any, tuple[Any, ...], list[Any]]] = []
 
     def strip(self, value: Any) -> tuple[Any, ...]:
         """Return the leaves of `value`, split tensors as local ones."""
@@ -142,17 +142,23 @@ class LocalTensors:
             layouts.append(layout)
             return leaf
 
-        self._waiting.append((map_leaves(show, value), layouts))
+        self._waiting.append((map_leaves(show, value), tuple(shown), layouts))
         return tuple(shown)
 
     def restore(self, shown: Any) -> Any:
-        """Return what was stripped last, with the leaves that are given now."""
-        value, layouts = self._waiting.pop()
-        parts = zip(shown, layouts, strict=True)
+        """Return what was stripped last, with the leaves that are given now.
 
-        def whole(_: Any) -> Any:
-            leaf, layout = next(parts)
-            return leaf if layout is None else pack(leaf, layout)
+        A leaf that FSDP2 has left alone is the same object again, and so are its containers: a
+        program may return its batch, and write into what it has returned.
+        """
+        value, before, layouts = self._waiting.pop()
+        parts = zip(before, shown, layouts, strict=True)
+
+        def whole(leaf: Any) -> Any:
+            old, new, layout = next(parts)
+            if new is old and not (isinstance(new, Tensor) and new.requires_grad):
+                return leaf
+            return new if layout is None else pack(new, layout)
 
         return map_leaves(whole, value)
 

@@ -22,15 +22,16 @@ from lightning_shard.trainer.manual_backward import ManualBackward
 
 
 def use_no_grad(trainer: Trainer) -> None:
-    """Evaluate under no_grad: FSDP2 trains no parameter that was first seen in inference mode.
+    """Evaluate under no_grad, with shards and with split fields.
 
-    Lightning makes the same exception for its own FSDP strategy and for gloo.
+    FSDP2 trains no parameter that was first seen in inference mode, and rules keep tables that they
+    have made once. Lightning makes the same exception for its own FSDP strategy and for gloo.
     """
     loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     if any(loop.inference_mode for loop in loops) and dist.get_backend() != "gloo":
         rank_zero_info(
             "validation, test and prediction run under torch.no_grad() instead of inference mode, "
-            "with which sharded parameters could not be trained afterwards."
+            "after which shards and split fields could not be trained."
         )
     for loop in loops:
         loop.inference_mode = False

@@ -405,6 +405,8 @@ class HybridShardStrategy(NotCompiled):
         """Prepare plug-ins, parameters and optimizers in this order: each needs those before it."""
         self._set_up_plugins(trainer)
         self._shard_parameters(trainer)
+        if self.domain_size > 1 or isinstance(self._module, FSDPModule):
+            use_no_grad(trainer)
         self._share_among_ranks(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -416,7 +418,6 @@ class HybridShardStrategy(NotCompiled):
     def _set_up_plugins(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        use_no_grad(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self.model = self._layer_sync.apply(self._module)
         refuse_to_drop_imaginary_parts(self._module, self.precision_plugin)
