@@ -168,6 +168,7 @@ def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
         start += size
     if half:  # the inverse counts each of these twice, for its negative
         placed.narrow(dim, 1, (t.extent - 1) // 2).mul_(0.5)
+        _make_real(placed, dim, t)
         x = fft.irfft(placed, t.extent, dim, norm="forward")
     else:
         x = fft.ifft(placed, dim=dim, norm="forward")
@@ -177,6 +178,18 @@ def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
         shape[dim] = missing
         return torch.cat([x, x.new_zeros(shape)], dim)
     return x.narrow(dim, 0, t.rows[1]).clone() if missing else x
+
+
+def _make_real(placed: Tensor, dim: int, t: Transform) -> None:
+    """Leave out the imaginary parts of frequencies 0 and N/2, in place.
+
+    Of real data they are zero. A CPU does not read them; cuFFT does for some extents, such as 2^13
+    and 2^14 (https://github.com/pytorch/pytorch/issues/154496).
+    """
+    for place in (0, t.extent // 2):
+        if 2 * place % t.extent == 0 and place in t.kept:
+            own = placed.narrow(dim, place, 1)
+            torch.view_as_real(own).select(-1, 1).zero_()
 
 
 @lru_cache(maxsize=512)
