@@ -1,15 +1,15 @@
-"""Measures a GPU in one command, in less than nine minutes, without a network.
+"""Measures a GPU in one command, in less than eight minutes, without a network.
 
     python -m benchmarks.gpu --out outputs/gpu
     python -m benchmarks.gpu --only exactness --only parameters
 
-Runs the tests marked gpu; exactness of split fields on 2 and 4 ranks that share the GPU over gloo,
-in float64, in float32 with and without TF32 and in bfloat16; training with whole and with sharded
-parameters; the device's own collectives, on one rank for each GPU; the strategy on one device
-beside plain Lightning; the spectral convolution beside neuraloperator's; compiled blocks, CUDA
-graphs, peak memory; activations on the host, with and without fetching ahead, and within budgets;
-inference and training in tiles. Writes gpu.json and gpu.md after each part. A machine without a GPU
-says so and runs the same parts on the CPU, on small fields.
+Each part runs in processes of its own, within a limit of its own, and what tells most comes first:
+exactness of split fields beside float64 on the CPU, on ranks that share the GPU over gloo; the
+spectral convolution beside neuraloperator's, by each method; kernels and host time of a step; the
+strategy on one device beside plain Lightning; compiled blocks and CUDA graphs; activations on the
+host; budgets; whole and sharded parameters; the device's own collectives; tiles; the tests marked
+gpu. Writes gpu.json and gpu.md after each part. A machine without a GPU says so and runs the same
+parts on the CPU, on small fields.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +30,69 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks import gpu_parts
-from benchmarks.gpu_parts import Rows
+from benchmarks import gpu_parts, gpu_speed
+from benchmarks.gpu_speed import Rows
 
-LIMIT_S = 510.0  # of the whole command
+LIMIT_S = 480.0  # of the whole command
+TESTS_S = 120.0
 ROOT = Path(__file__).parents[1]
 
 
-def parts(small: bool) -> dict[str, tuple[int, str, Callable[..., Rows], tuple[Any, ...]]]:
-    """For each part its ranks, its backend, its function and the arguments."""
-    resolution, kind = (64 if small else 256), gpu_parts.device().type
+@dataclass(frozen=True)
+class Part:
+    """A function of `gpu_parts`, run in processes of its own.
+
+    Attributes:
+        ranks: The number of processes; 0 is one without a process group.
+        backend: The backend of their collectives.
+        function: Returns the rows.
+        args: Its arguments.
+        limit_s: Seconds after which it is ended.
+    """
+
+    ranks: int
+    backend: str
+    function: Callable[..., Rows]
+    args: tuple[Any, ...]
+    limit_s: float = 60.0
+
+
+def parts(small: bool) -> dict[str, Part]:
+    """The parts by name; what tells most comes first."""
+    resolution, kind = (64 if small else 256), gpu_speed.device().type
+    large = resolution if small else 2048
     names = ["U-Net", "ViT", "TFNO"]
-    fields = [(64, 64)] if small else [(1024, 1024), (2048, 2048), (128, 128, 128)]
+    fields, modes = ([(64, 64)], 16) if small else (gpu_speed.SPECTRAL_FIELDS, 32)
     own = dist.get_default_backend_for_device(kind)
     devices = 1 if small else torch.accelerator.device_count()
     return {
-        "exactness, 2 ranks on one device": (2, "gloo", gpu_parts.exactness, (names, resolution)),
-        "exactness, 4 ranks on one device": (4, "gloo", gpu_parts.exactness, (names, resolution)),
-        "parameters, 2 ranks on one device": (
-            2, "gloo", gpu_parts.parameters, (names[:2], resolution),
+        "exactness, 2 ranks on one device": Part(
+            2, "gloo", gpu_parts.exactness, (names, resolution), 90
         ),
-        f"{own}, {devices} ranks": (devices, own, gpu_parts.collective, (resolution,)),
-        "strategy on one device": (
-            0, "", gpu_parts.one_device, (resolution, 5 if small else 40),
+        "spectral convolution": Part(1, own, gpu_speed.spectral, (fields, modes), 75),
+        "launches": Part(1, own, gpu_speed.launches, (names, resolution), 40),
+        "strategy on one device": Part(
+            0, "", gpu_parts.one_device, (resolution, 5 if small else 40), 50
         ),
-        "spectral convolution": (1, own, gpu_parts.spectral, (fields, 16 if small else 32)),
-        "compiled": (1, own, gpu_parts.compiled, (resolution if small else 512,)),
-        "activations on the host": (1, own, gpu_parts.offloaded, (resolution if small else 2048,)),
-        "budgets of memory": (1, own, gpu_parts.paged, (resolution if small else 2048,)),
-        "tiles": (0, "", gpu_parts.tiled, (resolution if small else 2048,)),
-    }  # fmt: skip
+        "compiled": Part(1, own, gpu_speed.compiled, (resolution if small else 512,), 90),
+        "activations on the host": Part(1, own, gpu_parts.offloaded, (large,), 40),
+        "activations on the host, float64": Part(
+            1, own, gpu_parts.offloaded, (resolution, torch.float64), 40
+        ),
+        "budgets of memory": Part(1, own, gpu_parts.paged, (large,), 50),
+        "budgets of memory, float64": Part(
+            1, own, gpu_parts.paged, (resolution, torch.float64), 40
+        ),
+        "parameters, 2 ranks on one device": Part(
+            2, "gloo", gpu_parts.parameters, (names[:2], resolution), 90
+        ),
+        f"{own}, {devices} ranks": Part(devices, own, gpu_parts.collective, (resolution,), 60),
+        "tiles, float64": Part(0, "", gpu_parts.tiled, (resolution, 1, torch.float64), 60),
+        "tiles": Part(0, "", gpu_parts.tiled, (resolution if small else 1024,), 90),
+        "exactness, 4 ranks on one device": Part(
+            4, "gloo", gpu_parts.exactness, (names, resolution), 90
+        ),
+    }
 
 
 def run_tests(limit_s: float) -> Rows:
@@ -75,16 +109,16 @@ def run_tests(limit_s: float) -> Rows:
     return [{"pytest -m gpu": said, "status": done.returncode}]
 
 
-def run_part(part: tuple[int, str, Callable[..., Rows], tuple[Any, ...]], limit_s: float) -> Rows:
+def run_part(part: Part, limit_s: float) -> Rows:
     """The rows of a part, run in processes of its own; one that fails or hangs says so in a row."""
-    ranks, backend, function, args = part
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    given = (max(ranks, 1), port, backend, results, function, args)
-    started: Any = spawn(_serve, given, nprocs=max(ranks, 1), join=False)
+    ranks = max(part.ranks, 1)
+    given = (ranks, port, part.backend, results, part.function, part.args)
+    started: Any = spawn(_serve, given, nprocs=ranks, join=False)
     deadline = time.monotonic() + limit_s
     try:
         while not started.join(timeout=max(0.1, deadline - time.monotonic())):
@@ -105,7 +139,7 @@ def _serve(
     # ranks that share a device have the same local rank, by which torch's meshes choose theirs
     local = rank % max(torch.accelerator.device_count(), 1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(local)}
-    if gpu_parts.device().type == "cpu":
+    if gpu_speed.device().type == "cpu":
         torch.set_num_threads(1)
     if backend:
         if backend not in ("gloo", "mpi"):
@@ -123,7 +157,7 @@ def _serve(
 
 def facts() -> dict[str, str]:
     """The machine and the versions."""
-    kind = gpu_parts.device().type
+    kind = gpu_speed.device().type
     name = "no GPU: the CPU, small fields" if kind == "cpu" else _name(kind)
     devices = str(0 if kind == "cpu" else torch.accelerator.device_count())
     return {
@@ -163,19 +197,18 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="parts whose names have this in them")
     options = parser.parse_args()
     about, began = facts(), time.monotonic()
-    small = gpu_parts.device().type == "cpu"
+    small = gpu_speed.device().type == "cpu"
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     found: dict[str, Rows] = {}
-    chosen = [n for n in ("tests", *parts(small)) if _is_asked(n, options.only)]
-    for name in chosen:
+    known = parts(small)
+    for name in (n for n in (*known, "tests") if _is_asked(n, options.only)):
         left = options.limit - (time.monotonic() - began)
-        limit = min(left, options.limit / 3)  # one that hangs leaves time for those after it
         if left <= 10:
             found[name] = [{"failed": "no time was left"}]
+        elif name == "tests":
+            found[name] = run_tests(min(left, TESTS_S))
         else:
-            found[name] = (
-                run_tests(limit) if name == "tests" else run_part(parts(small)[name], limit)
-            )
+            found[name] = run_part(known[name], min(left, known[name].limit_s))
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         write(options.out, about, found)
     print(markdown(about, found))

@@ -1,11 +1,9 @@
 """What `benchmarks.gpu` runs in its own processes, on whatever device the machine has."""
 
 import contextlib
-import copy
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,14 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import lightning_shard
+from benchmarks.gpu_speed import Rows, device, now, peak, reserved, reset_peak, timed
 from benchmarks.peer_networks import NETWORKS
-from benchmarks.spectral import Case
 from benchmarks.unet_step import UNet
 from lightning_shard.fsdp import offload
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.paging.pager import Pager
-from lightning_shard.fsdp.recompute import compile_forward
-from lightning_shard.processes.mesh import make_mesh
 
 PRECISIONS: dict[str, tuple[bool, torch.dtype | None]] = {  # TF32, dtype of autocast
     "float64": (False, None),
@@ -38,15 +34,6 @@ PRECISIONS: dict[str, tuple[bool, torch.dtype | None]] = {  # TF32, dtype of aut
 ROUNDING = 1e-4  # of a step in float32
 EXACT = 1e-8  # in float64, of which neuraloperator computes a part in complex64
 STEPS = 6  # of training with whole and with sharded parameters
-Rows = list[dict[str, Any]]
-
-
-def device() -> torch.device:
-    """This process's accelerator, or the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def exactness(names: list[str], resolution: int) -> Rows:
@@ -162,7 +149,7 @@ def _train(name: str, resolution: int, mesh: Any, mode: Any) -> tuple[list[Tenso
             options = lightning_shard.ShardingOptions(mode)
             lightning_shard.parallelize(net, mesh, options=options)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-        ends = [_now()]
+        ends = [now()]
         for field in fields:
             if mesh is not None:
                 field = field.chunk(mesh["data"].size())[mesh.get_local_rank("data")]
@@ -170,7 +157,7 @@ def _train(name: str, resolution: int, mesh: Any, mode: Any) -> tuple[list[Tenso
             net(field).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            ends.append(_now())
+            ends.append(now())
         if double:
             with lightning_shard.whole_parameters(net):
                 after = [p.detach().clone() for p in net.parameters()]
@@ -183,14 +170,6 @@ def _distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     """Return the norm of the differences of all tensors, relative to that of all of them."""
     apart = torch.stack([(a - b).norm() for a, b in zip(found, wanted, strict=True)]).norm()
     return float(apart / torch.stack([b.norm() for b in wanted]).norm())
-
-
-def _now() -> float:
-    """Seconds: processor time on the CPU, else by the clock, with the device idle."""
-    if device().type == "cpu":
-        return time.process_time()
-    torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def _error(found: list[Tensor], exact: list[Tensor]) -> float:
@@ -242,7 +221,9 @@ def one_device(resolution: int, steps: int, rounds: int = 3) -> Rows:
     ]  # fmt: skip
 
 
-def _trained(strategy: Any, resolution: int, steps: int) -> tuple[list[float], _Module]:
+def _trained(
+    strategy: Any, resolution: int, steps: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], _Module]:
     """Train a U-Net on one device; return the seconds of each step after the fifth, and it."""
     torch.manual_seed(0)
     clock, module = _Clock(), _Module(resolution)
@@ -252,79 +233,12 @@ def _trained(strategy: Any, resolution: int, steps: int) -> tuple[list[float], _
             accelerator=device().type, devices=1, strategy=strategy, max_steps=steps + 5,
             callbacks=[clock], logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
+            precision="64-true" if dtype == torch.float64 else "32-true",
         )  # fmt: skip
-        field = torch.randn(steps + 5, 3, resolution, resolution)
+        field = torch.randn(steps + 5, 3, resolution, resolution, dtype=dtype)
         samples: Any = field  # a tensor has the length and the items of a data set
         trainer.fit(module, DataLoader(samples, 1))
     return [b - a for a, b in zip(clock.ends[4:], clock.ends[5:], strict=False)], module
-
-
-def timed(step: Callable[[], Any], rounds: int = 10) -> float:
-    """Median milliseconds, by events of the device, or the clock of the CPU."""
-    kind, found = device(), []
-    for number in range(rounds + 3):
-        if kind.type == "cpu":
-            begin = time.perf_counter()
-            step()
-            spent = 1e3 * (time.perf_counter() - begin)
-        else:
-            module = torch.get_device_module(kind)
-            first, last = (module.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            step()
-            last.record()
-            last.synchronize()
-            spent = first.elapsed_time(last)
-        found += [spent] if number >= 3 else []
-    return statistics.median(found)
-
-
-def spectral(fields: list[tuple[int, ...]], modes: int = 32, width: int = 32) -> Rows:
-    """One spectral convolution, forward and backward, beside neuraloperator's own layer."""
-    from neuralop.layers.spectral_convolution import SpectralConv
-
-    rows: Rows = []
-    mesh = init_device_mesh(device().type, (1,))
-    for extents in fields:
-        case = Case(extents, modes, width)
-        layer = SpectralConv(width, width, (modes,) * len(extents), bias=False).to(device())
-        ours = copy.deepcopy(layer)
-        avoid_whole_fields(ours)
-        local = torch.randn(1, width, *extents, device=device(), requires_grad=True)
-        split = lightning_shard.from_local(local, mesh, 2, local.shape)
-        row: dict[str, Any] = {"field, modes, width": str(case)}
-        steps = {
-            "neuraloperator": lambda layer=layer, x=local: layer(x).square().mean().backward(),
-            "ours": lambda layer=ours, x=split: layer(x).square().mean().backward(),
-        }
-        for name, step in steps.items():
-            _reset_peak()
-            row[f"{name} ms"], row[f"{name} peak MiB"] = timed(step), _peak()
-        rows.append(row | {"faster": row["neuraloperator ms"] / row["ours ms"]})
-    return rows
-
-
-def compiled(resolution: int) -> Rows:
-    """A step of the U-Net as it is, through compiled blocks, and in CUDA graphs; on one device."""
-    mesh = make_mesh(device().type, 1, (1,))["domain"]
-    whole = torch.randn(1, 3, resolution, resolution, device=device())
-    split = lightning_shard.shard(whole, mesh, 2)
-    rows: Rows = []
-    for way in ("plain", "split", "split, compiled blocks", "plain, CUDA graphs"):
-        if way == "plain, CUDA graphs" and device().type != "cuda":
-            continue
-        torch.manual_seed(0)
-        net = UNet(16).to(device())
-        call: Callable[..., Tensor] = net
-        if way == "split, compiled blocks":
-            compile_forward([*net.down, *net.up])
-        elif way == "plain, CUDA graphs":
-            call = torch.compile(net, mode="reduce-overhead")
-        field = split if way.startswith("split") else whole
-        _reset_peak()
-        cost = timed(lambda call=call, field=field: call(field).square().mean().backward())
-        rows.append({"way": way, "ms of a step": cost, "peak MiB": _peak()})
-    return rows
 
 
 class _CopiedInLine(saved_tensors_hooks):
@@ -343,17 +257,17 @@ class _CopiedInLine(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-def offloaded(resolution: int) -> Rows:
+def offloaded(resolution: int, dtype: torch.dtype = torch.float32) -> Rows:
     """A step of the U-Net with activations kept, copied in line, and fetched ahead of backward.
 
     All three are to have the same gradients: a wait that a device needs and lacks shows here.
     """
-    field = torch.randn(1, 3, resolution, resolution, device=device())
+    field = torch.randn(1, 3, resolution, resolution).to(device(), dtype)
     rows: Rows = []
     kept: list[Tensor] = []
     for way in ("kept", "on the host, copied in line", "on the host, fetched ahead"):
         torch.manual_seed(0)
-        net = UNet(16).to(device())
+        net = UNet(16).to(device(), dtype)
         if way != "kept":
             offload.offload([*net.down, *net.up])
         hooks = _CopiedInLine if way.endswith("in line") else offload.OnHost
@@ -365,22 +279,22 @@ def offloaded(resolution: int) -> Rows:
                 *(p.grad.clone() for p in net.parameters() if p.grad is not None),
             ]
             kept = kept or found
-            _reset_peak()
+            reset_peak()
             cost = timed(lambda net=net: net(field).square().mean().backward())
         rows.append({
-            "way": way, "ms of a step": cost, "peak MiB": _peak(), "error": _error(found, kept),
+            "way": way, "ms of a step": cost, "peak MiB": peak(), "error": _error(found, kept),
         })  # fmt: skip
     return rows
 
 
-def paged(resolution: int) -> Rows:
+def paged(resolution: int, dtype: torch.dtype = torch.float32) -> Rows:
     """A step of the U-Net within budgets of device memory: its time, its peak, what was reserved.
 
     The pager sees every operator; activation_offload sees what autograd saves. Copies hide where a
     step within a budget takes as long as a plain one. All rows are to have the same gradients.
     """
     kind = device()
-    field = torch.randn(1, 3, resolution, resolution, device=kind)
+    field = torch.randn(1, 3, resolution, resolution).to(kind, dtype)
     rows: Rows = []
     kept: list[Tensor] = []
     least = 2**30  # bytes of the plain step, where the CPU does not tell
@@ -388,7 +302,7 @@ def paged(resolution: int) -> Rows:
         ("kept", 1.0), ("saved", 0.54), ("saved", 0.27), ("paged", 0.54), ("paged", 0.27),
     ):  # fmt: skip
         torch.manual_seed(0)
-        net, budget = UNet(16).to(kind), int(share * least)
+        net, budget = UNet(16).to(kind, dtype), int(share * least)
         pager = Pager(kind, budget)
         around = {
             "kept": contextlib.nullcontext, "saved": partial(offload.OnHost, budget),
@@ -407,18 +321,18 @@ def paged(resolution: int) -> Rows:
         loss = step()
         found = [loss, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
         kept = kept or found
-        _reset_peak()
-        cost, peak = timed(step), _peak()
-        if way == "kept" and peak is not None:
-            least = int(peak * 2**20)
+        reset_peak()
+        cost, most = timed(step), peak()
+        if way == "kept" and most is not None:
+            least = int(most * 2**20)
         rows.append({
-            "way": way, "share of the peak": share, "ms of a step": cost, "peak MiB": peak,
-            "reserved MiB": _reserved(), "error": _error(found, kept),
+            "way": way, "share of the peak": share, "ms of a step": cost, "peak MiB": most,
+            "reserved MiB": reserved(), "error": _error(found, kept),
         })  # fmt: skip
     return rows
 
 
-def tiled(resolution: int, steps: int = 3) -> Rows:
+def tiled(resolution: int, steps: int = 3, dtype: torch.dtype = torch.float32) -> Rows:
     """Inference and training of a U-Net on one device, whole and in tiles: times, peaks, errors.
 
     Copies hide where tiles take as long as the whole field. What is reserved beyond the peak is
@@ -427,14 +341,14 @@ def tiled(resolution: int, steps: int = 3) -> Rows:
     rows: Rows = []
     kept: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
-    network = UNet(16).to(device()).eval()
-    field = torch.randn(1, 3, resolution, resolution)
+    network = UNet(16).to(device(), dtype).eval()
+    field = torch.randn(1, 3, resolution, resolution, dtype=dtype)
     for way, tiles in (("whole", None), ("8 tiles", 8)):
         for task in ("inference", "training"):
-            _reset_peak()
+            reset_peak()
             if task == "training":
                 strategy = "auto" if tiles is None else lightning_shard.TiledStrategy(tiles)
-                seconds, module = _trained(strategy, resolution, steps)
+                seconds, module = _trained(strategy, resolution, steps, dtype)
                 cost = 1e3 * statistics.median(seconds)
                 found = [p.detach().cpu() for p in module.parameters()]
             else:
@@ -449,25 +363,10 @@ def tiled(resolution: int, steps: int = 3) -> Rows:
             exact = kept.setdefault(task, found)
             error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
             rows.append({
-                "way": way, "task": task, "ms": cost, "peak MiB": _peak(),
-                "reserved MiB": _reserved(), "error": error,
+                "way": way, "task": task, "ms": cost, "peak MiB": peak(),
+                "reserved MiB": reserved(), "error": error,
             })  # fmt: skip
     return rows
-
-
-def _reserved() -> float | None:
-    """MiB that torch holds of the device at most; the CPU does not tell."""
-    return None if device().type == "cpu" else torch.accelerator.max_memory_reserved() / 2**20
-
-
-def _reset_peak() -> None:
-    if device().type != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-
-
-def _peak() -> float | None:
-    """MiB that tensors held at most; the CPU does not tell."""
-    return None if device().type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
 
 
 def collective(resolution: int) -> Rows:

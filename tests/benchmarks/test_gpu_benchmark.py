@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts
+from benchmarks import gpu, gpu_parts, gpu_speed
 from tests.gpu_autocast import as_on_gpu
 
+PART = gpu.Part(1, "nccl", gpu_parts.collective, (64,))
 no_gpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="sizes are those of a CPU")
 
 
@@ -44,13 +45,21 @@ def test_what_one_process_refuses_is_a_row():
 
 @pytest.mark.spmd(1)
 def test_spectral_convolution_and_compiled_blocks():
-    (row,) = gpu_parts.spectral([(16, 16)], modes=4, width=2)
+    (row,) = gpu_speed.spectral([(16, 16)], modes=4, width=2)
+    assert row["ours kernels"] > 0
+    assert row["ours host ms"] > 0
     assert row["faster"] == pytest.approx(row["neuraloperator ms"] / row["ours ms"])
-    with mock.patch.object(gpu_parts, "compile_forward") as compiles:
-        rows = gpu_parts.compiled(32)
+    with mock.patch.object(gpu_speed, "compile_forward") as compiles:
+        rows = gpu_speed.compiled(32)
     assert [row["way"] for row in rows] == ["plain", "split", "split, compiled blocks"]
     assert compiles.called
     assert all(row["ms of a step"] > 0 for row in rows)
+
+
+@pytest.mark.spmd(1)
+def test_launches_of_a_step():
+    (row,) = gpu_speed.launches(["U-Net"], 32)
+    assert row["kernels to plain"] == row["split kernels"] / row["plain kernels"]
 
 
 @pytest.mark.spmd(1)
@@ -85,10 +94,10 @@ def test_a_part_that_fails_or_hangs_is_a_row():
         join=mock.Mock(side_effect=RuntimeError("on rank 0:\n\nno NCCL")), processes=[]
     )
     with mock.patch.object(gpu, "spawn", return_value=context):
-        assert gpu.run_part((1, "nccl", gpu_parts.collective, (64,)), 9) == [{"failed": "no NCCL"}]
+        assert gpu.run_part(PART, 9) == [{"failed": "no NCCL"}]
     context = mock.Mock(join=mock.Mock(return_value=False), processes=[mock.Mock()])
     with mock.patch.object(gpu, "spawn", return_value=context):
-        rows = gpu.run_part((1, "nccl", gpu_parts.collective, (64,)), 0)
+        rows = gpu.run_part(PART, 0)
     assert rows == [{"failed": "no end after 0 s"}]
     assert context.processes[0].kill.called
 
@@ -102,7 +111,7 @@ def test_the_command_writes_both_files(tmp_path, capsys):
         mock.patch.object(gpu, "run_part", return_value=rows) as run,
     ):
         gpu.main()
-    assert run.call_count == 10
+    assert run.call_count == 14
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert found["machine"]["device"] == "no GPU: the CPU, small fields"
     assert found["found"]["gloo, 1 ranks"] == rows

@@ -1,17 +1,14 @@
 """How many kernels a split function starts: on a GPU each is idle hardware, however small it is."""
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
+from benchmarks.gpu_speed import Launches
 from lightning_shard.domain.halo import overlapping
 from tests.parity import mesh_of
 
-ALLOCATE = ("empty", "set_", "new_empty", "_unsafe_view")
 # name: function, shape of the weight, how convolutions wait, kernels forward and backward
 CASES = {
     # the rows that travel, the message, the rank's rows, those of the other, and their sum
@@ -25,19 +22,6 @@ CASES = {
 }  # fmt: skip
 
 
-class Kernels(TorchDispatchMode):
-    """Counts operators that are neither views nor bare memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view and func.overloadpacket.__name__ not in ALLOCATE:
-            self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_kernels(case):
@@ -45,10 +29,12 @@ def test_no_more_kernels(case):
     whole, weight = torch.randn(1, 8, 12, 10), torch.ones(shape, requires_grad=True)
     local = lightning_shard.shard(whole, mesh_of(2), 2).to_local().clone().requires_grad_()
     x = lightning_shard.from_local(local, mesh_of(2), 2, whole.shape)
+    before = after = Launches()
     for _ in range(2):  # the first makes constants
-        with overlapping(mode), Kernels() as before:
+        before, after = Launches(), Launches()
+        with overlapping(mode), before:
             result = function(x, weight).to_local()
-        with Kernels() as after:
+        with after:
             torch.autograd.grad(result, (local, weight), torch.ones_like(result))
     assert before.seen.total() <= forward, before.seen
     assert after.seen.total() - 1 <= backward, after.seen  # but for the ones

@@ -1,0 +1,230 @@
+"""How fast a device is, and how many kernels a step starts: parts of `benchmarks.gpu`."""
+
+import copy
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_shard
+from benchmarks.peer_networks import NETWORKS
+from benchmarks.unet_step import UNet
+from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.fsdp.recompute import compile_forward
+from lightning_shard.processes.mesh import make_mesh
+
+SPECTRAL_FIELDS = [
+    (2**12,), (2**16,), (2**20,), (64, 64), (128, 128), (256, 256), (512, 512), (1024, 1024),
+    (2048, 2048), (421, 421), (64, 64, 64), (128, 128, 128),
+]  # fmt: skip
+Rows = list[dict[str, Any]]
+ALLOCATE = ("empty", "set_", "new_empty", "_unsafe_view")
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are neither views nor bare memory: on a GPU each starts a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Count the operator, and run it."""
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ALLOCATE:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def device() -> torch.device:
+    """This process's accelerator, or the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def now() -> float:
+    """Seconds: processor time on the CPU, else by the clock, with the device idle."""
+    if device().type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def timed(step: Callable[[], Any], rounds: int = 10) -> float:
+    """Median milliseconds, by events of the device, or the clock of the CPU."""
+    kind, found = device(), []
+    for number in range(rounds + 3):
+        if kind.type == "cpu":
+            begin = time.perf_counter()
+            step()
+            spent = 1e3 * (time.perf_counter() - begin)
+        else:
+            module = torch.get_device_module(kind)
+            first, last = (module.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            step()
+            last.record()
+            last.synchronize()
+            spent = first.elapsed_time(last)
+        found += [spent] if number >= 3 else []
+    return statistics.median(found)
+
+
+def reserved() -> float | None:
+    """MiB that torch holds of the device at most; the CPU does not tell."""
+    return None if device().type == "cpu" else torch.accelerator.max_memory_reserved() / 2**20
+
+
+def reset_peak() -> None:
+    """Forget the most that tensors have held."""
+    if device().type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def peak() -> float | None:
+    """MiB that tensors held at most; the CPU does not tell."""
+    return None if device().type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
+
+
+def spectral(fields: list[tuple[int, ...]], modes: int = 32, width: int = 32) -> Rows:
+    """One spectral convolution, forward and backward, beside neuraloperator's own layer.
+
+    Ours is timed as the rule chooses, and with each method forced. "host" is the time until all
+    kernels are asked for, the device's work not awaited.
+    """
+    from neuralop.layers.spectral_convolution import SpectralConv
+
+    rows: Rows = []
+    mesh = init_device_mesh(device().type, (1,))
+    for extents in fields:
+        kept = min(modes, *extents) if len(extents) < 3 else min(modes // 2, *extents)
+        layer = SpectralConv(width, width, (kept,) * len(extents), bias=False).to(device())
+        ours = copy.deepcopy(layer)
+        avoid_whole_fields(ours)
+        local = torch.randn(1, width, *extents, device=device(), requires_grad=True)
+        split = lightning_shard.from_local(local, mesh, 2, local.shape)
+        row: dict[str, Any] = {"field": "x".join(map(str, extents)), "modes": kept}
+        plain = partial(_backward_of, layer, local)
+        for name, step, method in (
+            ("neuraloperator", plain, "auto"), ("ours", partial(_backward_of, ours, split), "auto"),
+            ("products", partial(_backward_of, ours, split), "dft"),
+            ("FFTs", partial(_backward_of, ours, split), "fft"),
+        ):  # fmt: skip
+            with lightning_shard.spectral_method(cast("Any", method)):
+                reset_peak()
+                row[f"{name} ms"] = timed(step)
+                if method == "auto":
+                    row[f"{name} host ms"], row[f"{name} MiB"] = host_time(step), peak()
+                    row[f"{name} kernels"] = kernels(step)
+        rows.append(row | {"faster": row["neuraloperator ms"] / row["ours ms"]})
+    return rows
+
+
+def _backward_of(net: nn.Module, field: Tensor) -> None:
+    net.zero_grad()
+    field.grad = None
+    net(field).square().mean().backward()
+
+
+def host_time(step: Callable[[], Any], rounds: int = 10) -> float:
+    """Median milliseconds until the host is free again; on the CPU its processor time."""
+    clock = time.process_time if device().type == "cpu" else time.perf_counter
+    found: list[float] = []
+    for _ in range(rounds):
+        now()
+        begin = clock()
+        step()
+        found.append(1e3 * (clock() - begin))
+    return statistics.median(found)
+
+
+def kernels(step: Callable[[], Any]) -> int:
+    """Kernels that a step starts: by the profiler, on the CPU operators that would start one."""
+    if device().type == "cpu":
+        with Launches() as counted:
+            step()
+        return counted.seen.total()
+    chosen = [ProfilerActivity.CUDA if device().type == "cuda" else ProfilerActivity.XPU]
+    with profile(activities=chosen) as profiled:
+        step()
+        torch.accelerator.synchronize()
+    return sum(e.count for e in profiled.key_averages() if e.self_device_time_total > 0)
+
+
+def launches(names: list[str], resolution: int) -> Rows:
+    """Kernels and host time of a step, plain and split on one rank."""
+    rows: Rows = []
+    mesh = init_device_mesh(device().type, (1,))
+    for name in names:
+        torch.manual_seed(0)
+        net = NETWORKS[name]().to(device())
+        whole = torch.randn(1, 3, resolution, resolution, device=device())
+        row: dict[str, Any] = {"network": name}
+        for way in ("plain", "split"):
+            if way == "split":
+                avoid_whole_fields(net)
+            field = whole if way == "plain" else lightning_shard.shard(whole, mesh, 2)
+            step = partial(_backward_of, net, field)
+            row[f"{way} ms"], row[f"{way} host ms"] = timed(step), host_time(step)
+            row[f"{way} kernels"] = kernels(step)
+        rows.append(row | {"kernels to plain": row["split kernels"] / row["plain kernels"]})
+    return rows
+
+
+def compiled(resolution: int) -> Rows:
+    """A step of the U-Net as it is, through compiled blocks, and in CUDA graphs; on one device."""
+    mesh = make_mesh(device().type, 1, (1,))["domain"]
+    whole = torch.randn(1, 3, resolution, resolution, device=device())
+    split = lightning_shard.shard(whole, mesh, 2)
+    ways = ["plain", "split", "split, compiled blocks"]
+    if device().type == "cuda":
+        ways += ["plain, CUDA graphs", "plain, captured whole", "split, captured whole"]
+    rows: Rows = []
+    for way in ways:
+        torch.manual_seed(0)
+        net = UNet(16).to(device())
+        call: nn.Module = net
+        if way == "split, compiled blocks":
+            compile_forward([*net.down, *net.up])
+        elif way == "plain, CUDA graphs":
+            call = cast("nn.Module", torch.compile(net, mode="reduce-overhead"))
+        step = partial(_of_one_graph, call, split if way.startswith("split") else whole)
+        reset_peak()
+        try:
+            step = _captured(step) if way.endswith("captured whole") else step
+            rows.append({"way": way, "ms of a step": timed(step), "peak MiB": peak()})
+        except RuntimeError as error:
+            rows.append({"way": way, "failed": str(error).splitlines()[0]})
+    return rows
+
+
+def _of_one_graph(net: nn.Module, field: Tensor) -> None:
+    """A step that reads no gradient of the one before, which a CUDA graph overwrites."""
+    torch.compiler.cudagraph_mark_step_begin()
+    _backward_of(net, field)
+
+
+def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """A step whose kernels are recorded once and started together."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
