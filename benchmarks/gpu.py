@@ -208,7 +208,9 @@ def main() -> None:
         elif name == "tests":
             found[name] = run_tests(min(left, TESTS_S))
         else:
-            found[name] = run_part(known[name], min(left, known[name].limit_s))
+            found[name] = run_part(
+                known[name], min(left, (3 if small else 1) * known[name].limit_s)
+            )
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
         write(options.out, about, found)
     print(markdown(about, found))
