@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 import lightning_shard
@@ -97,3 +98,29 @@ def test_ranks_of_a_domain_share_random_numbers():
     everywhere = [torch.empty(3) for _ in range(2)]
     dist.all_gather(everywhere, drawn[0])
     assert torch.equal(*everywhere)
+
+
+class Returned(LightningModule):
+    """Returns its batch, into which a callback writes for the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Conv2d(1, 1, 3, padding=1).double()
+        self.same = []
+
+    def test_step(self, batch, batch_idx):
+        batch["score"] = self.net(batch["x"])
+        return batch
+
+    def on_test_batch_end(self, outputs, batch, *_):
+        outputs["label"] = outputs["score"].mean() > 0
+        self.same.append(outputs is batch and batch["label"].ndim == 0)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_a_step_returns_its_batch_itself(sharding):
+    module = Returned()
+    batches = DataLoader([{"x": torch.randn(1, 7, 4).double()} for _ in range(2)], 1)
+    trainer((2,), strategy={"sharding": sharding}).test(module, batches, verbose=False)
+    assert module.same == [True, True]
