@@ -36,7 +36,7 @@ from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import number_in_group, replace_internal
 from lightning_shard.processes.torch_private.typed import integers
 
-_INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
+INFRASTRUCTURE = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.",
                    "torchmetrics.", "lightning_shard.")  # fmt: skip
 # modules between a collective and its caller
 _CARRIERS = {
@@ -178,7 +178,7 @@ def _asked_by_user(frame: FrameType | None) -> str | None:
             return called
         is_of_mode = module == "torch.overrides" or frame.f_code.co_name == "__torch_function__"
         if module not in _CARRIERS and not is_of_mode:
-            return None if module.startswith(_INFRASTRUCTURE) else called
+            return None if module.startswith(INFRASTRUCTURE) else called
         if frame.f_code.co_name == "_get_msg_dict":  # torch reports an error of a collective
             return None
         if not (is_of_mode or frame.f_code.co_name == "wrapper"):

@@ -44,6 +44,7 @@ from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
+from lightning_shard.trainer.counted_devices import count_replicas
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
@@ -341,6 +342,7 @@ class HybridShardStrategy(NotCompiled):
             hosts.become_of(callback, hosts.package_of(self))
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
+        count_replicas()
         tell_mesh(self._module, mesh)
         self.samples.begin_stage(
             self._module.trainer,
@@ -477,7 +479,8 @@ class HybridShardStrategy(NotCompiled):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, with the sharded parameters for those that moved."""
-        super().setup_optimizers(trainer)
+        with replica_world(self.device_mesh):  # of which a schedule may count the batches
+            super().setup_optimizers(trainer)
         parameters.mend_optimizers(self.optimizers, self._module, self._moved)
         if self.world_size > 1:
             self.logged.follow_schedulers(trainer)

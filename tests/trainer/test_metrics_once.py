@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     LearningRateMonitor,
     ThroughputMonitor,
 )
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 from torchmetrics import (
     CatMetric,
     MeanMetric,
@@ -319,7 +321,7 @@ def test_a_metric_over_windows():
 
 class Gathers(Featured):
     def validation_step(self, batch, batch_idx):
-        replicas = self.trainer.world_size // self.trainer.strategy.domain_size
+        replicas = self.trainer.world_size
         error = (self(batch["x"]) - batch["y"]).square().mean()
         gathered = self.all_gather(error)
         assert gathered.shape == (replicas,)
@@ -382,3 +384,42 @@ def test_samples_per_second_counts_replicas(monkeypatch):
         batch = {"text": ["three words each"] * size, "x": torch.zeros(size, 1)}
         callback.on_train_batch_end(trainer, module, None, batch, 0)
     assert logged == [("samples/s", 24.0), ("samples/s", 18.0)]
+
+
+class CountsDevices(LightningModule):
+    """Works out the length of its schedule from the devices, as if each read its own samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.counts = torch.nn.Conv2d(1, 1, 3, padding=1), []
+
+    def training_step(self, batch, batch_idx):
+        self.note()
+        return self.net(batch).square().mean()
+
+    def note(self):
+        t = self.trainer
+        self.counts.append((t.world_size, t.num_devices, t.num_nodes, len(t.device_ids)))
+
+    on_fit_start = on_train_end = note
+
+    def setup(self, stage):
+        self.note()
+
+    def configure_optimizers(self):
+        self.note()
+        self.counts.append((dist.get_world_size(), dist.get_rank()))
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("domain", [(1,), (2,), (4,)], ids=["4x1", "2x2", "1x4"])
+def test_programs_that_count_devices_count_replicas(domain):
+    module, runner = CountsDevices(), training.trainer(domain, max_steps=1)
+    runner.fit(module, DataLoader(torch.randn(8, 1, 8, 8), 1))
+    replicas = 4 // domain[0]
+    of_torch = (replicas, dist.get_rank() // domain[0])
+    assert of_torch in module.counts
+    module.counts.remove(of_torch)
+    assert set(module.counts) == {(replicas, replicas, 1, replicas)}
+    assert runner.strategy.world_size == 4

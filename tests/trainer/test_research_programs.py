@@ -41,13 +41,13 @@ def check(name: str, domain: tuple[int, ...]) -> None:
         callbacks=[make() for make in kind.callbacks], **options,
     )  # fmt: skip
     torch.manual_seed(6)
-    module.fit(sharded, BATCH * domain[0] // sharded.world_size)
+    module.fit(sharded, BATCH * domain[0] // sharded.strategy.world_size)
     found = full_module_state(module)
     expected = alone.state_dict()
     assert found.keys() == expected.keys()
     same(found, expected, 1e-9)
     logged, wanted = sharded.callback_metrics, runner.callback_metrics
-    both = logged if sharded.world_size > domain[0] else wanted
+    both = logged if sharded.strategy.world_size > domain[0] else wanted
     assert logged.keys() == wanted.keys() or "drawn" in wanted
     same({k: logged[k] for k in both}, {k: wanted[k] for k in both}, 1e-6)
     assert wanted
