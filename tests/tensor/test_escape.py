@@ -1,7 +1,10 @@
 """The ways out: rules of one's own, code on one part, and permission to gather."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.utils.dlpack as dlpack
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
@@ -150,3 +153,17 @@ def test_no_write_is_lost_where_gathering_is_allowed():
             else:
                 assert torch.equal(lightning_shard.gather(x), expected), name
                 x = lightning_shard.shard(whole.clone(), mesh_of(3), 1)
+
+
+@pytest.mark.spmd(2)
+def test_no_capsule_points_into_a_split_tensor():
+    """It has no memory: whoever reads the capsule would end by a segmentation fault."""
+    whole = torch.rand(3, 2)
+    x = lightning_shard.shard(whole, mesh_of(2), 0)
+    ways = [torch.to_dlpack, dlpack.to_dlpack, torch._C._to_dlpack, torch._C._to_dlpack_versioned]
+    for to_dlpack in ways:
+        assert torch.equal(torch.from_dlpack(to_dlpack(lightning_shard.gather(x))), whole)
+        for allowed in (False, True):
+            asks = lightning_shard.allow_gather() if allowed else nullcontext()
+            with asks, pytest.raises(UnsupportedOperationError, match=r"to_dlpack.*gather"):
+                to_dlpack(x)

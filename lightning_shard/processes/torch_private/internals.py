@@ -28,6 +28,8 @@ INTERNALS = {
     "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
     "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
     "torch._C._len_torch_dispatch_stack": "trial calls do not run under modes that count",
+    "torch._C._to_dlpack": "a capsule of a split tensor, which has no memory, is refused",
+    "torch._C._to_dlpack_versioned": "the same",
     # compiled regions (tensor/compiled.py)
     "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
     "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
