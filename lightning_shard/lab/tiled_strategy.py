@@ -4,18 +4,21 @@ Several such processes, each with a device, are data replicas of each other.
 """
 
 import copy
+import dataclasses
 import inspect
 import itertools
 import logging
 import math
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -29,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.checkpoint.foreign import plain_name
 from lightning_shard.checkpoint.state import (
     full,
     full_optimizer_state,
@@ -36,18 +40,25 @@ from lightning_shard.checkpoint.state import (
     parameter_names,
 )
 from lightning_shard.data.split import shard_batch
-from lightning_shard.data.tree import map_leaves
+from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.batches_once import BatchesOnce, datasets_in, versions
+from lightning_shard.lab.closures import Closures, holder_in
 from lightning_shard.lab.least_tiles import LeastTiles, data_of, least_tiles
 from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
 from lightning_shard.lab.simulated.replicas import Replicas
 from lightning_shard.lab.tiled_replicas import join_replicas, meeting_of, most_tiles
-from lightning_shard.lab.tiles import place_rows, refuse_to_offload, sizes_of_tiles
+from lightning_shard.lab.tiles import (
+    in_modes_of_caller,
+    place_rows,
+    refuse_to_offload,
+    sizes_of_tiles,
+)
 from lightning_shard.processes.process_info import process_info
+from lightning_shard.processes.torch_private.internals import unsaved_buffers
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer.environment import LauncherEnvironment
@@ -71,7 +82,7 @@ _STAGES: dict[TrainerFn, Stage] = {
     TrainerFn.TESTING: "test",
     TrainerFn.PREDICTING: "predict",
 }
-_VALUES = (bool, int, float, str, type(None))
+_VALUES = (bool, int, float, str, type(None), np.ndarray, np.generic)
 
 
 class TiledStrategy(HybridShardStrategy):
@@ -135,6 +146,7 @@ class TiledStrategy(HybridShardStrategy):
         self.batches: BatchesOnce | None = None
         self.others = Peers(self._is_interrupted)  # the other replicas
         self._own_device: torch.device | None = None  # of the tiles, while they take turns
+        self.names = set[str]()  # of what the caller's module stores, as a training begins
         self.has_failed = False  # so that the module is not what it was trained to be
 
     def choose_tiles(self, stage: TrainerFn | None, args: Any, kwargs: Any, precision: str) -> None:
@@ -271,6 +283,31 @@ class TiledStrategy(HybridShardStrategy):
     # Steps.
 
     @override
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        """Look for new layers before `configure_model`, which the caller's module runs as well."""
+        self._refuse_new_layers()
+        with super().model_sharded_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Look for new layers before parameters are sharded."""
+        if not is_overridden("configure_model", self._module):
+            self._refuse_new_layers()
+        super().setup(trainer)
+
+    def _refuse_new_layers(self) -> None:
+        """Refuse layers that `setup` has made, which the caller's module would lack after a run."""
+        new = sorted(_stored_names(self._module) - self.names) if self.names else []
+        if new:
+            raise ValueError(
+                f"setup has made {new[0]!r}, which would be trained in the tiles' copies of "
+                f"{type(self._module).__name__} and be lost after the run; make it in __init__ or "
+                "in configure_model."
+            )
+
+    @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -384,6 +421,9 @@ class TilesLauncher(Launcher):
         replicas = strategy.meet_replicas(trainer, args, kwargs)
         module = strategy.lightning_module
         assert isinstance(module, LightningModule)
+        _refuse_held_parts(trainer, module)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        strategy.names = _stored_names(module) if fits else set()
         shared = OneDevice(
             strategy.root_device, strategy.budget, strategy.tile_memory, replicas=replicas
         )
@@ -411,7 +451,8 @@ class TilesLauncher(Launcher):
                 batches.stopping_between_steps(),
             ):
                 batches.wait = lambda *how: shared.wait(*how)
-                first, *_ = in_turns(run.on_rank, batches.ranks, shared)
+                body = in_modes_of_caller(run.on_rank, strategy.root_device)
+                first, *_ = in_turns(body, batches.ranks, shared)
         except BaseException:
             strategy.has_failed = run.fits and not run.is_whole
             raise
@@ -448,7 +489,9 @@ class _Run:
         self.after: Any = None
         self._strategy, self._calls = strategy, calls
         self._predicts = stage == TrainerFn.PREDICTING
-        self._predictions: dict[Any, Tensor] = {}
+        self._reads = False  # weights of a checkpoint
+        self._wholes: dict[Any, Tensor] = {}
+        self._kept: dict[tuple[str, str], Any] = {}  # attributes with fields, by part and name
         self._weights: dict[str, Any] = {}
         self._optimizers: list[tuple[Optimizer, list[str], dict[str, Any]]] = []
 
@@ -470,7 +513,9 @@ class _Run:
         except BaseException:  # of the rank that failed; the others end after it
             self.after = self.after or random_state(strategy.root_device)
             raise
+        self._reads = bool(function.__self__.ckpt_path)
         self._gather(strategy, module, first=tile == 0)
+        self._keep_fields(module)
         if self._predicts and result is not None:
             self._join(result, itertools.count())
         if tile == 0:
@@ -478,10 +523,10 @@ class _Run:
         return result
 
     def _gather(self, strategy: TiledStrategy, module: nn.Module, *, first: bool) -> None:
-        if not self.fits:
+        if not self.fits and not self._reads:
             return
         weights = full(module_state(module), keep=first)
-        for optimizer in strategy.optimizers:
+        for optimizer in strategy.optimizers if self.fits else ():
             state = full_optimizer_state(optimizer, module)
             if first:
                 self._optimizers.append((optimizer, parameter_names(optimizer, module), state))
@@ -492,17 +537,32 @@ class _Run:
         """Let predictions be whole tensors on the host, in their lists, which the Trainer has."""
 
         def whole(leaf: Any) -> Any:
-            if not isinstance(leaf, DomainTensor):
-                return leaf
-            number = next(numbers)
-            place_rows(leaf, self._predictions, number)
-            return self._predictions[number]
+            return self._whole(leaf, next(numbers)) if isinstance(leaf, DomainTensor) else leaf
 
         for place, batch in enumerate(predictions):
             if type(batch) is list:  # of one of several loaders, or of a step
                 self._join(batch, numbers)
             else:
                 predictions[place] = map_leaves(whole, batch)
+
+    def _whole(self, field: DomainTensor, key: Any) -> Tensor:
+        """Return the whole tensor on the host, of which each rank adds its rows in its turn."""
+        place_rows(field, self._wholes, key)
+        return self._wholes[key]
+
+    def _keep_fields(self, module: nn.Module) -> None:
+        """Put together the fields that a module has kept in its attributes."""
+        for path, part in module.named_modules():
+            for name, value in vars(part).items():
+                if name[0] == "_" or not any(isinstance(x, DomainTensor) for x in leaves_of(value)):
+                    continue
+                numbers = itertools.count()
+
+                def whole(leaf: Any, place: Any = (path, name), numbers: Any = numbers) -> Any:
+                    is_field = isinstance(leaf, DomainTensor)
+                    return self._whole(leaf, (*place, next(numbers))) if is_field else leaf
+
+                self._kept[path, name] = map_leaves(whole, value)
 
     def bring_back(self, module: LightningModule) -> None:
         """Let the caller's module be what the first rank's has become, and the Trainer know it."""
@@ -512,15 +572,22 @@ class _Run:
             module.trainer = trainer
         own_parts = dict(module.named_modules())
         for part, other in trained.named_modules():
-            for name, value in vars(other).items():
+            for name, held in vars(other).items():
+                value = self._kept.get((part, name), held)
                 if part in own_parts and name[0] != "_" and _is_value(value):
                     setattr(own_parts[part], name, map_leaves(_detached, value))
         if not self.is_whole:
             return
         with self._strategy.precision_plugin.module_init_context():
             module.configure_model()  # layers that only the ranks have yet
-        module.load_state_dict(self._weights, strict=False, assign=is_deferred(module))
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        if not is_deferred(module):
+            self._strategy.precision_plugin.convert_module(module)
+        names = {plain_name(name): name for name in module.state_dict()}
+        weights = {names.get(name, name): value for name, value in self._weights.items()}
+        module.load_state_dict(weights, strict=False, assign=is_deferred(module))
+        parameters = {
+            plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)
+        }
         for optimizer, names, state in self._optimizers:
             left = iter(names)
             for group in optimizer.param_groups:
@@ -547,6 +614,7 @@ def _calls(
         try:
             with _copying_without_graphs():
                 called, values, named, own = copy.deepcopy((function, args, kwargs, module), memo)
+                Closures(memo).renew(own)
         except (TypeError, RuntimeError) as error:  # of a lock, an open file, a part of a graph
             raise TypeError(
                 "each tile has a copy of the module, its data module and the callbacks, but one of "
@@ -555,11 +623,43 @@ def _calls(
             ) from error
         found.append((called, values, named, own))
     with _copying_without_graphs():
-        own = copy.deepcopy(module, {id(x): x for x in (*shared.values(), function.__self__)})
+        memo = {id(x): x for x in (*shared.values(), function.__self__)}
+        own = copy.deepcopy(module, memo)
+        Closures(memo).renew(own)
     values = tuple(own if x is module else x for x in args)
     named = {name: own if x is module else x for name, x in kwargs.items()}
     function.__self__.strategy.connect(own)
     return [(function, values, named, own), *found]
+
+
+def _stored_names(module: nn.Module) -> set[str]:
+    """Name the parameters and buffers that a checkpoint of the module has, without wrappers."""
+    left_out = {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in unsaved_buffers(part)
+    }
+    buffers = {name for name, _ in module.named_buffers()} - left_out
+    return {
+        plain_name(name) for name in ({name for name, _ in module.named_parameters()} | buffers)
+    }
+
+
+def _refuse_held_parts(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse callbacks that hold what each tile has of its own.
+
+    Raises:
+        ValueError: A callback holds a part of the module, or a function that does.
+    """
+    parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
+    for callback in callbacks_of(trainer):
+        name = holder_in(callback, parts)
+        if name is not None:
+            raise ValueError(
+                f"the callback {type(callback).__name__} holds a part of the module in {name!r}, "
+                "but each tile has a module of its own; let the callback take it from pl_module, "
+                "which its hooks are given."
+            )
 
 
 @contextmanager
@@ -649,12 +749,15 @@ def _detached(value: Any) -> Any:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether a value is made of numbers, texts and plain tensors of the host alone."""
+    """Return whether a value is made of numbers, texts, arrays and plain tensors of the host."""
     if isinstance(value, dict):
         return all(_is_value(x) for x in (*value.keys(), *value.values()))
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple | set | deque):
         return all(map(_is_value, value))
-    return isinstance(value, _VALUES) or (type(value) is Tensor and value.device.type == "cpu")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_is_value(getattr(value, each.name, None)) for each in dataclasses.fields(value))
+    plain: Any = value
+    return isinstance(plain, _VALUES) or (type(plain) is Tensor and plain.device.type == "cpu")
 
 
 if TiledStrategy.strategy_name not in StrategyRegistry:

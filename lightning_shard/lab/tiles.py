@@ -25,6 +25,7 @@ from lightning_shard.lab.simulate import in_turns
 from lightning_shard.lab.simulated.one_device import OneDevice
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.mesh import init_mesh, mesh_names
+from lightning_shard.processes.torch_private.internals import DeviceContext, open_function_modes
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
@@ -176,6 +177,43 @@ def _method(module: nn.Module, name: str) -> Callable[..., Any]:
     return method
 
 
+def in_modes_of_caller(
+    body: Callable[[], Any], device: torch.device, *, gradients: bool = True
+) -> Callable[[], Any]:
+    """Return the body of a rank under the modes of the caller, which each thread has anew.
+
+    Args:
+        body: The function that a rank runs.
+        device: The device of the ranks.
+        gradients: True if the body may compute gradients; otherwise inference mode goes on as well.
+
+    Raises:
+        RuntimeError: A mode is open that a thread cannot be given.
+    """
+    mode = next((x for x in open_function_modes() if not isinstance(x, DeviceContext)), None)
+    if mode is not None:
+        raise RuntimeError(
+            f"the mode {type(mode).__name__} is open around tiles, which run in threads of their "
+            "own and do not have it; open it within the step or within forward."
+        )
+    inference = torch.is_inference_mode_enabled()
+    casts = [
+        torch.autocast(kind, torch.get_autocast_dtype(kind))
+        for kind in {device.type, "cpu"}
+        if torch.is_autocast_enabled(kind)
+    ]
+
+    def on_rank() -> Any:
+        with ExitStack() as modes:
+            if not gradients:
+                modes.enter_context(torch.inference_mode() if inference else torch.no_grad())
+            for cast in casts:
+                modes.enter_context(copy.copy(cast))
+            return body()
+
+    return on_rank
+
+
 @dataclass
 class _Call:
     """One call of a method, computed by ranks in turns.
@@ -204,7 +242,8 @@ class _Call:
         for _ in range(1, math.prod(self.sizes)):
             shared_ones = {id(p): p for p in self.module.parameters()}
             self.modules.append(_copied(self.module, shared_ones))
-        first, *_ = in_turns(self._in_context(), math.prod(self.sizes), shared)
+        body = in_modes_of_caller(self._on_rank, self.device, gradients=False)
+        first, *_ = in_turns(body, math.prod(self.sizes), shared)
         set_random_state(self.after, self.device)
         leaves = [x for x in leaves_of((self.args, self.kwargs)) if isinstance(x, Tensor)]
         on_device = any(x.device.type != "cpu" for x in leaves)
@@ -214,24 +253,6 @@ class _Call:
         if isinstance(leaf, _Number):
             leaf = self.results.pop(leaf.number)
         return leaf.to(self.device) if isinstance(leaf, Tensor) and on_device else leaf
-
-    def _in_context(self) -> Callable[[], Any]:
-        """Return the body of a rank, under the modes of the caller, which each thread has anew."""
-        inference = torch.is_inference_mode_enabled()
-        casts = [
-            torch.autocast(kind, torch.get_autocast_dtype(kind))
-            for kind in {self.device.type, "cpu"}
-            if torch.is_autocast_enabled(kind)
-        ]
-
-        def body() -> Any:
-            with ExitStack() as modes:
-                modes.enter_context(torch.inference_mode() if inference else torch.no_grad())
-                for cast in casts:
-                    modes.enter_context(copy.copy(cast))
-                return self._on_rank()
-
-        return body
 
     def _on_rank(self) -> Any:
         names = mesh_names(len(self.sizes))[1:]

@@ -122,6 +122,9 @@ INTERNALS = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage": "the same",
     "torch.distributed.fsdp._fully_shard._fsdp_param.free_storage": "the same",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.alloc_storage": "the same",
+    "torch.overrides._get_current_function_mode_stack":
+        "a mode around tiles, which their threads do not have, is refused",
+    "torch.utils._device.DeviceContext": "a default device around tiles is not",
     "torch._C.DispatchKey.ADInplaceOrView": "writes of functional collectives are seen",
     "torch._C._dispatch_tls_is_dispatch_key_excluded": "the same",
     "torch._C._dispatch_tls_set_dispatch_key_excluded": "the same",
@@ -238,6 +241,10 @@ without_modes: Callable[[], Any] = internal("torch.utils._python_dispatch._disab
 open_modes: Callable[[], list[Any]] = internal(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 )
+open_function_modes: Callable[[], list[Any]] = internal(
+    "torch.overrides._get_current_function_mode_stack"
+)
+DeviceContext: Any = internal("torch.utils._device.DeviceContext")
 without_functions: Callable[[], Any] = internal("torch._C.DisableTorchFunction")
 DispatchMode: Any = internal("torch.utils._python_dispatch.TorchDispatchMode")
 BackwardNode: Any = internal("torch.autograd.function.BackwardCFunction")
