@@ -17,6 +17,7 @@ from lightning_shard.processes.torch_private.internals import (
     schema_of,
     without_functions,
 )
+from lightning_shard.tensor.tensor import DomainTensor
 
 if TYPE_CHECKING:
     from lightning_shard.fsdp.paging.pager import Pager
@@ -190,6 +191,11 @@ class Exits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, with the memory of its tensor in place for good if it hands that out."""
+        if func not in _LOOK and func not in _HAND_OUT:
+            return func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], DomainTensor):  # it has no memory; its rule may gather
+            with self:
+                return DomainTensor.__torch_function__(func, types, args, kwargs or {})
         if func in _HAND_OUT and args:
             self.pager.stay(args[0])
         elif func in _LOOK and args:
