@@ -190,7 +190,7 @@ class _Body:
                 stack.enter_context(replaced(nn.Module, "_apply", _apply))
             stack.enter_context(self.mode)
             with fake_copies(self.mode) if self._is_fake else ExitStack():
-                module, data = copy.deepcopy((given.module, given.data))
+                module, data = copy.deepcopy(given.module), copy.copy(given.data)
             self._ledger.leave_out([*given.module.parameters(), *given.module.buffers()])
             if data is not None:  # it was set up for its batch, and could read files here
                 for hook in ("prepare_data", "setup"):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from lightning_shard.data.tree import leaves_of
 from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.lab.batches import Stage, first_batches
-from lightning_shard.lab.batches_once import datasets_in
 from lightning_shard.lab.predict import predict, size_in_words
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
@@ -148,7 +147,7 @@ def _needs(
 
 def _copied(data: Any, module: LightningModule, stage: Stage) -> Any:
     if isinstance(data, LightningDataModule):
-        return copy.deepcopy(data, {id(x): x for x in datasets_in((data,))})
+        return copy.copy(data)
     if isinstance(data, DataLoader):
         return data
     return module.train_dataloader() if data is None and stage == "fit" else data

@@ -111,7 +111,7 @@ def on_each_rank(function: Callable[[Task], T], task: Task) -> list[T]:
 
 
 def _on_rank(function: Callable[[Task], T], task: Task) -> T:
-    module, data = copy.deepcopy((task.module, task.data))
+    module, data = copy.deepcopy(task.module), copy.copy(task.data)  # its datasets may be files
     replica = dist.get_rank() // max(1, math.prod(task.mesh[1:]))
     batches = [share(batch, replica, *task.mesh[:1]) for batch in task.batches]
     return function(replace(task, module=module, data=data, batches=batches))
