@@ -12,6 +12,7 @@ html_theme = "furo"
 html_title = "lightning_shard"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+autoclass_content = "both"  # options stand in the docstring of __init__
 autodoc_default_options = {"inherited-members": False, "show-inheritance": False}
 napoleon_numpy_docstring = False
 autodoc_inherit_docstrings = False  # of the hosts, in their own markup

@@ -119,8 +119,8 @@ class HybridShardStrategy(NotCompiled):
                 there is then one unless given. So the domain shrinks and grows with an elastic
                 launcher's nodes.
             shard_dims: Tensor dims that the domain splits. By default the first spatial dims of
-                every floating-point batch entry (B, C, *spatial), and of every map of these samples
-                with the same spatial extents, such as integer classes (B, *spatial). An int or a
+                every floating-point batch entry ``(B, C, *spatial)``, and of every map of these samples
+                with the same spatial extents, such as integer classes ``(B, *spatial)``. An int or a
                 list: these dims instead. A dict: for each batch entry its dims; entries that are
                 not named stay whole. A run says what it splits.
             exact_random: True if dropout of split tensors draws the numbers of one process, at the
