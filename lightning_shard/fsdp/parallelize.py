@@ -68,6 +68,7 @@ from lightning_shard.processes.torch_private.internals import (
     own_parameters,
     tree_map_only,
 )
+from lightning_shard.tensor.tensor import DomainTensor
 
 Moved = dict[nn.Parameter, nn.Parameter]
 
@@ -294,7 +295,8 @@ def _make_groups(work: _Work) -> None:
 def _share_values(work: _Work) -> None:
     """Copy parameters and buffers of the first rank to all others."""
     for tensor in (*work.module.parameters(), *work.module.buffers()):
-        if not tensor.is_meta:
+        # a buffer that a step has made a split field has parts, which are not alike
+        if not tensor.is_meta and not isinstance(tensor, DomainTensor):
             copy_from_first(tensor, work.group)
 
 

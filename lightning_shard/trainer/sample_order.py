@@ -160,7 +160,11 @@ class SampleOrder:
     def _agree(self, found: Sequence[OrderedBatches] | None = None) -> None:
         share_random_state(self._domain, self._device)
         begins = found is None  # an epoch; Lightning begins the loaders of the first one before
-        has_begun = begins and not self._has_trained and any(b.has_begun for b in self._ordered)
+        has_begun = (
+            begins
+            and not self._has_trained
+            and any(batches.has_begun and not batches.was_resumed for batches in self._ordered)
+        )
         self._has_trained = self._has_trained or begins
         if self._replicas > 1 and not has_begun:
             ordered = _ordered(self._trainer) if found is None else found

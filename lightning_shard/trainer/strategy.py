@@ -119,10 +119,10 @@ class HybridShardStrategy(NotCompiled):
                 there is then one unless given. So the domain shrinks and grows with an elastic
                 launcher's nodes.
             shard_dims: Tensor dims that the domain splits. By default the first spatial dims of
-                every floating-point batch entry ``(B, C, *spatial)``, and of every map of these samples
-                with the same spatial extents, such as integer classes ``(B, *spatial)``. An int or a
-                list: these dims instead. A dict: for each batch entry its dims; entries that are
-                not named stay whole. A run says what it splits.
+                every floating-point batch entry ``(B, C, *spatial)``, and of every map of these
+                samples with the same spatial extents, such as integer classes ``(B, *spatial)``. An
+                int or a list: these dims instead. A dict: for each batch entry its dims; entries
+                that are not named stay whole. A run says what it splits.
             exact_random: True if dropout of split tensors draws the numbers of one process, at the
                 cost of drawing those of the whole tensor on each rank; None leaves what
                 `use_exact_random` chose. It holds until the fit, test or prediction ends.

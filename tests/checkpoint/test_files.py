@@ -134,7 +134,7 @@ def test_loads_without_us(tmp_path):
     path = tmp_path / "some.ckpt"
     _, state, module = fit((1,), SaveAt(path, 12))
     saved = torch.load(path, weights_only=True)
-    assert set(saved["lightning_shard"]) == {"mesh", "versions", "random", "orders"}
+    assert set(saved["lightning_shard"]) == {"mesh", "versions", "random", "orders", "sharding"}
     assert saved["state_dict"]._metadata["norm"]["version"] == 2
     assert list(saved["optimizer_states"][0]["state"]) == list(range(8))
     loaded = type(module).load_from_checkpoint(path, weights_only=True)

@@ -70,7 +70,7 @@ def test_validate_before_fit_and_fit_twice():
     module = make("tfno", torch.float64)
     trainer((2,)).validate(module, field_loader(1), verbose=False)
     trainer((2,)).fit(module, field_loader(2), field_loader(1))
-    first = full_module_state(module)
+    first = {name: value.clone() for name, value in full_module_state(module).items()}
     trainer((2,)).fit(module, field_loader(2))
     second = full_module_state(module)
     plain = make("tfno", torch.float64)

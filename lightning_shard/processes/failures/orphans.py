@@ -10,7 +10,8 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-STARTED_BY = "LIGHTNING_SHARD_STARTED_BY"  # the process that starts the other ranks of a script
+# the process that starts the other ranks of a script; options of the command line begin otherwise
+STARTED_BY = "_LIGHTNING_SHARD_STARTED_BY"
 LOOK_S = 0.5
 
 
