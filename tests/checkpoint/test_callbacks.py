@@ -78,7 +78,7 @@ class Copy(Callback):
 )
 def test_sharded_tensors_of_callbacks(options):
     path, saving, loading = shared_path("some.ckpt"), Copy(), Copy()
-    fit((2,), saving, SaveAt(path, 4), **options)
+    fit((2,), saving, SaveAt(path, 4), sharding="full", **options)
     assert any(isinstance(value, DTensor) for value in saving.kept)
     fit((2,), loading, path=path)
     for loaded, kept in zip(loading.loaded, full(saving.kept), strict=True):

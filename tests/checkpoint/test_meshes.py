@@ -108,6 +108,7 @@ def test_scaler_of_half_precision(options):
         return MixedPrecision("16-mixed", "cpu", scaler)
 
     first, second = plugin(64.0), plugin(1.0)
+    options = options | {"sharding": "full"}  # torch scales no complex gradients of the CPU
     losses, state, _ = fit((1,), SaveAt(path, 4), precision_plugin=first, **options)
     resumed, resumed_state, _ = fit((1,), path=path, precision_plugin=second)
     assert resumed == losses[4:]

@@ -67,7 +67,8 @@ def test_each_rank_writes_only_its_part():
     path = shared_path("some.ckpt")
     original, sharded_directory.Writer = sharded_directory.Writer, CountedWriter
     try:
-        _, state, module = fit((2,), SaveAt(path, 4), module=tiny(width=64), **DIRECTORY)
+        wide = tiny(width=64)
+        _, state, module = fit((2,), SaveAt(path, 4), module=wide, sharding="full", **DIRECTORY)
     finally:
         sharded_directory.Writer = original
     shards = [p.to_local() for p in module.parameters() if isinstance(p, DTensor)]

@@ -115,7 +115,7 @@ def trainer(domain: Sequence[int] = (1,), *callbacks: Callback, **options: Any) 
             "plugins": TorchElasticEnvironment(),
             "accelerator": accelerator(),
         }
-    names = ("checkpoint_format", "checkpoint_io", "precision_plugin")
+    names = ("checkpoint_format", "checkpoint_io", "precision_plugin", "sharding")
     own = {name: options.pop(name) for name in names if name in options}
     strategy = HybridShardStrategy(domain_parallel_size=tuple(domain), **own)
     return Trainer(**(settings | {"strategy": strategy, "callbacks": [*callbacks]} | options))

@@ -93,7 +93,8 @@ def test_a_rank_needs_less_than_one_process(name: str, mesh: str) -> None:
     make, shape, most = PROGRAMS[name]
     # of a data replica, half of the batch of one process
     samples = 4 // int(mesh[0])
-    found = lightning_shard.plan(make(), DataLoader(torch.randn(samples, *shape), samples), mesh)
+    data = DataLoader(torch.randn(samples, *shape), samples)
+    found = lightning_shard.plan(make(), data, mesh, sharding="full")
     alone = lightning_shard.plan(make(), DataLoader(torch.randn(4, *shape), 4), "1x1")
     assert found.memory <= most * alone.memory, f"{found}\n{alone}"
 

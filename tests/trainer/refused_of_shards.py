@@ -71,6 +71,7 @@ REFUSED_OF_SHARDS: dict[str, list[str]] = {
         "SAM over optimizer.param_groups by data",
     ],
     "would be lost": [
+        "one element of a weight",
         "p.data = value of the root in on_train_batch_start",
         "p.data = value of the root in on_train_batch_end",
         "p.data = a plain value of the root in on_train_batch_end",

@@ -325,8 +325,12 @@ def test_gradients_by_hand():
     fit_alone(alone)
     fit_sharded(module, (2,))
     assert_same_state(module, alone)
+    alone, module = PutsGradients(), PutsGradients()
+    fit_alone(alone)
+    fit_sharded(module, (2,), strategy={"sharding": "full"})  # one replica has no mean to take
+    assert_same_state(module, alone)
     with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)") as caught:
-        fit_sharded(PutsGradients(), (2,), strategy={"sharding": "full"})
+        fit_sharded(PutsGradients(), (1,), strategy={"sharding": "full"})
     assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
 
 
