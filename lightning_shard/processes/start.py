@@ -86,6 +86,7 @@ def check_backend(backend: str) -> None:
             )
 
 
+@ends_with_starter()
 def join(
     rank: int,
     world_size: int,
@@ -97,19 +98,6 @@ def join(
 ) -> None:
     """Meet the other ranks at `address` (host:port), compare, and start the process group."""
     check_backend(backend)
-    with ends_with_starter():
-        _join(rank, world_size, address, device=device, backend=backend, timeout_s=timeout_s)
-
-
-def _join(
-    rank: int,
-    world_size: int,
-    address: str,
-    *,
-    device: torch.device,
-    backend: str,
-    timeout_s: float,
-) -> None:
     store = connect(rank, world_size, address, timeout_s)
     carries_devices = device.type != "cpu" and "gloo" not in backend.split(",")
     with names_of_this_start(store, rank, world_size, address, timeout_s) as store:
