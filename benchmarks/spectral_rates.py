@@ -30,10 +30,10 @@ def row_of(extent: int, kept: int, *, real: bool) -> list[str]:
     x = torch.randn(POINTS // extent, extent, dtype=dtype)
     found = []
     for fft in (False, True):
-        transform = Transform(extent, (0, extent), tuple(range(kept)), fft)
-        modes = analyse(x, 1, transform)
-        there = nanoseconds(lambda t=transform: analyse(x, 1, t), x.numel())
-        back = nanoseconds(lambda t=transform, z=modes: synthesise(z, 1, t, real=real), x.numel())
+        steps = ((1, Transform(extent, (0, extent), range(kept), fft)),)
+        modes = analyse(x, steps)
+        there = nanoseconds(lambda t=steps: analyse(x, t), x.numel())
+        back = nanoseconds(lambda t=steps, z=modes: synthesise(z, t, real=real), x.numel())
         found += [f"{there:.1f} + {back:.1f}"]
     return [f"{extent}, {'real' if real else 'complex'}", str(kept), *found]
 

@@ -73,6 +73,8 @@ def begin_all_to_all(
 def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Replace `x` by the sum, maximum or minimum over the ranks."""
     refuse_tangent(x)
+    if dist.get_world_size(group) == 1:
+        return
     if is_traced():
         name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
         x.copy_(_traced_reduce(x, name, group.group_name, next_place()))

@@ -29,6 +29,7 @@ class Rates:
         fft: Per byte that is transformed, at an extent of small prime factors.
         send: Per byte that goes to another rank.
         start: Per collective.
+        call: Per kernel, which the host starts.
     """
 
     flop: float
@@ -36,10 +37,12 @@ class Rates:
     fft: float
     send: float
     start: float
+    call: float = 0.0
 
 
-# from data sheets of an H200 with NVLink; other accelerators are taken for one
-_ACCELERATOR = Rates(flop=2.5e-5, touch=3e-4, fft=1e-3, send=3e-3, start=2e4)
+# An H100, as `calibrate` measured it (lab/machines/H100.json), with NVLink from its data sheet;
+# other accelerators are taken for one.
+_ACCELERATOR = Rates(flop=1.9e-5, touch=4.3e-4, fft=1.05e-3, send=3e-3, start=2e4, call=9e3)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ DEVICES: tuple[Device, ...] = (
     ),
     Device("xpu", substitute=("ccl", ONECCL), shown_by="ZE_AFFINITY_MASK", lost=("oneCCL",)),
     Device(  # measured on one core of an AMD EPYC with gloo
-        "cpu", Rates(flop=0.015, touch=0.25, fft=0.9, send=0.8, start=1e5),
+        "cpu", Rates(flop=0.015, touch=0.25, fft=0.9, send=0.8, start=1e5, call=5e3),
         lost=("gloo/transport",),
     ),
 )  # fmt: skip

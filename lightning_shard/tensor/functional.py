@@ -122,7 +122,8 @@ def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
     divide it by P, or the loss before backward. A replicated parameter before `reduce` gets a part
     on each rank; the mean of these parts, which FSDP and DDP take, is the gradient of one process.
     """
-    return comm.all_reduce(x, _group(mesh))
+    total = comm.all_reduce(x, _group(mesh))
+    return x.clone() if total is x else total
 
 
 def copy(x: Tensor, mesh: DeviceMesh) -> Tensor:

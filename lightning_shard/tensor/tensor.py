@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -345,7 +345,7 @@ def _read(value: Any) -> Any:
         return type(value)(map(_read, value))
     if isinstance(value, Subdomain | Tensor):
         return value
-    return value.read() if isinstance(value, Part) else value
+    return value.read() if _is_part(value) else value
 
 
 def _refusal(func: Function, arguments: Any, reason: str) -> UnsupportedOperationError:
@@ -390,7 +390,12 @@ def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
             "tensor (torch.zeros_like)"
         )
         return _swapped(value.plain, DomainTensor(value.part), otherwise)
-    return DomainTensor(value) if isinstance(value, Part) else value
+    return DomainTensor(value) if _is_part(value) else value
+
+
+def _is_part(value: Any) -> TypeGuard[Part]:
+    """Return whether a value is a `Part`; asking the protocol itself is slow."""
+    return hasattr(type(value), "lazy")
 
 
 def _swapped(tensor: Tensor, made: Tensor, otherwise: str) -> Tensor:

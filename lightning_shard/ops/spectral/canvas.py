@@ -6,6 +6,7 @@ the assignment; the inverse transform reads the recorded modes, and nothing else
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.entries import expanded_index
 
-Positions = tuple[int, ...]
+Positions = range | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Canvas:
     @staticmethod
     def of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Canvas":
         """Make a canvas of zeros of this shape."""
-        order = tuple(tuple(range(n)) for n in shape)
+        order = tuple(map(range, shape))
         return Canvas(shape, dtype, [], order, torch.empty(0, dtype=dtype, device=device))
 
     @staticmethod
@@ -95,17 +96,23 @@ class Canvas:
 
     def moved_by(self, order: dict[int, Callable[[Positions], Positions]]) -> "Canvas":
         """Return a canvas that has at index i what is at index order(i) of this one."""
-        moved: list[dict[int, int]] = []
-        for d, n in enumerate(self.shape):
-            source = order[d](tuple(range(n))) if d in order else tuple(range(n))
-            moved.append({old: new for new, old in enumerate(source)})
         writes = [
             Write(
                 w.modes,
-                tuple(tuple(m[p] for p in at) for m, at in zip(moved, w.positions, strict=True)),
+                tuple(
+                    _moved(at, self.shape[d], order[d]) if d in order else at
+                    for d, at in enumerate(w.positions)
+                ),
             )
             for w in self.writes
         ]
         canvas = Canvas.of(self.shape, self.dtype, self.local.device)
         canvas.writes += writes
         return canvas
+
+
+@lru_cache(maxsize=512)
+def _moved(at: Positions, extent: int, order: Callable[[Positions], Positions]) -> Positions:
+    """The positions that those in `at` have after `order`."""
+    moved = {old: new for new, old in enumerate(order(range(extent)))}
+    return tuple(moved[p] for p in at)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
+from lightning_shard.domain.cache import DEFAULT_LIMIT
 from lightning_shard.domain.layout import partition
 from lightning_shard.processes.device import Rates, device_of
 
@@ -44,7 +45,15 @@ def spectral_method(method: Method) -> Generator[None, None, None]:
         _METHOD.reset(token)
 
 
+def asked_method() -> Method:
+    """Return the method of the innermost `spectral_method`; "auto" outside of any."""
+    return _METHOD.get()
+
+
 AWKWARD = 3.5  # times an FFT takes longer at extents with a prime factor above 13
+FFT_CALLS = 3  # kernels of an FFT, back and forth: cut or filled with zeros, weighted, transformed
+LARGEST_TABLE = DEFAULT_LIMIT // 4  # bytes; one that is larger may have to be made at each step
+MAKING = 20  # times that making a table takes longer than reading it
 
 
 @dataclass(frozen=True)
@@ -69,19 +78,7 @@ def plan(
         real: True if the field is real.
         device: Its type.
     """
-    return _plan(extents, others, real_bytes, real, device, _METHOD.get())
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    extents: tuple[Extent, ...],
-    others: int,
-    real_bytes: int,
-    real: bool,
-    device: str,
-    method: Method,
-) -> tuple[Step, ...]:
-    rates = device_of(device).rates
+    rates, method = device_of(device).rates, asked_method()
     methods = [
         (False,) if method == "dft" or not e.kept else (True,) if method == "fft" else (False, True)
         for e in extents
@@ -122,12 +119,15 @@ def _cost(
         if fft:
             work = rates.fft * (AWKWARD if _awkward(e.points) else 1.0)
             total += volume() * width * (work + 2 * rates.touch * (e.parts > 1))
+            total += FFT_CALLS * rates.call
             total += sent(e.parts) if e.parts > 1 else 0.0
             sizes[i], width = _largest(e.kept, e.parts), 2 * real_bytes
             total += sent(e.parts) if e.parts > 1 else 0.0
         else:
             flops = (4 if width == real_bytes else 8) * e.kept
-            total += volume() * (rates.flop * flops + rates.touch * width)
+            table = e.kept * sizes[i] * 2 * real_bytes
+            read = rates.touch * table * (1 if table <= LARGEST_TABLE else MAKING)
+            total += volume() * (rates.flop * flops + rates.touch * width) + read + rates.call
             sizes[i], width = e.kept, 2 * real_bytes
             unsummed += [i] if e.parts > 1 else []
     for i in unsummed:

@@ -1,4 +1,4 @@
-"""Transforms one dim to those of its frequencies that are kept, and computes the adjoint.
+"""Transforms dims to those of their frequencies that are kept, and computes the adjoint.
 
 A dim of N rows of which k frequencies are kept is one (k, N) matrix; a rank applies its columns to
 its rows. Phases are exact integers (f n) mod N, turned into float64 angles, and cast last. Products
@@ -21,44 +21,60 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
-from lightning_shard.domain.memory_format import owned
 from lightning_shard.processes.torch_private.typed import fft
 
-Frequencies = tuple[int, ...]
+Frequencies = Sequence[int]  # of one that can be hashed: a range, or a tuple
 
 
 @dataclass(frozen=True)
 class Transform:
-    """x -> sum over rows n of x_n exp(-2 pi i f n / N), for each kept frequency f in [0, N).
+    """x -> w_f times the sum over rows n of x_n exp(-2 pi i f n / N), for each kept frequency f.
 
     Attributes:
         extent: N, the number of points; rows beyond it are ignored, missing ones are zero.
         rows: The global rows `[low, high)` that are at hand.
-        kept: The frequencies, in the order of the result.
+        kept: The frequencies in [0, N), in the order of the result.
         fft: True for an FFT instead of a product; the rows must begin at 0.
+        factor: The weight w_f of a frequency.
+        one_sided: True if the frequencies stand for their negatives, too: the weights of all but 0
+            and N/2 are then twice as large.
     """
 
     extent: int
     rows: tuple[int, int]
     kept: Frequencies
     fft: bool = False
+    factor: float = 1.0
+    one_sided: bool = False
 
     def half(self) -> bool:
         """True if the one-sided FFT of real data has all kept frequencies."""
-        return max(self.kept, default=0) <= self.extent // 2
+        return highest(self.kept) <= self.extent // 2
+
+    def is_own_negative(self, frequency: int) -> bool:
+        """True of 0 and N/2."""
+        return 2 * frequency % self.extent == 0
+
+    def weights(self, *, halved: bool = False) -> list[float]:
+        """Weigh each kept frequency; `halved` but for those that are their own negative."""
+        twice = self.factor * (2 if self.one_sided else 1) / (2 if halved else 1)
+        return [self.factor if self.is_own_negative(f) else twice for f in self.kept]
 
 
-def analyse(x: Tensor, dim: int, transform: Transform) -> Tensor:
-    """(..., n, ...) real or complex -> (..., k, ...) complex."""
-    return _Analysis.apply(x, dim, transform, not x.is_complex())
+Steps = tuple[tuple[int, Transform], ...]  # dims, and how each is transformed, in order
 
 
-def synthesise(modes: Tensor, dim: int, transform: Transform, *, real: bool) -> Tensor:
-    """Apply the adjoint, sum over f of modes_f exp(+2 pi i f n / N), or its real part.
+def analyse(x: Tensor, steps: Steps) -> Tensor:
+    """(..., n, ...) real or complex -> (..., k, ...) complex, dim after dim."""
+    return _Analysis.apply(x, steps, not x.is_complex())
 
-    (..., k, ...) complex -> (..., n, ...) complex or real.
+
+def synthesise(modes: Tensor, steps: Steps, *, real: bool) -> Tensor:
+    """Apply the adjoint of `analyse`, w_f modes_f exp(+2 pi i f n / N) summed, or its real part.
+
+    (..., k, ...) complex -> (..., n, ...) complex or real. The last step is undone first.
     """
-    return _Synthesis.apply(modes, dim, transform, real)
+    return _Synthesis.apply(modes, steps, real)
 
 
 def scale(norm: str | None, extents: Sequence[int], *, forward: bool) -> float:
@@ -71,14 +87,17 @@ def scale(norm: str | None, extents: Sequence[int], *, forward: bool) -> float:
 
 class _Analysis(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, transform: Transform, real: bool) -> Tensor:
-        ctx.plan = dim, transform, real
+    def forward(ctx: Any, x: Tensor, steps: Steps, real: bool) -> Tensor:
+        ctx.plan = steps, real
+        modes = x
         with torch.autocast(x.device.type, enabled=False), _FullPrecision(x.device):
-            return owned((_fft if transform.fft else _product)(x, dim, transform), x)
+            for dim, transform in steps:
+                modes = (_fft if transform.fft else _product)(modes, dim, transform)
+            return modes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Synthesis.apply(grads[0], *ctx.plan), None, None, None
+        return _Synthesis.apply(grads[0], *ctx.plan), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -87,15 +106,19 @@ class _Analysis(Function):
 
 class _Synthesis(Function):
     @staticmethod
-    def forward(ctx: Any, modes: Tensor, dim: int, transform: Transform, real: bool) -> Tensor:
-        ctx.plan = dim, transform, real
+    def forward(ctx: Any, modes: Tensor, steps: Steps, real: bool) -> Tensor:
+        ctx.plan = steps, real
+        x = modes
         with torch.autocast(modes.device.type, enabled=False), _FullPrecision(modes.device):
-            inverse = _inverse_fft if transform.fft else _adjoint
-            return owned(inverse(modes, dim, transform, real), modes)
+            for number in reversed(range(len(steps))):
+                dim, transform = steps[number]
+                inverse = _inverse_fft if transform.fft else _adjoint
+                x = inverse(x, dim, transform, real and number == 0)
+            return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Analysis.apply(grads[0], *ctx.plan), None, None, None
+        return _Analysis.apply(grads[0], *ctx.plan), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -103,58 +126,77 @@ class _Synthesis(Function):
 
 
 def _product(x: Tensor, dim: int, t: Transform) -> Tensor:
-    matrix = table(t.extent, t.kept, t.rows, x.dtype.to_complex(), x.device)
     if x.is_complex():
-        return _apply(matrix, x, dim)
+        return _apply(table(t, "rows", x.dtype, x.device), x, dim)
     if dim == x.ndim - 1:
-        pairs = torch.matmul(x, _interleaved(matrix).t())
-        return torch.view_as_complex(torch.unflatten(pairs, -1, (len(t.kept), 2)))
-    real, imag = _apply(torch.cat([matrix.real, matrix.imag]), x, dim).chunk(2, dim)
+        modes = x.new_empty((*x.shape[:-1], len(t.kept)), dtype=x.dtype.to_complex())
+        pairs = torch.view_as_real(modes).flatten(-2)
+        _apply(table(t, "pairs", x.dtype, x.device), x, dim, out=pairs)
+        return modes
+    real, imag = _apply(table(t, "halves", x.dtype, x.device), x, dim).chunk(2, dim)
     return torch.complex(real, imag)
 
 
 def _adjoint(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
-    matrix = table(t.extent, t.kept, t.rows, modes.dtype, modes.device)
+    dtype = modes.dtype.to_real()
     if not real:
-        return _apply(matrix.mH, modes, dim)
+        return _apply(table(t, "adjoint", modes.dtype, modes.device), modes, dim)
     if dim == modes.ndim - 1:
         pairs = torch.view_as_real(modes.resolve_conj().contiguous()).flatten(-2)
-        return torch.matmul(pairs, _interleaved(matrix))
+        return _apply(table(t, "pairs", dtype, modes.device).t(), pairs, dim)
     stacked = torch.cat([modes.real, modes.imag], dim)
-    return _apply(torch.cat([matrix.real, matrix.imag]).t(), stacked, dim)
+    return _apply(table(t, "halves", dtype, modes.device).t(), stacked, dim)
 
 
-def _apply(matrix: Tensor, x: Tensor, dim: int) -> Tensor:
+def _apply(matrix: Tensor, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    """Multiply `dim` of `x` by a matrix, into new memory: a Function must return no view."""
+    before, (rows, columns), after = x.shape[:dim], matrix.shape, x.shape[dim + 1 :]
+    out = x.new_empty((*before, rows, *after)) if out is None else out
+    slabs, count = math.prod(before), math.prod(after)
     if dim == x.ndim - 1:
-        return torch.matmul(x, matrix.t())
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    slabs = x.reshape(math.prod(before), x.shape[dim], math.prod(after))
-    return torch.matmul(matrix, slabs).view(*before, matrix.shape[0], *after)
-
-
-def _interleaved(matrix: Tensor) -> Tensor:
-    """(k, n) complex -> (2 k, n) real: the real part of each row, then its imaginary part."""
-    return torch.view_as_real(matrix).transpose(1, 2).flatten(0, 1)
+        torch.mm(x.reshape(slabs, columns), matrix.t(), out=out.view(slabs, rows))
+    else:
+        given, places = x.reshape(slabs, columns, count), out.view(slabs, rows, count)
+        torch.bmm(matrix.expand(slabs, -1, -1), given, out=places)
+    return out
 
 
 @made_once
-def table(
-    extent: int, kept: Frequencies, rows: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """exp(-2 pi i f n / N) of shape (kept, rows); zero for rows beyond N."""
-    f = torch.tensor(kept, dtype=torch.int64, device=device)[:, None]
-    n = torch.arange(*rows, dtype=torch.int64, device=device)
-    angle = (f * n % extent).double() * (-2 * math.pi / extent)
-    return torch.polar((n < extent).double().expand_as(angle), angle).to(dtype)
+def table(t: Transform, form: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """w_f exp(-2 pi i f n / N) of shape (kept, rows); zero for rows beyond N.
+
+    Args:
+        t: The transform.
+        form: "rows": complex; "adjoint": its conjugate, transposed; of a real dtype "pairs":
+            (2 kept, rows), the real part of each row, then its imaginary part; "halves": all real
+            parts, then all imaginary parts.
+        dtype: The dtype of the table.
+        device: Where it lies.
+    """
+    f = torch.tensor(t.kept, dtype=torch.int64, device=device)[:, None]
+    n = torch.arange(*t.rows, dtype=torch.int64, device=device)
+    angle = (f * n % t.extent).double() * (-2 * math.pi / t.extent)
+    weights = torch.tensor(t.weights(), dtype=torch.float64, device=device)[:, None]
+    matrix = torch.polar((n < t.extent) * weights, angle)
+    if form == "pairs":
+        matrix = torch.view_as_real(matrix).transpose(1, 2).flatten(0, 1)
+    elif form == "halves":
+        matrix = torch.cat([matrix.real, matrix.imag])
+    elif form == "adjoint":
+        matrix = matrix.mH.resolve_conj()
+    return matrix.to(dtype).contiguous()
 
 
 def _fft(x: Tensor, dim: int, t: Transform) -> Tensor:
     transform = fft.fft if x.is_complex() or not t.half() else fft.rfft
     modes = transform(x, t.extent, dim)
     runs = _runs(t.kept)
-    if runs == ((0, modes.shape[dim]),):
-        return modes
-    return torch.cat([modes.narrow(dim, *run) for run in runs], dim)
+    if runs != ((0, modes.shape[dim]),):
+        modes = torch.cat([modes.narrow(dim, *run) for run in runs], dim)
+    if t.one_sided or t.factor != 1:
+        weights = _weights(t, modes.dtype.to_real(), modes.device)[:, 0]
+        modes.mul_(weights.view(-1, *[1] * (x.ndim - dim - 1)))
+    return modes
 
 
 def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
@@ -162,13 +204,15 @@ def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
     shape = list(modes.shape)
     shape[dim] = t.extent // 2 + 1 if half else t.extent
     placed = modes.new_zeros(shape)
+    pairs, places = torch.view_as_real(modes.resolve_conj()), torch.view_as_real(placed)
+    weights = _weights(t, pairs.dtype, modes.device, half=half)
+    weights = weights.view(-1, *[1] * (modes.ndim - dim - 1), 2)
     start = 0
     for place, size in _runs(t.kept):
-        placed.narrow(dim, place, size).copy_(modes.narrow(dim, start, size))
+        given = pairs.narrow(dim, start, size)
+        torch.mul(given, weights.narrow(0, start, size), out=places.narrow(dim, place, size))
         start += size
-    if half:  # the inverse counts each of these twice, for its negative
-        placed.narrow(dim, 1, (t.extent - 1) // 2).mul_(0.5)
-        _make_real(placed, dim, t)
+    if half:
         x = fft.irfft(placed, t.extent, dim, norm="forward")
     else:
         x = fft.ifft(placed, dim=dim, norm="forward")
@@ -180,21 +224,35 @@ def _inverse_fft(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
     return x.narrow(dim, 0, t.rows[1]).clone() if missing else x
 
 
-def _make_real(placed: Tensor, dim: int, t: Transform) -> None:
-    """Leave out the imaginary parts of frequencies 0 and N/2, in place.
+@made_once
+def _weights(
+    t: Transform, dtype: torch.dtype, device: torch.device, *, half: bool = False
+) -> Tensor:
+    """Weights of real and imaginary parts, of shape (kept, 2).
 
-    Of real data they are zero. A CPU does not read them; cuFFT does for some extents, such as 2^13
-    and 2^14 (https://github.com/pytorch/pytorch/issues/154496).
+    A one-sided inverse (`half`) counts each frequency twice, for its negative. The imaginary parts
+    of frequencies 0 and N/2 have no weight: of real data they are zero. A CPU does not read them;
+    cuFFT does for some extents, such as 2^13 and 2^14
+    (https://github.com/pytorch/pytorch/issues/154496).
     """
-    for place in (0, t.extent // 2):
-        if 2 * place % t.extent == 0 and place in t.kept:
-            own = placed.narrow(dim, place, 1)
-            torch.view_as_real(own).select(-1, 1).zero_()
+    weights = torch.tensor(t.weights(halved=half), dtype=torch.float64)[:, None].repeat(1, 2)
+    for place, frequency in enumerate(t.kept):
+        if half and t.is_own_negative(frequency):
+            weights[place, 1] = 0
+    return weights.to(device, dtype)
+
+
+@lru_cache(maxsize=512)
+def highest(kept: Frequencies) -> int:
+    """Return the highest frequency; 0 if none is kept."""
+    return max(kept[-1:] if isinstance(kept, range) else kept, default=0)
 
 
 @lru_cache(maxsize=512)
 def _runs(kept: Frequencies) -> tuple[tuple[int, int], ...]:
     """`kept` as runs `(first, length)` of consecutive frequencies."""
+    if isinstance(kept, range) and kept.step == 1:
+        return ((kept.start, len(kept)),) if kept else ()
     runs: list[tuple[int, int]] = []
     for f in kept:
         if runs and f == sum(runs[-1]):

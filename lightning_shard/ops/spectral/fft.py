@@ -56,11 +56,11 @@ def _forward(
     extents = tuple(
         x.shape[d] if sizes is None or sizes[i] == -1 else int(sizes[i]) for i, d in enumerate(dims)
     )
-    frequencies = [tuple(range(n)) for n in extents]
+    frequencies: list[Positions] = [range(n) for n in extents]
     if one_sided:
         if x.dtype.is_complex:
             raise RuntimeError(f"{name_of(func)} expects a real input; got {x.dtype}")
-        frequencies[-1] = tuple(range(extents[-1] // 2 + 1))
+        frequencies[-1] = range(extents[-1] // 2 + 1)
     factor = scale(norm, extents, forward=True)
     return Spectrum(x, tuple(dims), extents, tuple(frequencies), factor, _complex(x.dtype))
 
@@ -77,7 +77,7 @@ def _backward(
         x = x.read()
     if isinstance(x, Subdomain):
         x = x if x.dtype.is_complex else x.like(x.local.to(_complex(x.dtype)))
-        writes = [Write(x, tuple(tuple(range(n)) for n in x.shape))]
+        writes = [Write(x, tuple(map(range, x.shape)))]
     else:
         writes = [_in_order(write, x.shape, dims) for write in x.writes]
     if not writes:
@@ -89,14 +89,14 @@ def _in_order(write: Write, shape: Sequence[int], dims: Sequence[int]) -> Write:
     """The modes with other dims than `dims` whole and in order, as a transform leaves them."""
     modes, positions = write.modes, list(write.positions)
     for d, at in enumerate(positions):
-        if d in dims or at == tuple(range(shape[d])):
+        if d in dims or (len(at) == shape[d] and at in (range(shape[d]), tuple(range(shape[d])))):
             continue
         if len(at) < shape[d]:
             raise UnsupportedOperationError(
                 "modes assigned to a part of a dim that is not transformed"
             )
         order = sorted(range(len(at)), key=at.__getitem__)
-        modes, positions[d] = take_rows(modes, d, torch.tensor(order)), tuple(range(shape[d]))
+        modes, positions[d] = take_rows(modes, d, torch.tensor(order)), range(shape[d])
     return Write(modes, tuple(positions))
 
 
@@ -151,11 +151,13 @@ def shift(func: Callable[..., Any], x: Subdomain, dim: Any = None) -> Subdomain:
     return roll(func, x, [x.shape[d] // 2 if forward else -(x.shape[d] // 2) for d in dims], dims)
 
 
+@functools.cache
 def _rotation(func: Callable[..., Any]) -> Callable[[Positions], Positions]:
+    @functools.lru_cache(maxsize=512)
     def rotate(kept: Positions) -> Positions:
         n = len(kept)
         start = (n + 1) // 2 if func is fft.fftshift else n // 2
-        return kept[start:] + kept[:start]
+        return (*kept[start:], *kept[:start])
 
     return rotate
 
@@ -175,6 +177,8 @@ def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
     if len(slices) == len(entries):
         x = x.moved_by({d: lambda kept, e=e: kept[e] for d, e in slices.items() if d in x.dims})
         entries = [slice(None) if d in x.dims else e for d, e in enumerate(entries)]
+    if all(entry == slice(None) for entry in entries):
+        return x.read()
     return getitem(func, x.read(), tuple(entries))
 
 

@@ -12,8 +12,8 @@ from tests.parity import mesh_of
 OTHERS = 32
 
 
-def steps(*extents: Extent, real: bool = True) -> tuple[tuple[int, bool], ...]:
-    return plan(extents, OTHERS, 4, real, "cpu")
+def steps(*extents: Extent, real: bool = True, device: str = "cpu") -> tuple[tuple[int, bool], ...]:
+    return plan(extents, OTHERS, 4, real, device)
 
 
 def test_truncated_dims_take_products():
@@ -28,6 +28,13 @@ def test_whole_spectra_take_ffts():
 def test_the_truncated_dim_goes_first():
     rows, columns = Extent(1024, 1024, 16, 1), Extent(1024, 1024, 513, 4)
     assert steps(rows, columns) == ((0, False), (1, True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_table_that_is_not_kept_is_not_made(device):
+    """17 frequencies of 2^20 points are a table of 136 MiB, made for each direction."""
+    assert steps(Extent(2**20, 2**20, 17, 1), device=device) == ((0, True),)
+    assert steps(Extent(2**12, 2**12, 17, 1), device=device) == ((0, False),)
 
 
 def test_methods_can_be_forced():

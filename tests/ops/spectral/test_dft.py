@@ -22,9 +22,10 @@ def inverse_that_reads_everything(modes, extent, dim, norm):
 def test_the_inverse_sees_no_imaginary_parts_that_real_data_has_not(extent, kept):
     torch.manual_seed(0)
     modes = torch.randn(2, len(kept), 3, dtype=torch.complex128, requires_grad=True)
-    by_product = synthesise(modes, 1, Transform(extent, (0, extent), kept), real=True)
+    by_product = synthesise(modes, ((1, Transform(extent, (0, extent), kept)),), real=True)
     with mock.patch.object(dft.fft, "irfft", inverse_that_reads_everything):
-        by_fft = synthesise(modes, 1, Transform(extent, (0, extent), kept, fft=True), real=True)
+        steps = ((1, Transform(extent, (0, extent), kept, fft=True)),)
+        by_fft = synthesise(modes, steps, real=True)
     torch.testing.assert_close(by_fft, by_product)
     grads = [torch.autograd.grad(x.square().sum(), modes)[0] for x in (by_fft, by_product)]
     torch.testing.assert_close(*grads)
