@@ -58,7 +58,7 @@ def test_interrupt_and_resume(tmp_path, monkeypatch):
     names = {p.name for p in last.parent.iterdir() if p.suffix != ".ckpt"}
     assert names == {"config.yaml"}, "nothing half-written is left"
     monkeypatch.chdir(tmp_path)
-    words = ["--ckpt_path", "checkpoints/last.ckpt", "--trainer.max_epochs", "1"]
+    words = ["--ckpt_path", "checkpoints/last.ckpt", "--trainer.max_steps", "1"]
     alone = ["--trainer.devices", "1", "--trainer.strategy.domain_parallel_size", "1"]
     with mock.patch.object(SimpleCNNModule, "on_load_checkpoint", autospec=True) as loads:
         try:
