@@ -343,8 +343,8 @@ def _other_names(names: list[str], ranks: list[int]) -> str:
         for rank, name in zip((ranks[0], ranks[other]), first, strict=True)
     ]
     return (
-        f"the ranks log different values with sync_dist=True: where {said[0]}, {said[1]}; log the "
-        "same names in the same order on all ranks."
+        f"the ranks do different things: {said[1]}, where {said[0]}; log the same names with "
+        "sync_dist=True in the same order on all ranks."
     )
 
 

@@ -17,6 +17,7 @@ from lightning_shard.processes.failures.failure_watch import (
     watch_ranks,
 )
 from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.reduce import divide, gather_each, reduce
 
 
@@ -80,8 +81,14 @@ class Peers:
         if self._watch is None or not self._interrupted():
             return False
         if self._alone is None:  # callbacks hear of an exception before the strategy does
-            self._alone = self._watch.reported_alone(sys.exception())
-        return self._alone
+            self._report(self._watch, sys.exception())
+        return bool(self._alone)
+
+    def _report(self, watch: FailureWatch, error: BaseException | None) -> None:
+        """Tell the others of an error, together with its remedy: theirs may be lost connections."""
+        if error is not None:
+            explain(error)
+        self._alone = watch.reported_alone(error)
 
     def tell_uncaught(self) -> None:
         """Tell the others, from now on, of an exception that ends this process; it names the first.
@@ -94,7 +101,7 @@ class Peers:
         def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             peers = alive()
             if peers is not None and peers._watch is not None and peers._alone is None:
-                peers._alone = peers._watch.reported_alone(error)
+                peers._report(peers._watch, error)
             before(kind, error, trace)
 
         sys.excepthook = told

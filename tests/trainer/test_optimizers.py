@@ -1,12 +1,17 @@
 """Optimizers that cannot update shards are refused by name; the way out that this names works."""
 
+import re
+import time
+
 import pytest
 import timm.optim
 import torch
 import transformers
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.multiprocessing import ProcessExitedException
 
+from lightning_shard import launch
 from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
 
 
@@ -25,7 +30,10 @@ OPTIMIZERS = {
     "timm.optim.AdamP": (timm.optim.AdamP, "AdamP"),
 }
 
+DECIDES_BY_THE_LOSS = {"torch.optim.LBFGS"}
+FAILS_FIRST_WHERE_EMPTY = {"timm.optim.AdamP"}
 
+REFUSED = "optimizer {} cannot update sharded parameters"
 SHARDS = {"sharding": "full"}
 
 
@@ -50,24 +58,48 @@ def test_what_draws_random_numbers():
         fit_sharded(module, (2,), strategy=SHARDS)
 
 
+def assert_refused(name):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 -- torch's, with our note
+        fit_sharded(Chosen(name), (2,), limit_train_batches=1, strategy=SHARDS)
+    note = caught.value.__notes__[0]
+    assert REFUSED.format(OPTIMIZERS[name][1]) in note
+    assert ("data_parallel_size=1" in note) is (name in DECIDES_BY_THE_LOSS)
+
+
 @pytest.mark.spmd(4)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - FAILS_FIRST_WHERE_EMPTY))
 def test_what_cannot_update_shards(name):
     if name == "torch.optim.Adafactor" and torch.__version__.startswith("2.11."):
         expected, found = Chosen(name), Chosen(name)  # it can there
         fit_alone(expected, limit_val_batches=0)
         fit_sharded(found, (2,), limit_val_batches=0, strategy=SHARDS)
         assert_same_state(found, expected)
-        return
-    with pytest.raises(Exception) as caught:  # noqa: PT011 -- torch's, with our note
-        fit_sharded(Chosen(name), (2,), limit_train_batches=1, strategy=SHARDS)
-    (note,) = caught.value.__notes__
-    assert f"optimizer {OPTIMIZERS[name][1]} cannot update sharded parameters" in note
+    else:
+        assert_refused(name)
+
+
+@pytest.mark.spmd(4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_way_out(name):
     expected, found = Chosen(name), Chosen(name)
     fit_alone(expected, limit_val_batches=0)
-    domain = (4,) if "data_parallel_size=1" in note else (2,)
+    domain = (4,) if name in DECIDES_BY_THE_LOSS else (2,)
     fit_sharded(found, domain, limit_val_batches=0, strategy={"sharding": "none"})
     assert_same_state(found, expected)
+
+
+def refuse_and_wait(name):
+    assert_refused(name)
+    time.sleep(60)  # longer than the guard of rank 0 waits
+
+
+@pytest.mark.parametrize("name", sorted(FAILS_FIRST_WHERE_EMPTY))
+def test_a_rank_that_waits_for_one_that_fails_first_says_why(name, capfd):
+    """In processes of their own: the rank that waits is ended."""
+    with pytest.raises(ProcessExitedException, match="rank 0 ended"):
+        launch(refuse_and_wait, name, processes=4, timeout_s=60)
+    told = f"[rank 0] ended, because another rank failed first: .*{REFUSED.format('AdamP')}"
+    assert re.search(told.replace("[rank 0]", "\\[rank 0\\]"), capfd.readouterr().err)
 
 
 class Matrices(LightningModule):

@@ -34,6 +34,12 @@ class Failure:
     text: str
     code: int = 1
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException | None) -> "Failure":
+        """Describe the error of a rank, with the notes that say what to do."""
+        text = f"rank {rank}: {type(error).__name__}: {error}".removesuffix(": ")
+        return cls(rank, " ".join([text, *getattr(error, "__notes__", ())]))
+
     def told_by(self, rank: int) -> str:
         """Return the rest of the sentence "[rank 0] ended, because" for this `rank`."""
         if self.code == SIGTERM_CODE:

@@ -131,8 +131,7 @@ class FailureWatch:
         """
         self._guard.end_within(AGREE_S + GRACE_S)
         lost = is_lost_connection(error) or isinstance(error, RankFailedError)
-        text = f"rank {self.rank}: {type(error).__name__}: {error}".removesuffix(": ")
-        failure = Failure(self.rank, text)
+        failure = Failure.of(self.rank, error)
         try:
             gone = int(lost)  # ranks that are not reached any more
             if isinstance(error, RankFailedError):
