@@ -189,6 +189,11 @@ def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
+def replicas_of(sizes: Mapping[str, int]) -> int:
+    """Count the data replicas of a mesh with axes of these sizes."""
+    return math.prod(size for name, size in sizes.items() if not _is_domain(name))
+
+
 def domain_axes(mesh: DeviceMesh, named: Sequence[str] = ()) -> tuple[str, ...]:
     """Find the axes along which samples are split: those `named`, by default those called domain.
 

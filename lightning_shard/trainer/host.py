@@ -114,15 +114,19 @@ __all__ = [
     "callbacks_of",
     "chosen_devices",
     "destroy_process_group",
+    "end_saved_step",
     "follow_batches",
     "follow_candidates",
     "follow_evaluation",
     "follow_reductions",
     "follow_stopping",
     "inject_samplers",
+    "load_late_states",
     "loaders_of",
     "log_nothing",
+    "log_on",
     "logged_by",
+    "logged_so_far",
     "meet_at",
     "not_reduced",
     "optimizers_to_device",
@@ -139,6 +143,12 @@ __all__ = [
 
 
 END_S = 15.0  # for the process that started the others to end by itself, once one has failed
+
+# of what `self.log` was told, without functions
+_PLAIN_META = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
+    "dataloader_idx", "metric_attribute",
+)  # fmt: skip
 
 
 class _PatientObserver(_ChildProcessObserver):
@@ -340,6 +350,102 @@ def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
             plain(data_fetcher)
 
         vars(loop)["advance"] = advance
+
+
+def end_saved_step(trainer: Trainer, is_known: Callable[[], bool]) -> None:
+    """Let a resumed run end the step after which it was saved, as the run without a break does.
+
+    Lightning counts a step that was saved in `on_train_batch_end` as ended. So it leaves out the
+    validation that is due, the end of the epoch, and what schedulers do by a value.
+
+    Args:
+        trainer: The Trainer of the run.
+        is_known: Returns True if the checkpoint says what was logged, which callbacks then read.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if "update_restart_stage" in vars(loop):
+        return
+    find_stage, advance, end_epoch = loop.update_restart_stage, loop.advance, fit.on_advance_end
+    is_open = False
+
+    def find_open_step() -> None:
+        nonlocal is_open
+        find_stage()
+        is_open = is_known() and loop.restarted_on_train_batch_end
+        if is_open:
+            loop.batch_progress.increment_completed()
+            loop.reset_restart_stage()
+
+    def end_step_or_advance(data_fetcher: Any) -> None:
+        nonlocal is_open
+        if not is_open:
+            advance(data_fetcher)
+            return
+        is_open = loop.val_loop.restarting = False
+        if not loop._should_accumulate():
+            loop._batches_that_stepped -= 1  # it was counted as the loop began
+
+    def end_epoch_as_ever() -> None:
+        if is_known():
+            fit._restarting = False  # else schedulers that follow a value are left out
+        end_epoch()
+
+    vars(loop)["update_restart_stage"] = find_open_step
+    vars(loop)["advance"] = end_step_or_advance
+    vars(fit)["on_advance_end"] = end_epoch_as_ever
+
+
+def load_late_states(trainer: Trainer) -> None:
+    """Give training loaders the states of a checkpoint where they began before it was read.
+
+    `trainer.estimated_stepping_batches` in `configure_optimizers` makes them, and Lightning then
+    forgets the states.
+    """
+    fit: Any = trainer.fit_loop
+    if fit.restarting and fit._combined_loader_states_to_load:
+        fit._load_combined_loader_states()
+        iter(fit._data_fetcher)
+
+
+def logged_so_far(trainer: Trainer) -> dict[str, Any]:
+    """Return the numbers that callbacks read, and those of which an epoch of training takes one."""
+    metrics = trainer.fit_loop.epoch_loop._results.items()
+    return {
+        "last": {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()},
+        "epoch": [
+            {
+                "key": key,
+                "meta": {name: getattr(m.meta, name) for name in _PLAIN_META},
+                "reduce": how,
+                "sync": (m.meta.sync.should, m.meta.sync.rank_zero_only),
+                "states": {name: getattr(m, name).cpu() for name in m._defaults},
+            }
+            for key, m in metrics
+            if m.is_tensor and m.meta.on_epoch and not m.has_reset
+            for how in ("mean", "sum", "max", "min")
+            if getattr(m.meta, f"is_{how}_reduction")
+        ],
+    }
+
+
+def log_on(trainer: Trainer, logged: dict[str, Any]) -> None:
+    """Go on with the numbers that `logged_so_far` returned."""
+    connector: Any = trainer._logger_connector
+    connector._callback_metrics.update(logged["last"])
+    if not (logged["epoch"] and trainer.fit_loop.restarted_mid_epoch):
+        return
+    connector._first_loop_iter = False  # else Lightning begins to count with the next step
+    device = trainer.strategy.root_device
+    for entry in logged["epoch"]:
+        meta = _Metadata(**entry["meta"], reduce_fx=entry["reduce"])
+        should, rank_zero_only = entry["sync"]
+        reduce = trainer.strategy.reduce
+        meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
+        metric: Any = _ResultMetric(meta, True)
+        for name, value in entry["states"].items():
+            setattr(metric, name, value.clone())
+        metric._update_count = 1
+        trainer.fit_loop.epoch_loop._results[entry["key"]] = metric.to(device)
 
 
 def _named(plain: Callable[..., Any], reducing: Callable[..., Any], results: Any) -> Any:

@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.state import (
 )
 from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.processes.errors_together import gather_to_first, together
-from lightning_shard.processes.mesh import Sharding, sizes_of
+from lightning_shard.processes.mesh import Sharding, replicas_of, sizes_of
 from lightning_shard.processes.subgroups import writing_group
 from lightning_shard.trainer.checkpoint_io import (
     Format,
@@ -106,6 +106,7 @@ class Saver:
         step: int | None = None,
         orders: Sequence[dict[str, Any] | None] = (),
         sharding: str = "full",
+        logged: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Add to the checkpoint the mesh, versions and random numbers with which a run resumes.
 
@@ -117,6 +118,7 @@ class Saver:
                 so the random numbers are those with which it began.
             orders: The numbers from which the order of samples was drawn, for each loader.
             sharding: The mode of `ShardingOptions` with which the run trains.
+            logged: What this rank has logged so far.
         """
         entry: dict[str, Any] = {
             "mesh": sizes_of(mesh),
@@ -131,6 +133,7 @@ class Saver:
             begun = self._begun is not None and self._begun[0] == step
             state = self._begun[1] if begun and self._begun else random_state(device)
             entry["random"] = gather_to_first(storable(state))
+            entry["logged"] = gather_to_first(logged)
             entry["orders"] = [o if o is None else storable(o) for o in orders]
         return checkpoint | {OWN: entry}
 
@@ -278,6 +281,17 @@ class Saver:
         orders = self._own.get("orders", ()) if self._own is not None else ()
         return orders[loader] if loader < len(orders) else None
 
+    def logged(self, mesh: DeviceMesh) -> dict[str, Any] | None:
+        """Return what the run that saved had logged: on another mesh, this rank's share of it."""
+        own = self._own or {}
+        found: Sequence[dict[str, Any]] = own.get("logged", ())
+        if not found:
+            return None
+        if own["mesh"] == sizes_of(mesh):
+            return found[dist.get_rank()]
+        share = replicas_of(own["mesh"]) / replicas_of(sizes_of(mesh))
+        return found[0] | {"epoch": [_of_all(entry, found, share) for entry in found[0]["epoch"]]}
+
     def sharding(self) -> Sharding | None:
         """Return the mode, "none" or "full", of the run that saved; None if it is not known."""
         mode = (self._own or {}).get("sharding")
@@ -296,3 +310,18 @@ class Saver:
         if "random" in own:
             alike = own["mesh"] == sizes_of(mesh)
             set_random_state(own["random"][dist.get_rank() if alike else 0], device)
+
+
+def _of_all(
+    entry: Mapping[str, Any], logged: Sequence[Mapping[str, Any]], share: float
+) -> dict[str, Any]:
+    """Join a value of the first rank with those of the others, and take a share of a sum."""
+    same = [e["states"] for each in logged for e in each["epoch"] if e["key"] == entry["key"]]
+    joined: dict[str, Any] = {}
+    for name in entry["states"]:
+        values = torch.stack([states[name] for states in same])
+        if entry["reduce"] in ("max", "min"):
+            joined[name] = values.amax(0) if entry["reduce"] == "max" else values.amin(0)
+        else:
+            joined[name] = values.double().mean(0) * share
+    return {**entry, "states": joined}

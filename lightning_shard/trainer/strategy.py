@@ -51,6 +51,10 @@ from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
     NotCompiled,
     callbacks_of,
+    end_saved_step,
+    load_late_states,
+    log_on,
+    logged_so_far,
     optimizers_to_device,
     read_shards_in_grad_norm,
     tell_device,
@@ -344,6 +348,7 @@ class HybridShardStrategy(NotCompiled):
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         count_replicas()
         tell_mesh(self._module, mesh)
+        end_saved_step(self._module.trainer, lambda: self.saver.logged(mesh) is not None)
         self.samples.begin_stage(
             self._module.trainer,
             self.domain_mesh,
@@ -532,9 +537,13 @@ class HybridShardStrategy(NotCompiled):
 
     @override
     def on_train_start(self) -> None:
-        """Set the random numbers to those of the checkpoint that a run resumes from."""
+        """Go on with the random numbers and logged values of the checkpoint that is resumed."""
         assert self.device_mesh is not None
+        load_late_states(self._module.trainer)
         self.saver.continue_random_numbers(self.device_mesh, self.root_device)
+        logged = self.saver.logged(self.device_mesh)
+        if logged is not None:
+            log_on(self._module.trainer, logged)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -657,6 +666,7 @@ class HybridShardStrategy(NotCompiled):
                 step=unfinished_step(self._module.trainer),
                 orders=self.samples.drawn_from(),
                 sharding=self.sharding_options.mode,
+                logged=logged_so_far(self._module.trainer),
             ),
             self.broadcast(filepath),
             self.checkpoint_io,
