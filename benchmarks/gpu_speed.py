@@ -29,6 +29,13 @@ Rows = list[dict[str, Any]]
 ALLOCATE = ("empty", "set_", "new_empty", "_unsafe_view")
 
 
+FAMILIES = {
+    "convolutions": ("convolution",), "norms": ("norm", "var_mean", "rsqrt"),
+    "padding and joining": ("pad", "cat", "stack", "clone", "copy_"),
+    "pooling and resizing": ("pool", "upsample"), "activations": ("relu", "threshold"),
+}  # fmt: skip
+
+
 class Launches(TorchDispatchMode):
     """Counts operators that are neither views nor bare memory: on a GPU each starts a kernel."""
 
@@ -44,6 +51,15 @@ class Launches(TorchDispatchMode):
         if not func.is_view and name not in ALLOCATE:
             self.seen[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def families(seen: Counter[str]) -> Counter[str]:
+    """Count operators by family; "other" has those that no family names."""
+    found: Counter[str] = Counter()
+    for name, count in seen.items():
+        of = (family for family, words in FAMILIES.items() if any(word in name for word in words))
+        found[next(of, "other")] += count
+    return found
 
 
 def device() -> torch.device:

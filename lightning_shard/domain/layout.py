@@ -141,6 +141,10 @@ class Layout:
             return self._axes[dims[0]]
         return tuple(sorted([a for d in dims or range(self.ndim) for a in self._axes[d]]))
 
+    def parts(self, *dims: int) -> int:
+        """Count the ranks over which `dims` are split (all dims if none is named)."""
+        return self.grid.parts(self.axes(*dims))
+
     @cached_property
     def _axes(self) -> tuple[tuple[int, ...], ...]:
         return tuple([tuple(sorted([a for f in dim for a in f.axes])) for dim in self.dims])

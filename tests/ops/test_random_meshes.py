@@ -12,7 +12,7 @@ import pytest
 from lightning_shard import simulate
 from tests.ops.families import FAMILIES, check
 
-MESHES = [(4,), (5,), (7,), (16,), (2, 3), (3, 5), (4, 4), (1, 6)]
+MESHES = [(4,), (5,), (7,), (16,), (2, 3), (3, 5), (4, 4), (1, 6), (1,), (2, 1)]
 FIRST = int(os.environ.get("LIGHTNING_SHARD_SEED", "0"))
 
 

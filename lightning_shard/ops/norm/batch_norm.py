@@ -39,6 +39,9 @@ def batch_norm(
         if not x.local.numel():
             return x.like(empty_attached(x.local.shape, x.local, *own[2:]))
         return x.like(func(x.local, *own, False, momentum, eps))
+    if x.layout.parts() == 1:
+        statistics = running_mean, running_var, weight, bias
+        return x.like(func(x.local, *statistics, True, momentum, eps))
     dims = (0, *range(2, x.ndim))
     count = volume(x.layout, dims)
     if count == 1:
@@ -71,6 +74,9 @@ def instance_norm(
     x = input
     if not use_input_stats:
         return batch_norm(F.batch_norm, x, running_mean, running_var, weight, bias, False, eps=eps)
+    if x.layout.parts() == 1:
+        statistics = running_mean, running_var, weight, bias
+        return x.like(func(x.local, *statistics, True, momentum, eps))
     dims = tuple(range(2, x.ndim))
     count = volume(x.layout, dims)
     if count == 1:
@@ -140,6 +146,8 @@ def group_norm(
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
+    if x.layout.parts(*spatial) == 1:
+        return x.like(func(x.local, num_groups, weight, bias, eps))
     weight, bias = (_for_samples(v, batch) for v in (weight, bias))
     groups = groups_of(x, (1, *spatial), batch * num_groups, eps, parts=num_groups)
     (local,) = cast_for(of_one(torch.group_norm, 1), x.local)

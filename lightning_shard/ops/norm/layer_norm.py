@@ -31,7 +31,7 @@ def layer_norm(
 ) -> Subdomain:
     """Normalize each sample over its last dims; its moments travel if one of them is split."""
     x, dims = input, _trailing(input, normalized_shape)
-    if not (dims and x.layout.axes(*dims)):
+    if not dims or x.layout.parts(*dims) == 1:
         return x.like(func(x.local, list(normalized_shape), weight, bias, eps))
     (local,) = cast_for(of_one(F.layer_norm, (1,)), x.local)
     rows = math.prod(local.shape[: dims[0]])
@@ -51,7 +51,7 @@ def rms_norm(
 ) -> Subdomain:
     """Divide by the root mean square of the last dims; sums of squares travel if one is split."""
     x, dims = input, _trailing(input, normalized_shape)
-    if not (dims and x.layout.axes(*dims)):
+    if not dims or x.layout.parts(*dims) == 1:
         return x.like(func(x.local, list(normalized_shape), weight, eps))
     (local,) = cast_for(of_one(F.rms_norm, (1,)), x.local)
     wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.memory_format import format_of, owned
 from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
@@ -160,14 +161,21 @@ def _fused_gradients(
     else:
         of_weight, of_bias = (x.new_zeros(x.shape[1]) for _ in range(2))
     sums = torch.stack([of_bias, of_weight])
-    sums = sums if weight is None else sums.mul_(weight)
-    sums = groups.of_channels(sums).sum(2, keepdim=True)
+    sums = groups.of_channels(sums if weight is None else sums.mul_(weight))
+    sums = sums if sums.shape[2] == 1 else sums.sum(2, keepdim=True)
     groups.add_up(sums)
-    shifts, slopes = (sums * groups.of_channels(inverse)).div_(-groups.count).flatten(1)
+    nothing = _nothing(x.dtype, x.device)
+    scaled = torch.addcmul(nothing, sums, groups.of_channels(inverse), value=-1 / groups.count)
+    shifts, slopes = scaled.flatten(1)
     result = _scaled(x, slopes, shifts, moments, groups.eps)
     factors = inverse if weight is None else inverse * weight
     result.addcmul_(grad, factors.view(1, -1, *[1] * (x.ndim - 2)))
     return result, of_weight, of_bias
+
+
+@made_once
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _gradients(

@@ -64,7 +64,7 @@ def _while_rows_travel(
     groups: int,
 ) -> Subdomain | None:
     """Convolve this rank's own rows first; None where the rows are to come first."""
-    split = tuple([w for w in windows if x.layout.axes(w.dim) and w.reads_others])
+    split = tuple([w for w in windows if x.layout.parts(w.dim) > 1 and w.reads_others])
     if not split or any(w.before != w.after for w in windows):
         return None
     local = x.local
@@ -96,13 +96,14 @@ def _waiting(
     inner = [w.before for w in windows]
     layout = _layout_of(x, weight, windows)
     for i, w in enumerate(windows):
-        if x.layout.axes(w.dim) and w.reads_others:
+        parted = x.layout.parts(w.dim) > 1
+        if parted and w.reads_others:
             x = window_rows(
                 x, w.dim, layout.shape[w.dim], kernel=w.kernel, stride=w.stride, padding=w.before,
                 dilation=w.dilation,
             )  # fmt: skip
             inner[i] = 0
-        elif not x.layout.axes(w.dim) and w.before != w.after:
+        elif not parted and w.before != w.after:
             # 'same' with an even kernel: torch pads the end by one more
             x = x.like(F.pad(x.local, [0, 0] * (x.ndim - w.dim - 1) + [0, w.after - w.before]))
     if 0 in layout.local_shape or x.local.numel() == 0:
@@ -115,7 +116,7 @@ def _layout_of(x: Subdomain, weight: Tensor, windows: tuple[Window, ...]) -> Lay
     """The layout of the output."""
     layout = x.layout.with_dim(windows[0].dim - 1, weight.shape[0])
     for w in windows:
-        if not x.layout.axes(w.dim) or w.reads_others:
+        if x.layout.parts(w.dim) == 1 or w.reads_others:
             layout = layout.with_dim(w.dim, w.output(x.shape[w.dim]))
     return layout
 

@@ -48,11 +48,12 @@ def conv_transpose(
                 f"output must have rows; got output_padding {extra[i]}, stride {s}, dilation {d} "
                 f"and {output} rows in dim {dim}"
             )
-        if x.layout.axes(dim) and (k, s, p, extra[i]) != (1, 1, 0, 0):
+        parted = x.layout.parts(dim) > 1
+        if parted and (k, s, p, extra[i]) != (1, 1, 0, 0):
             x, starts[dim] = spread_rows(x, dim, output, kernel=k, stride=s, padding=p, dilation=d)
             inner[i] = extra[i] = 0
             layout = layout.with_dims({dim: x.layout.dims[dim]})
-        elif not x.layout.axes(dim):
+        elif not parted:
             layout = layout.with_dim(dim, output)
     if 0 in layout.local_shape:
         sources = cast_for(func, x.local, weight, bias)

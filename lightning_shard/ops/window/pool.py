@@ -65,7 +65,7 @@ def _pooled(
     for i, (k, s, p, d) in enumerate(zip(kernels, strides, inner, dilations, strict=True)):
         dim = x.ndim - n + i
         output = pooled_extent(x.shape[dim], k, s, p, d, ceil_mode)
-        if x.layout.axes(dim):
+        if x.layout.parts(dim) > 1:
             x = window_rows(x, dim, output, kernel=k, stride=s, padding=p, dilation=d, fill=fill)
             inner[i] = 0
             layout = layout.with_dims({dim: x.layout.dims[dim]})
@@ -116,7 +116,7 @@ def max_pool_with_indices(
     for i in range(n):
         dim = input.ndim - n + i
         low, _ = layout.dims[dim][0].bounds(layout.grid)
-        firsts.append(low * windows[1][i] - paddings[i] if layout.axes(dim) else 0)
+        firsts.append(low * windows[1][i] - paddings[i] if layout.parts(dim) > 1 else 0)
     indices = _global_indices(places, x.local.shape[-n:], firsts, input.shape[-n:])
     return x.like(values, layout), x.like(indices, layout)
 
