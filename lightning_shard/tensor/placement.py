@@ -12,7 +12,6 @@ from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install_functions
-from lightning_shard.tensor.capsules import install_capsules
 from lightning_shard.tensor.rows import Rows
 from lightning_shard.tensor.scripted import install_scripted
 from lightning_shard.tensor.strangers import computes, dispatches
@@ -88,7 +87,6 @@ def from_local(
 
 def _install() -> None:
     """Let what asks no rule look at its arguments, from the first split tensor on."""
-    install_capsules()
     install_functions()
     install_scripted()
     install_transforms()

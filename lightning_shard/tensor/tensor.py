@@ -29,6 +29,7 @@ from lightning_shard.processes.torch_private.internals import (
     ScriptMethod,
     accessors,
     copy_of_tensor,
+    forbid_memory,
     frame_callback,
     in_transform,
     make_wrapper,
@@ -52,6 +53,11 @@ aten = torch.ops.aten
 # of what torch raises where it has no tangent
 _NO_TANGENT = ("forward AD", "forward grad", "forward mode AD", "jvp")
 
+_NO_MEMORY = (
+    "a tensor split over ranks has no memory of its own, as data_ptr(), to_dlpack() and "
+    "`plain.data = tensor` need it; take lightning_shard.gather(tensor), or tensor.to_local(), "
+    "which is this rank's part."
+)
 # where the domains are noted that functions meet; one list for each transform that is under way
 domains_met: ContextVar[tuple[list[Domain], ...]] = ContextVar("domains_met", default=())
 
@@ -93,6 +99,7 @@ class DomainTensor(Tensor):
             requires_grad=local.requires_grad,
         )
         wrapper._part = part
+        forbid_memory(wrapper, _NO_MEMORY)
         if local.requires_grad and local.is_leaf:
             as_part(local)
         return wrapper
@@ -329,6 +336,15 @@ def _reshaped(view: Function, func: Function, tensor: Any, *args: Any, **kwargs:
 
 for _name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"):
     FACTS[getattr(Tensor, f"{_name}_")] = functools.partial(_reshaped, getattr(Tensor, _name))
+
+
+def _refuse_memory(*_: Any) -> Any:
+    raise UnsupportedOperationError(_NO_MEMORY)
+
+
+# also within `allow_gather`: the memory of a gathered copy is gone, or a write into it is lost
+for _function in ("data_ptr", "const_data_ptr", "is_set_to", "storage", "untyped_storage"):
+    FACTS[getattr(Tensor, _function)] = _refuse_memory
 
 
 def _show_requires_grad(tensor: DomainTensor) -> None:

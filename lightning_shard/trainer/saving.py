@@ -118,7 +118,7 @@ class Saver:
                 so the random numbers are those with which it began.
             orders: The numbers from which the order of samples was drawn, for each loader.
             sharding: The mode of `ShardingOptions` with which the run trains.
-            logged: What this rank has logged so far.
+            logged: The values that this rank has logged so far.
         """
         entry: dict[str, Any] = {
             "mesh": sizes_of(mesh),

@@ -155,15 +155,40 @@ def test_no_write_is_lost_where_gathering_is_allowed():
                 x = lightning_shard.shard(whole.clone(), mesh_of(3), 1)
 
 
+def takes_over(plain):
+    def read(x):
+        plain.data = x
+        return plain.sum()
+
+    return read
+
+
+def of_data_of(x):
+    return takes_over(torch.nn.Parameter(torch.zeros(3, 2)))(x).backward()
+
+
+MEMORY = {
+    "to_dlpack": torch.to_dlpack,
+    "to_dlpack of the module": dlpack.to_dlpack,
+    "C's to_dlpack": torch._C._to_dlpack,
+    "C's versioned to_dlpack": torch._C._to_dlpack_versioned,
+    "data of a plain tensor": takes_over(torch.zeros(3, 2)),
+    "data of a parameter": of_data_of,
+    "data_ptr": torch.Tensor.data_ptr,
+    "untyped_storage": torch.Tensor.untyped_storage,
+    "storage": torch.Tensor.storage,
+    "a trace with a constant": lambda x: torch.jit.trace(lambda y: y + x, torch.zeros(3, 2)),
+}
+
+
 @pytest.mark.spmd(2)
-def test_no_capsule_points_into_a_split_tensor():
-    """It has no memory: whoever reads the capsule would end by a segmentation fault."""
-    whole = torch.rand(3, 2)
-    x = lightning_shard.shard(whole, mesh_of(2), 0)
-    ways = [torch.to_dlpack, dlpack.to_dlpack, torch._C._to_dlpack, torch._C._to_dlpack_versioned]
-    for to_dlpack in ways:
-        assert torch.equal(torch.from_dlpack(to_dlpack(lightning_shard.gather(x))), whole)
-        for allowed in (False, True):
-            asks = lightning_shard.allow_gather() if allowed else nullcontext()
-            with asks, pytest.raises(UnsupportedOperationError, match=r"to_dlpack.*gather"):
-                to_dlpack(x)
+@pytest.mark.parametrize("way", MEMORY)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_nothing_reads_the_memory_of_a_split_tensor(way, allowed):
+    """It has none: whoever reads it would end by a segmentation fault."""
+    x = lightning_shard.shard(torch.rand(3, 2), mesh_of(2), 0)
+    asks = lightning_shard.allow_gather() if allowed else nullcontext()
+    words = "no memory of its own, .* take lightning_shard.gather"
+    with asks, pytest.raises(RuntimeError, match=words):
+        MEMORY[way](x)
+    assert torch.equal(lightning_shard.gather(x + 0), lightning_shard.gather(x))

@@ -28,8 +28,7 @@ INTERNALS = {
     "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
     "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
     "torch._C._len_torch_dispatch_stack": "trial calls do not run under modes that count",
-    "torch._C._to_dlpack": "a capsule of a split tensor, which has no memory, is refused",
-    "torch._C._to_dlpack_versioned": "the same",
+    "torch._C._set_storage_data_ptr_access_error_msg": "no one reads a wrapper's memory",
     # compiled regions (tensor/compiled.py)
     "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
     "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
@@ -213,6 +212,7 @@ def internal(path: str) -> Any:
 
 
 make_wrapper: Callable[..., Any] = internal("torch.Tensor._make_wrapper_subclass")
+_forbid: Callable[[int, str], None] = internal("torch._C._set_storage_data_ptr_access_error_msg")
 without_rules: Callable[[], Any] = internal("torch._C.DisableTorchFunctionSubclass")
 frame_callback: Callable[[], Any] = internal("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 untraced: Callable[..., Any] = internal("torch._compile._disable_dynamo")
@@ -458,6 +458,13 @@ def handle_some_dtensors(operator: Any, handle: Callable[..., Any]) -> None:
             handlers[operator] = handle_some
 
     handlers[operator] = handle_some
+
+
+def forbid_memory(wrapper: Tensor, words: str) -> None:
+    """Let C++ raise a RuntimeError with these words where it asks for the memory of a wrapper."""
+    with without_rules():
+        storage = wrapper.untyped_storage()
+    _forbid(storage._cdata, words)
 
 
 def set_data_of_dtensors(check: Callable[[Any, Any], None]) -> None:
