@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
     from lightning_shard.lab.calibrate import calibrate as calibrate
+    from lightning_shard.lab.clusters import read_cluster as read_cluster
     from lightning_shard.lab.compare import certify as certify
     from lightning_shard.lab.compare import check as check
     from lightning_shard.lab.machine import Cluster as Cluster
-    from lightning_shard.lab.machine import read_cluster as read_cluster
     from lightning_shard.lab.predict import Prediction as Prediction
     from lightning_shard.lab.predict import plan as plan
     from lightning_shard.lab.predict import predict as predict
@@ -263,7 +263,7 @@ _MODULES = {
     "Ranking": "lab.ranking",
     "Candidate": "lab.ranking",
     "Setting": "lab.ranking",
-    "read_cluster": "lab.machine",
+    "read_cluster": "lab.clusters",
     "calibrate": "lab.calibrate",
     "Cluster": "lab.machine",
 }

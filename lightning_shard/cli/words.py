@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest_file
-from lightning_shard.lab.machine import read_cluster
+from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.processes.nearest import nearest
 
 ENDS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of the file that `export` writes

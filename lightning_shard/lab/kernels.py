@@ -5,7 +5,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
     return Device(
         name=_name(device),
         memory=_memory(device, ranks),
-        flops=_rates(_matmul, device, seconds),
+        flops=_products(device, seconds),
         bandwidth=bandwidths[-1][1],
         per_call=_per_call(device, seconds),
         source=f"measured with torch {torch.__version__}, threads {torch.get_num_threads()}",
@@ -123,38 +123,73 @@ def _fft(device: torch.device, dtype: torch.dtype, extent: int) -> Made:
     return lambda: fft.rfft2(x), 5 * x.numel() * math.log2(extent**2)
 
 
-def _convolved(device: torch.device, dtype: torch.dtype, extent: int, given: int) -> Any:
-    x = torch.ones(1, given, extent, extent, device=device, dtype=dtype)
-    weight = torch.ones(MANY, given, 3, 3, device=device, dtype=dtype)
-    return x, weight, 2.0 * given * MANY * 9 * extent**2
+@dataclass(frozen=True)
+class _Convolution:
+    """A kind of convolution that has a rate of its own.
+
+    Attributes:
+        given: Channels of the input.
+        made: Channels of the output.
+        kernel: Places of the kernel in each dim.
+        stride: Its stride.
+        last: True if channels lie side by side in memory.
+    """
+
+    given: int = MANY
+    made: int = MANY
+    kernel: int = 3
+    stride: int = 1
+    last: bool = False
+
+    def forward(self, device: torch.device, dtype: torch.dtype, extent: int) -> Made:
+        """Make the call, and count its operations."""
+        x, weight = self._tensors(device, dtype, extent)
+        rows = -(-extent // self.stride)
+        flops = 2.0 * weight.numel() * rows**2
+        return lambda: F.conv2d(x, weight, None, self.stride, self.kernel // 2), flops
+
+    def backward(self, device: torch.device, dtype: torch.dtype, extent: int) -> Made:
+        """Make the call of both gradients, and count its operations."""
+        x, weight = self._tensors(device, dtype, extent)
+        call, flops = self.forward(device, dtype, extent)
+        y, padding, stride = call(), [self.kernel // 2] * 2, [self.stride] * 2
+        wanted = [True, True, False]
+        numbers = (stride, padding, [1, 1], False, [0, 0], 1, wanted)
+        return lambda: _backward(y, x, weight, None, *numbers), 2 * flops
+
+    def _tensors(
+        self, device: torch.device, dtype: torch.dtype, extent: int
+    ) -> tuple[Tensor, Tensor]:
+        stored = torch.channels_last if self.last else torch.contiguous_format
+        x = torch.ones(1, self.given, extent, extent, device=device, dtype=dtype)
+        weight = torch.ones(self.made, self.given, *[self.kernel] * 2, device=device, dtype=dtype)
+        return x.to(memory_format=stored), weight.to(memory_format=stored)
 
 
-def _convolution(device: torch.device, dtype: torch.dtype, extent: int, given: int = MANY) -> Made:
-    x, weight, flops = _convolved(device, dtype, extent, given)
-    return lambda: F.conv2d(x, weight, padding=1), flops
-
-
-def _convolution_backward(
-    device: torch.device, dtype: torch.dtype, extent: int, given: int = MANY
-) -> Made:
-    x, weight, flops = _convolved(device, dtype, extent, given)
-    y = F.conv2d(x, weight, padding=1)
-
-    def call() -> Tensor:
-        return _backward(
-            y, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
-        )
-
-    return call, 2 * flops
-
-
+_KINDS = {
+    "": _Convolution(), "thin_": _Convolution(given=FEW),
+    "thin_strided_": _Convolution(given=FEW, made=2 * MANY, kernel=7, stride=2),
+    "pointwise_": _Convolution(given=2 * MANY, made=2 * MANY, kernel=1),
+    "last_": _Convolution(last=True),
+}  # fmt: skip
 KERNELS: dict[str, Callable[..., Made]] = {
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-    "thin_convolution": partial(_convolution, given=FEW),
-    "thin_convolution_backward": partial(_convolution_backward, given=FEW),
+    **{f"{kind}convolution": each.forward for kind, each in _KINDS.items()},
+    **{f"{kind}convolution_backward": each.backward for kind, each in _KINDS.items()},
     "fft": _fft,
 }
+
+
+def _products(device: torch.device, seconds: float) -> Rates:
+    """Rates of products; of those that TF32 shortens, too, on a device that may have it."""
+    found = _rates(_matmul, device, seconds)
+    if device.type != "cpu":
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            found["tf32"] = _rate(_matmul, device, torch.float32, seconds)
+        finally:
+            torch.set_float32_matmul_precision(before)
+    return found
 
 
 def _name(device: torch.device) -> str:

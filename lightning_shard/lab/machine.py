@@ -1,28 +1,26 @@
 """Describes the machines on which a run is predicted: devices, the links between them, clusters.
 
-The rates of known devices and links are those of their makers' data sheets, which a real program
-does not reach. A machine that was measured is read from the file that `calibrate` writes. Nothing
-here imports torch, so that the command line reads a cluster at once.
+A machine that was measured is read from the file that `calibrate` writes; clusters.py knows others.
+Nothing here imports torch, so that the command line reads a cluster at once.
 """
 
 import json
 import math
-import re
 from bisect import bisect
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from lightning_shard.lab.machine_file import Must, is_number, is_text, is_whole, read_as
-from lightning_shard.processes.nearest import nearest
+from lightning_shard.lab.machine_file import Must, is_number, is_text, is_whole
 
 GB = 1e9
+PCIE_4 = 25 * GB  # in practice: about three quarters of its data sheet
 MOST_DEVICES = 16_384  # of which one step takes about a minute to predict
-DATA_SHEET = "data sheet: "
-_SIZES = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][^:]*)(?::(.+))?", re.IGNORECASE)
+OF_ONE_CARD = "measured on one card"
+OF_DATA_SHEETS = "from data sheets, scaled by a measured H100"
 _IN_ROUNDS = (
     "all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "all_reduce",
     "mean_of_gradients",
@@ -41,6 +39,11 @@ _MEASURED_AS = {  # the collective that is measured, for each other one that is 
     "scatter": "all_to_all_single",
     "gather": "all_gather_single",
 }
+
+
+# what changes the rate of a convolution: few channels, strides besides, a kernel of one place, and
+# channels that lie side by side in memory
+CONVOLUTIONS = ("", "thin_", "thin_strided_", "pointwise_", "last_")
 
 
 def _growing(least: int) -> Must:
@@ -68,8 +71,8 @@ Dtype = Annotated[str, _one_of("float64", "float32", "tf32", "bfloat16", "float1
 Kernel = Annotated[
     str,
     _one_of(
-        "convolution", "convolution_backward", "thin_convolution", "thin_convolution_backward",
         "fft",
+        *(f"{kind}convolution{way}" for kind in CONVOLUTIONS for way in ("", "_backward")),
     ),
 ]  # fmt: skip
 Rates = dict[Dtype, Rate]
@@ -131,10 +134,10 @@ class Device:
         per_call: Seconds that a kernel takes at least.
         source: The data sheet of these numbers, or the way in which they were measured.
         kernels: The same rates as `flops` for kinds of kernels that were measured: "fft",
-            "convolution" and "convolution_backward", and "thin_" before these two where channels
-            are few.
+            "convolution" and "convolution_backward", and a word of `CONVOLUTIONS` before these two.
         bandwidths: Pairs of bytes that a kernel reads and writes, and bytes a second, by growing
             bytes: small tensors lie in caches.
+        host_rate: Bytes a second each way between its memory and that of the host.
     """
 
     name: Text
@@ -147,15 +150,21 @@ class Device:
     bandwidths: Annotated[list[tuple[Annotated[int, _ABOVE_0], Rate]], _growing(0)] = field(
         default_factory=list[tuple[int, float]]
     )
+    host_rate: Rate = PCIE_4
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
             raise ValueError("device.flops.float32 is missing")
 
-    def flops_of(self, kernel: str, dtype: str) -> float:
-        """Return the operations a second of a kind of kernel; of dense products if unknown."""
-        dense = self.flops.get(dtype, self.flops["float32"])
-        return self.kernels.get(kernel, {}).get(dtype, dense)
+    def flops_of(self, kernels: Sequence[str], dtype: str) -> float:
+        """Return the operations a second of the first kind of kernel that is known.
+
+        Of dense products if none is, and in float32 if the type of number is not known.
+        """
+        for rates in (*(self.kernels.get(kernel, {}) for kernel in kernels), self.flops):
+            if dtype in rates:
+                return rates[dtype]
+        return self.flops["float32"]
 
     def bandwidth_of(self, moved: float) -> float:
         """Return the bytes a second of a kernel that reads and writes `moved` bytes."""
@@ -200,9 +209,10 @@ class Cluster:
     @property
     def origin(self) -> str:
         """A sentence on where the rates come from."""
-        if not self.device.source.startswith(DATA_SHEET):
-            return f"The rates of {self.device.name} and its links: {self.device.source}."
-        return f"The rates of {self.device.name} and its links are from data sheets, not measured."
+        rates = f"The rates of {self.device.name}"
+        if self.device.source.startswith((OF_DATA_SHEETS, OF_ONE_CARD)):
+            return f"{rates}: {self.device.source}; those of its links: data sheets."
+        return f"{rates} and its links: {self.device.source}."
 
     def link(self, ranks: int) -> Link:
         """Return the slowest link among neighbouring ranks.
@@ -274,133 +284,3 @@ def _between(points: Sequence[tuple[int, Cost]], sent: int) -> Cost:
     return Cost(
         first.busy + part * (last.busy - first.busy), first.link + part * (last.link - first.link)
     )
-
-
-def _device(
-    name: str,
-    memory: float,
-    teraflops: tuple[float, float, float, float],
-    bandwidth: float,
-    source: str,
-) -> Device:
-    """Make a device of memory in GB, bandwidth in GB/s, and rates of float64, 32, tf32, 16 bits."""
-    rates = dict(zip(("float64", "float32", "tf32", "bfloat16"), teraflops, strict=True))
-    flops = {dtype: rate * 1e12 for dtype, rate in rates.items()}
-    flops["float16"] = flops["bfloat16"]
-    return Device(name, int(memory * GB), flops, bandwidth * GB, 5e-6, f"{DATA_SHEET}{source}")
-
-
-# Without sparsity. What a package of two offers is halved where each half is a device of torch.
-DEVICES: dict[str, Device] = {
-    row.name: row
-    for row in (
-        _device("A100-40", 40, (19.5, 19.5, 156, 312), 1555, "NVIDIA A100 40GB SXM"),
-        _device("A100-80", 80, (19.5, 19.5, 156, 312), 2039, "NVIDIA A100 80GB SXM"),
-        _device("H100", 80, (67, 67, 494.5, 989), 3350, "NVIDIA H100 SXM"),
-        _device("H200", 141, (67, 67, 494.5, 989), 4800, "NVIDIA H200 SXM"),
-        _device("MI250X", 64, (47.9, 47.9, 47.9, 191.5), 1638, "AMD Instinct MI250X, one GCD"),
-        _device(
-            "Max1550", 64, (26, 26, 209, 419), 1638, "Intel Data Center GPU Max 1550, one stack"
-        ),
-    )
-}
-_SAME = {"A100": "A100-80", "H100-SXM": "H100", "H100-80": "H100", "MI250": "MI250X"}
-
-# Bytes a second in one direction, from data sheets. No maker gives latencies: these are usual times
-# of small collectives of NCCL, RCCL and gloo.
-LINKS: dict[str, Link] = {
-    "NVLink3": Link(300 * GB, 15e-6),  # 12 links of 25 GB/s
-    "NVLink4": Link(450 * GB, 15e-6),  # 18 links of 25 GB/s
-    "PCIe4": Link(32 * GB, 20e-6),  # 16 lanes
-    "PCIe5": Link(64 * GB, 20e-6),
-    "InfinityFabric": Link(50 * GB, 20e-6),  # one link of 16 bits, between two packages
-    "XeLink": Link(26.5 * GB, 20e-6),  # one link
-    "HDR": Link(25 * GB, 25e-6),  # InfiniBand, 200 Gb/s
-    "NDR": Link(50 * GB, 25e-6),  # InfiniBand, 400 Gb/s
-    "Slingshot": Link(25 * GB, 30e-6),  # 200 Gb/s
-    "Ethernet10": Link(1.25 * GB, 60e-6),
-    "Ethernet25": Link(3.125 * GB, 60e-6),
-    "Ethernet100": Link(12.5 * GB, 60e-6),
-}
-# Within a node, and between nodes with the network cards that each device has to itself: one in
-# NVIDIA's DGX, half a card in Frontier, two thirds of one in Aurora.
-_USUAL: dict[str, tuple[Link, str, float]] = {
-    "A100-40": (LINKS["NVLink3"], "HDR", 1),
-    "A100-80": (LINKS["NVLink3"], "HDR", 1),
-    "H100": (LINKS["NVLink4"], "NDR", 1),
-    "H200": (LINKS["NVLink4"], "NDR", 1),
-    "MI250X": (LINKS["InfinityFabric"], "Slingshot", 1 / 2),
-    "Max1550": (LINKS["XeLink"], "Slingshot", 2 / 3),
-}
-
-
-def read_cluster(text: str, price: float | None = None) -> Cluster:
-    """Read a cluster from a few letters, or from the file of a machine that was measured.
-
-    Args:
-        text: Nodes, devices of a node and their kind, such as `8x8xH100`, or `4xA100` for one
-            node. After a colon other links between nodes, `8x8xH100:HDR`, or within a node and
-            between them, `8x8xH100:PCIe5/Ethernet100`. Or the name of a `.json` file that
-            `calibrate` wrote.
-        price: The price of one device for an hour.
-
-    Raises:
-        ValueError: The text is no cluster, or the price is not positive.
-
-    Example:
-        >>> read_cluster("8x8xH100").devices
-        64
-    """
-    if price is not None and not 0 < price < math.inf:
-        raise ValueError(f"the price of a device and hour must be larger than 0; got {price:g}.")
-    if text.endswith(".json"):
-        return _from_file(Path(text), price)
-    found = _SIZES.fullmatch(text.strip())
-    if not found:
-        raise ValueError(
-            f"'{text}' is no cluster: nodes x devices of a node x kind of device, such as "
-            "8x8xH100, or a .json file that calibrate wrote."
-        )
-    nodes, per_node = int(found[1] or 1), int(found[2])
-    if not 0 < nodes * per_node <= MOST_DEVICES:
-        raise ValueError(
-            f"'{text}' has {nodes * per_node} devices; give at least one node and one device of "
-            f"it, and {MOST_DEVICES} at most."
-        )
-    device = DEVICES[_SAME.get(found[3].upper(), _known("device", found[3], [*DEVICES, *_SAME]))]
-    inside, between = _links(device.name, found[4])
-    return Cluster(device, per_node, nodes, inside, between, price)
-
-
-def _links(device: str, text: str | None) -> tuple[Link, Link]:
-    inside, name, share = _USUAL[device]
-    between = Link(LINKS[name].bandwidth * share, LINKS[name].latency)
-    if text is None:
-        return inside, between
-    names = text.split("/")
-    if len(names) > 2:
-        raise ValueError(
-            f"'{text}' names {len(names)} links; give the one between nodes, or the one within a "
-            "node and the one between them, such as PCIe5/Ethernet100."
-        )
-    chosen = [LINKS[_known("link", each, LINKS)] for each in names]
-    return (chosen[0] if len(chosen) == 2 else inside), chosen[-1]
-
-
-def _known(kind: str, name: str, names: Iterable[str]) -> str:
-    """Return the known name that is equal but for its case."""
-    lower = {each.lower(): each for each in names}
-    if name.strip().lower() in lower:
-        found = lower[name.strip().lower()]
-        return _SAME.get(found, found)
-    close = nearest(name, names, "") or f"; known are {', '.join(names)}."
-    raise ValueError(f"'{name}' is no known {kind}{close}")
-
-
-def _from_file(path: Path, price: float | None) -> Cluster:
-    cluster = read_as(Cluster, path)
-    if cluster.devices > MOST_DEVICES:
-        raise ValueError(
-            f"'{path}' has {cluster.devices} devices, and {MOST_DEVICES} are the most."
-        )
-    return cluster if price is None else replace(cluster, price=price)

@@ -18,11 +18,12 @@ from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp import choose_sharding
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data, Stage, first_batches
+from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
-from lightning_shard.lab.machine import Cluster, read_cluster
+from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
 from lightning_shard.lab.tiles import refuse_to_offload, sizes_of_tiles
-from lightning_shard.lab.timeline import HOST_RATE, HOST_RATES, Replay
+from lightning_shard.lab.timeline import HOST_RATES, Replay
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
 
@@ -327,7 +328,7 @@ def _in_turns(found: Traced, tiles: int, cluster: Cluster | None) -> dict[str, A
     sizes = {"in_turns": True, "on_host": tiles * found.on_host, "to_host": out, "from_host": back}
     if cluster is None:
         return sizes
-    computed, link = tiles * found.timeline.computed, (out + back) / HOST_RATE
+    computed, link = tiles * found.timeline.computed, (out + back) / cluster.device.host_rate
     return {
         **sizes, "seconds": computed + link, "compute": computed, "exchange": link,
         "parameters_traffic": 0.0, "overlapped": 0.0,

@@ -13,7 +13,8 @@ from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab.batches import Data, first_batches
-from lightning_shard.lab.machine import Cluster, read_cluster
+from lightning_shard.lab.clusters import read_cluster
+from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import predict
 from lightning_shard.lab.ranking import Candidate, Ranking, Setting
 from lightning_shard.lab.run import Mesh, samples_of, trainer_options

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lightning_shard.domain.memory_format import format_of
 from lightning_shard.fsdp.paging.pager import SMALL_BYTES
-from lightning_shard.lab.machine import Collective, Cost, Device
+from lightning_shard.lab.machine import PCIE_4, Collective, Cost, Device
 from lightning_shard.processes.torch_private.internals import storage_key
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FFT_FLOPS = 5  # times n log2(n), for n complex numbers
 # bytes a second each way between device and host, in practice: about three quarters of data sheets
-HOST_RATES = {"PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 300e9}
-HOST_RATE = HOST_RATES["PCIe 4"]
+HOST_RATES = {"PCIe 4": PCIE_4, "PCIe 5": 2 * PCIE_4, "NVLink-C2C": 12 * PCIE_4}
 THIN = 8  # channels, on either side of a convolution, below which its kernels are slower
 _NO_KERNEL = ("empty", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
 
@@ -142,10 +142,14 @@ class Ledger:
         for x in tensors:
             self._resize(self._see(x), 0, self.operations)
 
+    @property
+    def _host_rate(self) -> float:
+        return PCIE_4 if self._device is None else self._device.host_rate
+
     def to_host(self, x: Tensor) -> None:
         """Move the memory of a tensor to the host, after the operations so far."""
         memory = self._see(x)
-        self.seconds += memory.sizes[-1][1] / HOST_RATE
+        self.seconds += memory.sizes[-1][1] / self._host_rate
         self._resize(memory, 0, self.operations)
 
     def to_host_above(self, budget: int, x: Tensor) -> None:
@@ -166,7 +170,7 @@ class Ledger:
         """Move the memory of a tensor back from the host, if it is there."""
         memory, size = self._see(x), x.untyped_storage().nbytes()
         if not memory.sizes[-1][1]:
-            self.seconds += size / HOST_RATE
+            self.seconds += size / self._host_rate
             self._resize(memory, size, self.operations)
 
     def hand_over(self) -> None:
@@ -266,19 +270,31 @@ class Ledger:
         moved = sum(x.numel() * x.element_size() for x in used)
         kind = str(_REAL.get(dtype, dtype)).removeprefix("torch.")
         flops = _flops(operator, args, kwargs, out)
-        rate = device.flops_of(_kernel(operator, args), kind) if flops else 1.0
+        kernels = _kernels(operator, args)
+        if kind == "float32" and not kernels and torch.get_float32_matmul_precision() != "highest":
+            kind = "tf32"
+        rate = device.flops_of(kernels, kind) if flops else 1.0
         return max(moved / device.bandwidth_of(moved), flops / rate, device.per_call)
 
 
-def _kernel(operator: Any, args: Any) -> str:
-    """Return the kind of kernel, as `Device.kernels` names it."""
+def _kernels(operator: Any, args: Any) -> list[str]:
+    """Name the kinds of kernel of an operator as `Device.kernels` does, the closest one first."""
     name: str = operator.overloadpacket.__name__
     if name.startswith("_fft_"):
-        return "fft"
+        return ["fft"]
     if name not in ("convolution", "convolution_backward"):
-        return ""
-    weight = args[2] if name.endswith("_backward") else args[1]
-    return f"thin_{name}" if min(weight.shape[:2]) < THIN else name
+        return []
+    first = 1 if name.endswith("_backward") else 0
+    x, weight, stride = args[first], args[first + 1], args[first + 3]
+    kinds: list[str] = []
+    if min(weight.shape[:2]) < THIN:
+        kinds = ["thin_strided_"] if max(stride) > 1 else []
+        kinds.append("thin_")
+    elif weight.shape[2:].numel() == 1:
+        kinds.append("pointwise_")
+    elif format_of(x) != torch.contiguous_format:
+        kinds.append("last_")
+    return [f"{kind}{name}" for kind in (*kinds, "")]
 
 
 def _flops(operator: Any, args: Any, kwargs: Any, out: Any) -> float:

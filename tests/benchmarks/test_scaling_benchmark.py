@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_shard.lab.machine import LINKS, read_cluster
+from lightning_shard.lab.clusters import LINKS, read_cluster
 
 pytestmark = pytest.mark.slow
 

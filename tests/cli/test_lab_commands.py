@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_shard.cli.main import main
+from lightning_shard.lab.clusters import read_cluster
 from tests.cli.test_configs import DARCY, NETWORK, files
 from tests.lab.test_best import Machine
 
@@ -83,7 +84,7 @@ def test_plan_of_the_best_mesh(capfd, tmp_path):
     with mock.patch("lightning_shard.lab.search.predict", Machine(10**9)):
         main(["plan", *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK, *words])
     out, err = capfd.readouterr()
-    assert "4 devices: 2x2xH100 (data sheet: NVIDIA H100 SXM), 2 per device and hour" in out
+    assert "4 devices: 2x2xH100 (measured on one card" in out
     assert "4x1   gradients  kept" in out
     assert "written to kept/plan.yaml" in err
     fit = ["fit", *files("tfno_darcy"), *SMALL, *SMALL_NETWORK, "--config=kept/plan.yaml"]
@@ -96,9 +97,9 @@ def test_plan_of_a_mesh_on_a_cluster(capfd):
     command = ["plan", *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK]
     main([*command, "--cluster=4xA100"])
     first, _, title, step, *_ = capfd.readouterr().out.splitlines()
-    assert first == "The rates of A100-80 and its links are from data sheets, not measured."
+    assert first == read_cluster("4xA100").origin
     assert title.startswith(
-        "One of 4 ranks (2 data replicas x 2 domain ranks) of 1x4xA100-80 (data"
+        "One of 4 ranks (2 data replicas x 2 domain ranks) of 1x4xA100-80 (from"
     )
     assert step.startswith("  step ")
     with pytest.raises(SystemExit) as stop:

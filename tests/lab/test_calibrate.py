@@ -11,6 +11,7 @@ from lightning_shard.cli.main import main
 from lightning_shard.lab import calibrate as measuring
 from lightning_shard.lab import kernels
 from lightning_shard.lab.calibrate import calibrate, table_of_rates
+from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.machine import (
     MOST_DEVICES,
     Cluster,
@@ -18,7 +19,6 @@ from lightning_shard.lab.machine import (
     Cost,
     Device,
     Link,
-    read_cluster,
 )
 from lightning_shard.lab.timeline import Ledger
 
@@ -97,6 +97,48 @@ def test_operations_take_the_rate_of_their_kind(channels, rate):
     ledger = Ledger(DEVICE)
     ledger.note(convolution, args, {}, [x, weight], convolution(*args))
     assert ledger.seconds == pytest.approx(2 * channels * 8 * 16 * 16 / rate)
+
+
+KINDS = {
+    "thin_": 2e6, "thin_strided_": 3e6, "pointwise_": 4e6, "last_": 5e6, "": 6e6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "last", "rate"),
+    [
+        (3, 3, 1, False, 2e6), (3, 3, 2, False, 3e6), (8, 1, 1, False, 4e6), (8, 3, 1, True, 5e6),
+        (8, 3, 1, False, 6e6), (8, 3, 2, False, 6e6),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backward", [False, True])
+def test_kinds_of_convolutions_have_rates_of_their_own(
+    channels, kernel, stride, last, rate, backward
+):
+    way = "_backward" if backward else ""
+    rates = {f"{kind}convolution{way}": {"float32": value} for kind, value in KINDS.items()}
+    ledger = Ledger(replace(DEVICE, kernels=rates))
+    stored = torch.channels_last if last else torch.contiguous_format
+    x = torch.ones(1, channels, 8, 8).to(memory_format=stored)
+    weight = torch.ones(8, channels, kernel, kernel).to(memory_format=stored)
+    numbers = [stride] * 2, [0, 0], [1, 1], False, [0, 0], 1
+    args = x, weight, None, *numbers
+    y = torch.ops.aten.convolution.default(*args)
+    operator, flops = torch.ops.aten.convolution.default, 2 * weight.numel() * y[0, 0].numel()
+    if backward:
+        operator, flops = torch.ops.aten.convolution_backward.default, 2 * flops
+        args = y, x, weight, None, *numbers, [True, True, False]
+    ledger.note(operator, args, {}, [x, weight], operator(*args))
+    assert ledger.seconds == pytest.approx(flops / rate)
+
+
+@pytest.mark.parametrize(("precision", "rate"), [("highest", 1e6), ("high", 8e6)])
+def test_products_in_tf32_take_the_rate_of_tf32(monkeypatch, precision, rate):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    ledger = Ledger(replace(DEVICE, flops={"float32": 1e6, "tf32": 8e6}))
+    x, product = torch.ones(16, 16), torch.ops.aten.mm.default
+    ledger.note(product, (x, x), {}, [x, x], product(x, x))
+    assert ledger.seconds == pytest.approx(2 * 16**3 / rate)
 
 
 def test_collectives_take_what_they_took():

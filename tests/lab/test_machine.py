@@ -2,7 +2,9 @@
 
 import pytest
 
-from lightning_shard.lab.machine import DEVICES, LINKS, Link, read_cluster
+from lightning_shard.lab.clusters import DEVICES, LINKS, read_cluster
+from lightning_shard.lab.machine import Link
+from lightning_shard.processes.device import device_of
 
 
 @pytest.mark.parametrize(
@@ -14,7 +16,28 @@ def test_clusters(text, nodes, per_node, device):
     assert (found.nodes, found.per_node, found.device) == (nodes, per_node, DEVICES[device])
     assert found.devices == nodes * per_node
     assert found.price == 2.5
-    assert "data sheet" in str(found)
+    assert "data sheets" in found.origin
+
+
+def test_the_measured_device_is_measured_and_the_others_are_scaled_by_it():
+    h100, a100 = (read_cluster(f"8x{name}") for name in ("H100", "A100"))
+    assert h100.origin.startswith("The rates of H100: measured on one card with torch 2.11")
+    assert a100.origin == (
+        "The rates of A100-80: from data sheets, scaled by a measured H100: NVIDIA A100 80GB SXM; "
+        "those of its links: data sheets."
+    )
+    reached = h100.device.flops["bfloat16"] / 989e12
+    assert a100.device.flops["bfloat16"] == pytest.approx(312e12 * reached)
+    assert a100.device.kernels.keys() == h100.device.kernels.keys()
+    assert h100.device.host_rate == 2 * a100.device.host_rate  # PCIe 5, PCIe 4
+
+
+def test_spectra_choose_by_the_rates_of_the_measured_device():
+    """processes/device.py does not read the file, which `plan` does."""
+    rates, found = device_of("cuda").rates, DEVICES["H100"]
+    assert 1e9 / rates.flop == pytest.approx(found.flops["float32"], rel=0.03)
+    assert 1e9 / rates.touch == pytest.approx(found.bandwidth, rel=0.03)
+    assert 1e-9 * rates.call == pytest.approx(found.per_call, rel=0.03)
 
 
 def test_links_are_chosen():

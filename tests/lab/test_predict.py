@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab import fake_trainer
 from lightning_shard.lab.batches import first_batches
+from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import traced
 from lightning_shard.lab.machine import Cluster, Collective, Cost, Device, Link
 from lightning_shard.lab.predict import predict, rank_inside
@@ -238,7 +239,7 @@ def test_it_prints_a_table_and_leaves_a_batch_of_shapes():
     assert "peak memory" in shown
     assert "fits into 953.7 MiB" in shown
     shown = str(predict(Net(), fields, 2, "2xH100"))
-    sentence = "The rates of H100 and its links are from data sheets, not measured."
+    sentence = read_cluster("2xH100").origin
     assert shown.splitlines()[0] == sentence
     assert first_batches(Net(), fields, "fit")[0].untyped_storage().nbytes() == 4
 
