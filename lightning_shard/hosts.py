@@ -30,7 +30,7 @@ SHARED = tuple(
     for name in ("aligned", "calibrate", "kernels", "machine", "machine_file", "simulate",
                  "simulated", "timeline")
 )  # fmt: skip
-# what the second copy gets for an import; the first that begins a name
+# the second copy gets these for an import; the first that begins a name counts
 _INSTEAD = {
     "lightning.pytorch": OLDER,
     "lightning.fabric": "lightning_fabric",
@@ -42,7 +42,7 @@ _NAMES = (
     "trainer.xpu.accelerator",
     "trainer.strategy",
     "trainer.fabric",
-)  # what registers our names
+)  # these register our names
 
 _chosen: list[str] = []  # by the command line
 _taken_for: list[tuple[type, str]] = []  # classes of ours, each with the base that a Trainer asks

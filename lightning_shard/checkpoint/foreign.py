@@ -14,7 +14,7 @@ from lightning_shard.checkpoint.stored import StoredState
 from lightning_shard.processes.narrow import is_dict, is_list, is_mapping
 
 OWN = "lightning_shard"  # in a checkpoint: the mesh, versions, random states
-# what FSDP1, activation checkpointing and torch.compile put into the names of what they wrap
+# FSDP1, activation checkpointing and torch.compile put these into the names of what they wrap
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 DDP = "module."
 # where programs keep the weights in a file that holds more: Lightning, then others

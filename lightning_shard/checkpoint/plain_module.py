@@ -118,7 +118,7 @@ def _own_hooks(held: dict[str, Any]) -> set[int]:
     numbers = set[int]()
     for hooks in (v for key, v in held.items() if "_hook" in key and isinstance(v, dict)):
         for number, hook in hooks.items():
-            inner: Any = getattr(hook, "hook", hook)  # of a hook of state dicts
+            inner: Any = getattr(hook, "hook", hook)  # hooks of state dicts are wrapped
             inner = getattr(inner, "func", inner)
             if str(getattr(inner, "__module__", "")).startswith(_OURS):
                 numbers.add(number)

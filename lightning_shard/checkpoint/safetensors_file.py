@@ -38,7 +38,7 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
-FEW_BYTES = 2**20  # of rows that are read although a region holds only a part of them
+FEW_BYTES = 2**20  # rows are read whole up to this size, though a region holds a part of them
 
 
 def in_order(names: Iterable[str], dtypes: Mapping[str, torch.dtype]) -> list[str]:

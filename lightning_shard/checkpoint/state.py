@@ -23,7 +23,7 @@ from lightning_shard.processes.narrow import is_dict
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
-_MARK = "lightning_shard.extra"  # of a DTensor that is taken out of a tree
+_MARK = "lightning_shard.extra"  # stands where a DTensor was taken out of a tree
 Tree = dict[str, Any]
 
 
@@ -173,7 +173,7 @@ def _mapped(value: dict[Any, Any], keep: bool) -> dict[Any, Any]:
     changed = {key: full(v, keep) for key, v in value.items()}
     if all(changed[key] is v for key, v in value.items()):
         return value
-    result = copy.copy(value)  # of its class: a state dict keeps the versions of its modules
+    result = copy.copy(value)  # the class stays: a state dict keeps the versions of its modules
     result.update(changed)
     return result
 

@@ -36,7 +36,7 @@ from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.mesh import flat_mesh
 
 TORCH = (".pt", ".pth", ".bin")
-PART_BYTES = 2**28  # of a state that is read from disk
+PART_BYTES = 2**28  # a state is read from disk in such parts
 
 
 def save_weights(module: nn.Module, path: str | Path) -> None:
@@ -99,7 +99,7 @@ def _write(
         shapes = {name: tensor.shape for name, tensor in state.items()}
         write_safetensors(file, shapes, _dtypes(state), (tensor for _, tensor in parts))
         return
-    weights = copy.copy(state)  # of its class: a state dict keeps the versions of its modules
+    weights = copy.copy(state)  # the class stays: a state dict keeps the versions of its modules
     weights.update(parts)
     version_key = {"pytorch-lightning_version": version("lightning")}
     torch.save(version_key | {"state_dict": weights} if ending == ".ckpt" else weights, file)

@@ -58,7 +58,7 @@ class LabCLI(lightning_cli.ShardCLI):
             self.domain, self.processes = (2,) if self.tiles == "auto" else tuple(self.tiles), 1
         shard_dims = strategy_options(trainer).get("shard_dims")
         precision = {} if trainer.precision is None else {"precision": trainer.precision}
-        self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # what changes it
+        self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # these change the step
         trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
         trainer.logger, trainer.strategy = False, "auto"
 

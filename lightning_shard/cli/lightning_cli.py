@@ -42,7 +42,7 @@ from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import add_once
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
-SWITCHES = {"test_after_fit": False, "profile": False, "report": True}  # of fit, by default
+SWITCHES = {"test_after_fit": False, "profile": False, "report": True}  # defaults of `fit`
 
 
 class SaveConfig(SaveConfigCallback):
@@ -158,7 +158,7 @@ class ShardCLI(LightningCLI):
         if isinstance(self.trainer.strategy, HybridShardStrategy):
             options: dict[str, Any] = vars(self.config[self.config["subcommand"]].as_flat())
             self.trainer.strategy.config = {
-                key: re.sub(" at 0x[0-9a-f]+", "", str(value))  # of objects in this process
+                key: re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses of objects differ
                 for key, value in options.items()
                 if key != "config"
             }
@@ -237,7 +237,7 @@ def run(
         state.stop_children()
         named = given.mentioned(str(err)) if state.first_step is None else ()
         exit_with(err, named)
-    except SystemExit:  # what Lightning makes of Ctrl-C
+    except SystemExit:  # Lightning makes this of Ctrl-C
         if (trainer := state.trainer) and trainer.interrupted and is_first_rank():
             print("\n".join(words_of_an_interrupt(trainer)), file=sys.stderr)
         raise

@@ -33,7 +33,7 @@ SPEC = ("class_path", "init_args", "dict_kwargs")
 NO_VALUE = re.compile(r"argument --([\w.]+)\S*: expected one argument")
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
 VALUE = re.compile(r"(?:Got|Given) value: (.+)")
-CLASS = (  # what the parser says of a class that it cannot use: its path, and why
+CLASS = (  # the parser says so of a class that it cannot use: its path, and why
     re.compile(r"given class_path '(?P<path>[^']+)':\s+(?P<why>.+)"),
     re.compile(r"callable class: (?P<why>.+?)\. Got value: (\w+\(class_path=')?(?P<path>[\w./]+)"),
     re.compile(r"(?P<why>Multiple subclasses with name (?P<path>\w+)\..+)"),
@@ -96,7 +96,7 @@ def explain(refusal: RefusalError, given: Given, command: str, parser: Parser) -
         strategy = (f"trainer.strategy.{n}" for n in HybridShardStrategy.__init__.__annotations__)
         elsewhere = (*parser.names, *strategy, *(bare(o.key) for o in given.options))
         below = [other for other in elsewhere if other.endswith(f".{name}") and not key]
-        if key and not choices:  # of a class that takes no options
+        if key and not choices:  # the class takes no options
             named = given.last(f"{key}.class_path")
             if named is None:
                 return UsageError(f"the option '{key}.class_path' is missing {given.place(key)}")

@@ -26,7 +26,7 @@ class RunState(Callback):
             every error keeps its traceback.
     """
 
-    has_last_words = True  # which EpochReport leaves to the command line
+    has_last_words = True  # EpochReport leaves them to the command line
 
     def __init__(self, given: Given) -> None:
         self.given = given
@@ -34,7 +34,7 @@ class RunState(Callback):
         self.error: Exception | None = None
         self.trainer: Trainer | None = None
         self.started = time.monotonic()
-        self.first_step: int | None = None  # of this training, which may not begin
+        self.first_step: int | None = None  # the training may not begin
 
     def stop_children(self) -> None:
         """Stop the ranks launched from here, which would report the same refusal once more."""

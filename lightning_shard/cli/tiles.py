@@ -19,7 +19,7 @@ from lightning_shard.trainer.strategy import HybridShardStrategy
 TYPES: dict[str, Any] = {
     "tiles": int | list[int] | str | None, "tile_memory": str | None, "tile_budget": str | None
 }  # fmt: skip
-_KINDS = (HybridShardStrategy, TiledStrategy)  # whose options are those of tiles
+_KINDS = (HybridShardStrategy, TiledStrategy)  # their options are those of tiles
 _OURS = {kind.strategy_name: f"lightning_shard.{kind.__name__}" for kind in _KINDS}
 
 

@@ -23,7 +23,7 @@ from lightning_shard.processes.process_info import rank_variables
 from lightning_shard.processes.variables import end_attempts
 
 ENV_PREFIX = "LIGHTNING_SHARD"
-SAYS_ALL = (ValueError, OSError, NotImplementedError)  # whose sentences need no kind
+SAYS_ALL = (ValueError, OSError, NotImplementedError)  # their sentences need no kind
 LONGEST = 200  # characters of a cause
 PATIENCE_S = 5.0  # launchers stop the other ranks within this time once rank 0 has failed
 
@@ -81,7 +81,7 @@ def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
     """
     is_usage = isinstance(err, UsageError)
     on_all_ranks = is_usage or type(err).__name__ == "DisagreementError"
-    if is_usage:  # which another attempt would not change
+    if is_usage:  # another attempt would not change it
         end_attempts()
     if not is_first_rank():
         if on_all_ranks:
@@ -147,7 +147,7 @@ def _causes(err: BaseException) -> list[str]:
     lines: list[str] = []
     seen = err.__cause__
     while seen is not None and not isinstance(seen, pickle.UnpicklingError):
-        if str(seen) not in str(err):  # which repeats it
+        if str(seen) not in str(err):  # often one repeats the other
             first = textwrap.shorten((str(seen).strip().splitlines() or [""])[0], LONGEST)
             lines.append(f"caused by {type(seen).__name__}: {first}")
         seen = seen.__cause__

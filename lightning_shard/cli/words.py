@@ -11,7 +11,7 @@ from lightning_shard.cli.usage import UsageError, as_usage_error, nearest_file
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.processes.nearest import nearest
 
-ENDS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of the file that `export` writes
+ENDS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # ends of a file that `export` writes
 PER_CORE = 16  # ranks, which more than share a core
 
 

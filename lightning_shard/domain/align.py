@@ -153,7 +153,7 @@ def common_layout(operands: Sequence[Subdomain | Tensor]) -> Layout:
     if split and all(_fits_into(o, split[0]) for o in operands):
         return split[0].layout
     if not split or any(s.domain is not split[0].domain for s in split):
-        typed_torch.broadcast_shapes(*(tuple(o.shape) for o in operands))  # whose error comes first
+        typed_torch.broadcast_shapes(*(tuple(o.shape) for o in operands))  # its error comes first
         if split:
             raise split_differently(split)
         raise UnsupportedOperationError("none of the operands that may be split is split")

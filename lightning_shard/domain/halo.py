@@ -23,7 +23,7 @@ from lightning_shard.domain.wire import begin_all_to_all, packed
 Box = tuple[Span, ...]  # the rows [low, high) of each of a few dims
 Mode = Literal["auto", "always", "never"]
 
-# of the process, not a ContextVar: backward runs in threads that inherit no context
+# a variable of the process, not a ContextVar: backward runs in threads that inherit no context
 _mode: Mode = "auto"
 PROCESS_STATE = {"_mode": _mode}
 

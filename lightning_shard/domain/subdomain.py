@@ -83,7 +83,7 @@ class Copied:
         return self.version != version_of(self.source)
 
 
-_uncounted: WeakSet[Copied] = WeakSet()  # of tensors of inference mode, whose writes nobody counts
+_uncounted: WeakSet[Copied] = WeakSet()  # nobody counts writes in inference mode
 
 
 def written_in_inference(x: Tensor) -> None:

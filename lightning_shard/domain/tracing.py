@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from lightning_shard.processes.torch_private.internals import backward_pass, internal
 
-# of the process, not of a thread: backward is traced in threads of the autograd engine
+# a variable of the process, not of a thread: autograd's engine traces backward in its own threads
 _traced = 0
 _forward = _backward = 0  # collectives since the region was last traced from its beginning
 _outer = -1  # the backward pass that was under way then

@@ -23,8 +23,8 @@ from lightning_shard.processes.torch_private.internals import own_parameters
 Wrap = Sequence[str] | Callable[[nn.Module], bool]
 
 MIN_BLOCK_NUMEL = 100_000
-COVERED = 0.9  # of the parameters of a block, by inner blocks that take its place
-LARGE_NUMEL = 4_000_000  # of a layer that is a block wherever it stands
+COVERED = 0.9  # inner blocks with this share of a block's parameters take its place
+LARGE_NUMEL = 4_000_000  # a layer of this size is a block wherever it stands
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _IN_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -245,7 +245,7 @@ def _ties_kept(root: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
         around = (b for b in chosen if not _outside(b, root) & {*modules})
         enclosing = next(around, root)
         if enclosing not in found:
-            # of equal ones the first in the module: a set has another order on each rank
+            # the first in the module among equal ones: a set has another order on each rank
             in_order = [block for block in [*chosen, root] if block in found]
             least = min(in_order, key=lambda b: sum(p.numel() for p in b.parameters()))
             return _ties_kept(root, [b for b in chosen if b is not least])

@@ -19,7 +19,7 @@ from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.process_info import process_info
 
 TRAINABLE_BYTES, FROZEN_BYTES = 16, 4  # for each number: parameter, gradient, two states of Adam
-SHARE, MOST_BYTES = 0.05, 4 * 2**30  # of a device's memory, and in all
+SHARE, MOST_BYTES = 0.05, 4 * 2**30  # a share of the device's memory, and bytes in all
 _GIB, _MIB = 2**30, 2**20
 
 

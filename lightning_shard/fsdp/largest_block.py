@@ -11,7 +11,7 @@ from lightning_shard.fsdp.shard_block import class_name, sharded_modules
 from lightning_shard.processes.torch_private.internals import gathered_by
 
 WORTH_SAYING = 64 * 2**20  # bytes of parameters
-_COPIES = 3  # of a block: its parameters, its gradients, and their layout for the ranks
+_COPIES = 3  # a block's parameters, its gradients, and their layout for the ranks
 
 
 def advice(module: nn.Module) -> str:

@@ -166,7 +166,7 @@ def _reset_whole(
         for part, name, p, _ in places:
             own_parameters(part)[name] = p
     for part, _, p, paired in places:
-        # of tied modules the first one made the value
+        # the first of tied modules made the value
         if part is not module or first.setdefault(p, module) is module:
             _keep_part(p, wholes[p], paired)
             unmade.discard(p)

@@ -85,7 +85,7 @@ class Mover:
         self.driver = driver
         self._memory = memory or Memory(pinned=torch.accelerator.is_available())
         self._pages: dict[torch.device, Pages] = {}
-        self._near = OrderedDict[Page, None]()  # what backward needs last comes first
+        self._near = OrderedDict[Page, None]()  # backward needs the first one last
         self._away = OrderedDict[Page, None]()
         self._places = 0  # saved tensors so far
         self._last = 0  # the place that backward asked for last
@@ -253,7 +253,7 @@ class OnHost(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-MOVER = Mover(Driver())  # of this process
+MOVER = Mover(Driver())  # one for the process
 
 
 class _Offloaded:

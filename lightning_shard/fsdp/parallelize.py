@@ -573,8 +573,8 @@ _SHARD: tuple[Callable[[_Work], None], ...] = (
     _store_as_pairs,  # before parameters are grouped by dtype
     _split_spectral_weights,  # these are sharded over fewer ranks, before the others are grouped
     _shard,
-    _reduce_unused_parameters,  # of all groups, once there is none more to make
-    _materialize,  # of the meta device only shards get memory, so after they are sharded
+    _reduce_unused_parameters,  # after all groups are made
+    _materialize,  # after sharding: only shards of the meta device get memory
     _average_plain_gradients,  # its hooks belong to the parameters that have memory
     _leave_old_parameters,  # once each parameter is the one that stays
     _prefetch,  # it links the blocks, so all must be sharded

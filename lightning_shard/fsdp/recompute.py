@@ -59,7 +59,7 @@ class _Only(DispatchMode):
         result = self.mode.__torch_dispatch__(func, types, args, kwargs)
         if not self.copies:
             return result
-        # what is kept stays as it is, whatever is added to the result in place
+        # the kept tensor stays as it is, whatever is added to the result in place
         given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
 
         def copy(t: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class SameBlocks:
         self.group_store = default_store()
         self.ranks, self._rank = ranks, rank
         self._store, self._answers = (store_of_attempt().clone() for _ in range(2))
-        self._number = 0  # of the modules that were sharded
+        self._number = 0  # counts the modules that were sharded
         self._old: list[str] = []
         self.begin()
         self._thread = StoreThread(self._answer, every_s=LOOK_S)

@@ -179,7 +179,7 @@ def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
                 cast("FSDPModule", block).unshard()
         return local.strip((args, kwargs)), {}
 
-    # of hooks before the call FSDP's come first, of those after it last
+    # FSDP's hooks come first before the call, and last after it
     block.register_forward_pre_hook(
         lambda _, args, __: local.restore(args), prepend=True, with_kwargs=True
     )

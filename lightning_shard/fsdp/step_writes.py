@@ -45,7 +45,7 @@ class Gathered:
         ]
         self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
         self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
-        self._slices: dict[Tensor, tuple[slice, ...]] = {}  # of the whole, by shard
+        self._slices: dict[Tensor, tuple[slice, ...]] = {}  # slices of the whole, by shard
         self._in_step = self._keeps = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -14,7 +14,7 @@ from lightning_shard.processes.torch_private.typed import random, typed_torch
 Data = LightningDataModule | DataLoader[Any]
 Stage = Literal["fit", "validate", "test", "predict"]
 
-# of each stage: the step of the module, and the hook that gives its loaders
+# the module's step in each stage, and the hook that gives its loaders
 STEPS: dict[Stage, tuple[str, str]] = {
     "fit": ("training_step", "train_dataloader"),
     "validate": ("validation_step", "val_dataloader"),

@@ -52,7 +52,7 @@ class BatchesOnce:
         self._loaders = defaultdict[int, int](int)  # by rank, counted alike on all
         self._losses = defaultdict[int, dict[int, float]](dict)  # by rank, of backwards under way
         self._backwards = defaultdict[int, int](int)  # by rank
-        self._own_classes: list[tuple[Any, type]] = []  # of loaders of the first rank
+        self._own_classes: list[tuple[Any, type]] = []  # the first rank's loaders
 
     @property
     def is_stopping(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_OF_LIGHTNING = {"log", "log_dict"}  # which it attaches to callbacks in each run
+_OF_LIGHTNING = {"log", "log_dict"}  # Lightning attaches them to callbacks in each run
 
 
 def holds(value: Any, parts: set[int], seen: set[int] | None = None) -> bool:

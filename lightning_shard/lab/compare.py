@@ -35,7 +35,7 @@ from lightning_shard.processes.torch_private.typed import linalg
 
 MESHES = ((1, 1), (1, 2), (2, 2), (1, 4))
 DOUBLE = "64-true"
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of a loss, a gradient or an output
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # for a loss, a gradient or an output
 NARROW = 5e-2  # the tolerance for narrower dtypes
 NEGLIGIBLE = 1e-3  # a parameter's share of the gradient below which it is compared with that share
 GROWTH = 100.0  # how much more than one rounding of each first weight is still rounding

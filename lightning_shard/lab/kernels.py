@@ -18,8 +18,8 @@ from lightning_shard.processes.torch_private.typed import fft
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REAL_OF_FFT = (torch.float32, torch.float64)
-LARGEST = 2**13  # of the extents that are tried
-BYTES = tuple(2**n for n in range(14, 28, 2))  # of tensors, from those that lie in caches on
+LARGEST = 2**13  # no larger extent is tried
+BYTES = tuple(2**n for n in range(14, 28, 2))  # the smallest tensors lie in caches
 FEW, MANY = 3, 32  # channels
 Made = tuple[Callable[[], Any], float]  # a call, and the floating-point operations of it
 _backward: Any = torch.ops.aten.convolution_backward

@@ -20,13 +20,13 @@ from lightning_shard.lab.batches import Stage, first_batches
 from lightning_shard.lab.predict import predict, size_in_words
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
-# of what is free: the rest is for workspaces of kernels, and for what lies between tensors. Nine
+# a share of what is free: the rest is for workspaces of kernels, and for gaps between tensors. Nine
 # trainings took 0.95 to 1.16 times what is predicted
 SHARE = 0.75
 MOST = 256  # tiles, of which a step takes long
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _NO_LIMIT = 2**60  # bytes; a cgroup of version 1 has more where it has no limit
-# of version 2 and 1: the name in /proc/self/cgroup, the folder, and the files of limit and use
+# versions 2 and 1: the name in /proc/self/cgroup, the folder, and the files of limit and use
 _OF_CGROUPS = (
     ("", "", "memory.max", "memory.current"),
     ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -95,7 +95,7 @@ def least_tiles(
         )
     state = random_state(device)
     try:
-        with redirect_stdout(io.StringIO()):  # what the steps of a rehearsal print
+        with redirect_stdout(io.StringIO()):  # a rehearsal prints nothing
             data = _copied(data, module, stage)
             batch = first_batches(module, data, stage)[0]
             needs = _needs(module, data, batch, device, keeps_parameters, stage=stage, **options)
@@ -194,7 +194,7 @@ def free_memory(device: torch.device, tile_memory: str | None) -> tuple[int, str
 def _limits() -> Iterator[tuple[str, int]]:
     """Yield bytes that this process may still take, by the reason in words; none but on Linux."""
     with suppress(OSError, ImportError):
-        import resource  # which Windows lacks
+        import resource  # Windows lacks it
 
         own = _table("/proc/self/status")
         for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):

@@ -18,7 +18,7 @@ from lightning_shard.lab.machine_file import Must, is_number, is_text, is_whole
 
 GB = 1e9
 PCIE_4 = 25 * GB  # in practice: about three quarters of its data sheet
-MOST_DEVICES = 16_384  # of which one step takes about a minute to predict
+MOST_DEVICES = 16_384  # to predict a step of so many takes about a minute
 OF_ONE_CARD = "measured on one card"
 OF_DATA_SHEETS = "from data sheets, scaled by a measured H100"
 _IN_ROUNDS = (
@@ -41,7 +41,7 @@ _MEASURED_AS = {  # the collective that is measured, for each other one that is 
 }
 
 
-# what changes the rate of a convolution: few channels, strides besides, a kernel of one place, and
+# these change the rate of a convolution: few channels, strides besides, a kernel of one place, and
 # channels that lie side by side in memory
 CONVOLUTIONS = ("", "thin_", "thin_strided_", "pointwise_", "last_")
 

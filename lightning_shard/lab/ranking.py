@@ -273,7 +273,7 @@ def picture(found: Ranking) -> Any:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # of the extra `pictures`
+    from matplotlib.figure import Figure  # the extra `pictures` has it
 
     smallest_last = sorted(found.too_large, key=lambda c: -c.forecast.memory)
     best = {each.setting.mesh: each for each in smallest_last + found.candidates[::-1]}

@@ -12,7 +12,7 @@ from lightning_shard.trainer.report.chart import chart, missing
 from lightning_shard.trainer.split_summary import SplitSummary
 
 NAME = "certificate"
-# what differs on several data replicas in DDP, too, by a word of the culprit
+# these differ on several data replicas in DDP, too; by a word of the culprit
 OF_REPLICAS = {
     "dropout": "Data replicas draw random numbers of their own, as in DDP",
     "BatchNorm": "Each data replica has statistics of its own samples, as in DDP",

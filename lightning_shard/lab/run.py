@@ -184,7 +184,7 @@ class _WithoutValidation(Callback):
             scheduler.strict = False
 
 
-_levels: dict[logging.Logger, int] = {}  # of the loggers that are silenced
+_levels: dict[logging.Logger, int] = {}  # levels of the loggers that are silenced
 _silenced = 0  # how often: simulated ranks come and go in any order
 
 

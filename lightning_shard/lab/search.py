@@ -22,9 +22,9 @@ from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.narrow import is_mapping
 
 OTHER_MODES: tuple[Sharding, ...] = ("gradients", "none", "hybrid")
-TRIED_IN_ALL_MODES = 3  # of the fastest meshes
+TRIED_IN_ALL_MODES = 3  # so many of the fastest meshes
 MOST_TILES = 64
-FOR_MESHES = 0.8  # of the time; the rest is for modes
+FOR_MESHES = 0.8  # a share of the time; the rest is for modes
 
 
 def best(

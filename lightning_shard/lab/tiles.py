@@ -149,7 +149,7 @@ def sizes_of_tiles(tiles: int | str | Sequence[int]) -> tuple[int, ...]:
 def _refuse(module: nn.Module) -> None:
     """Refuse what hides its operators from the pager, or whose parameters are of other ranks."""
     for part in module.modules():
-        # of torch.compile(module) and of module.compile()
+        # torch.compile(module) and module.compile() leave these
         marks = [getattr(part, name, None) for name in ("_orig_mod", "_compiled_call_impl")]
         if any(marks) or isinstance(part, torch.jit.ScriptModule) or is_compiled(part):
             raise ValueError(

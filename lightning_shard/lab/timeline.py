@@ -98,7 +98,7 @@ class Ledger:
         self._live: dict[int, _Memory] = {}
         self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
         self._near: dict[int, weakref.ref[Tensor]] = {}  # activations that a budget keeps
-        self._all: list[_Memory] = []  # of this step
+        self._all: list[_Memory] = []  # all memory of this step
         self._held = self.operations = self._peak_at = self._most = 0
         self._waiting = self._waiting_at_peak = 0  # bytes of other ranks that stay on the device
         self._peak_place = ""

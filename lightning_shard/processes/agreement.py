@@ -14,7 +14,7 @@ from typing import Any
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.store import no_answer
 
-STAY_S = 2.0  # of rank 0, after a difference was found
+STAY_S = 2.0  # rank 0 stays so long after a difference was found
 SHOWN = 200  # characters of a value
 POLL_S = 0.1  # at most, between two looks for what another rank writes
 WORD_S = 60.0  # until the first word on who is waited for: starts on busy machines take 30 s

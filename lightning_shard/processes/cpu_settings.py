@@ -9,7 +9,7 @@ import platform
 import sys
 from contextlib import suppress
 
-# of malloc.h of glibc
+# numbers of glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 32 * 2**20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD
 SWITCH = "LIGHTNING_SHARD_CPU_SETTINGS"  # 0: this process is left as it is
@@ -58,4 +58,4 @@ def keep_freed_memory() -> None:
         return
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # which is never
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # -1 is never

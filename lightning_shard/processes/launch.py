@@ -124,7 +124,7 @@ class _Task:
     processes: int
     device_type: str
     timeout_s: float
-    port: int  # of the store
+    port: int  # the store's port
     folder: Path
     all_forked: Barrier | None  # None where ranks are new interpreters
 

@@ -136,7 +136,7 @@ def find_mesh(*axes: str) -> DeviceMesh | None:
     mesh = shared[1]
     named = {*(mesh.mesh_dim_names or ())}
     if named >= {"replicate", "shard"}:
-        named.add("data")  # which both make up
+        named.add("data")  # both together are the data axis
     return (sub_mesh(mesh, axes) if axes else mesh) if named.issuperset(axes) else None
 
 

@@ -84,7 +84,7 @@ def _check_outer_script(found: Launcher, info: ProcessInfo) -> None:
             continue
         try:
             told = row.read(row, env)
-        except ValueError:  # what it tells is not enough for a place among a known number
+        except ValueError:  # it tells no place among a known number
             if env[row.rank] != str(info.rank):
                 raise _contradiction(row, None) from None
             continue

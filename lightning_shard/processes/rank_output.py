@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from select import select
 
 NAMES = ("stdout", "stderr")
-Writers = tuple[Connection, ...]  # of one rank, for NAMES
+Writers = tuple[Connection, ...]  # one rank's, for each of NAMES
 
 
 class Stream:

@@ -46,7 +46,7 @@ _CARRIERS = {
     "torch.distributed.distributed_c10d",
 }
 
-# of the process, not a ContextVar: backward runs in threads that inherit none
+# a variable of the process, not a ContextVar: backward runs in threads that inherit none
 _active: dist.ProcessGroup | None = None
 _refused: dist.ProcessGroup | None = None  # all processes
 

@@ -231,7 +231,7 @@ def _world_size(row: Launcher, env: Env, rank: int, nodes: int, local: int | Non
     names = (row.world_size, *row.sizes, "WORLD_SIZE")
     if name := next((name for name in names if name in env), ""):
         world = _number(env, name, least=1)
-        if name == "WORLD_SIZE" and world == 1 < on_nodes:  # of a script around the launcher
+        if name == "WORLD_SIZE" and world == 1 < on_nodes:  # a script around the launcher set it
             raise ValueError(
                 f"the variable WORLD_SIZE is 1, but {row.title} has {local} processes on this node "
                 f"and the job {nodes} nodes; unset WORLD_SIZE, or set it to the number of "
@@ -323,7 +323,7 @@ def alone(row: Launcher, env: Env) -> ProcessInfo:
 
 def joined() -> tuple[int, int] | None:
     """Read rank and number of processes of the process group; None where there is none."""
-    if "torch" not in sys.modules:  # which the command line loads late
+    if "torch" not in sys.modules:  # the command line loads it late
         return None
     import torch.distributed as dist
 
@@ -359,7 +359,7 @@ def _port(env: Env) -> int:
         return _number(env, "MASTER_PORT", least=1, most=65535)
     step = next((env[name] for name in _STEP_IDS if name in env), "")
     job = next((env[name] + step for name in _JOB_IDS if name in env), None)
-    if job is None:  # of the same parent on one node, as under hydra
+    if job is None:  # one parent on one node, as under hydra
         job = f"{os.getuid()} {os.getppid()}"
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 

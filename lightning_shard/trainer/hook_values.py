@@ -156,7 +156,7 @@ def _whole_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(make)
     def experiment(logger: Any) -> Any:
         made = make(logger)
-        if type(made).__name__ == "_DummyExperiment":  # of lightning or of pytorch_lightning
+        if type(made).__name__ == "_DummyExperiment":  # both Lightnings have one
             return _Joins()
         if type(made) not in _giving:
             _giving.add(type(made))

@@ -144,7 +144,7 @@ __all__ = [
 
 END_S = 15.0  # for the process that started the others to end by itself, once one has failed
 
-# of what `self.log` was told, without functions
+# the words that `self.log` was told, without functions
 _PLAIN_META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
     "dataloader_idx", "metric_attribute",

@@ -63,8 +63,8 @@ class LoggedValues:
             peers: Tells whether an exception on some of the ranks forbids collectives.
         """
         self._peers = peers
-        self._name: str | None = None  # of the value that Lightning reduces now
-        self._samples: int | None = None  # of this value, which is one of a step
+        self._name: str | None = None  # names the value that Lightning reduces now
+        self._samples: int | None = None  # samples of that value, if it is one of a step
         self.joined: JoinedStep | None = None  # a step for which some ranks have no batch
         self._until_end = ExitStack()
         self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends

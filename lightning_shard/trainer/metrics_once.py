@@ -160,7 +160,7 @@ def _states_of_replicas(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]
     if dist.get_world_size(group) == 1:
         return [state]
     part = state.subdomain if isinstance(state, DomainTensor) else None
-    unsplit = None if state.numel() else ()  # of a replica that has seen nothing yet
+    unsplit = None if state.numel() else ()  # such a replica has seen nothing yet
     kinds = gathered_objects((part.layout, part.dtype) if part else unsplit, group)
     if not any(kinds):
         return gather_all_tensors(state, group)

@@ -56,7 +56,7 @@ class NotebookLauncher(MultiProcessingLauncher):
                 meet_at(environment, port)
                 return super().launch(function, *args, trainer=trainer, **named)
         finally:
-            os.environ.pop("MASTER_PORT", None)  # which Lightning sets
+            os.environ.pop("MASTER_PORT", None)  # Lightning has set it
             if outside is not None:
                 os.environ["MASTER_PORT"] = outside
 

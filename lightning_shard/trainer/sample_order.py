@@ -50,7 +50,7 @@ class SampleOrder:
         """Begin without a trainer."""
         self._asked: bool | None = None  # whether the user lets samplers be replaced
         self._loaders: list[DataLoader[Any]] = []  # for training, of this stage
-        self._ordered: list[OrderedBatches] = []  # of these loaders
+        self._ordered: list[OrderedBatches] = []  # those of these loaders
         self._has_trained = False  # whether an epoch of this stage has begun
         self._until_end = ExitStack()
 

@@ -69,7 +69,7 @@ class Saver:
         self.format: Format = file_format
         self.timeout_s = timeout_s
         self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
-        self._own: Mapping[str, Any] | None = None  # what a loaded checkpoint says of its run
+        self._own: Mapping[str, Any] | None = None  # a loaded checkpoint's words on its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole
         self._pending: Future[Any] | None = None  # a directory that is being written
         self._pending_path: str | Path | None = None
@@ -161,7 +161,7 @@ class Saver:
             ValueError: The format is "sharded" and the path on no mounted file system.
         """
         self.finish()
-        share_buffers(checkpoint.get("state_dict", {}), module)  # of averages, say, of a callback
+        share_buffers(checkpoint.get("state_dict", {}), module)  # averages, say, are copies
         if is_directory(self.format, checkpoint, path, io, options=storage_options):
             names = [parameter_names(optimizer, module) for optimizer in optimizers]
             self._write_directory(checkpoint, local_path(path), names)
@@ -256,7 +256,7 @@ class Saver:
         """Load the weights of a checkpoint that `read` returned."""
         load_module_state(module, checkpoint["state_dict"], strict)
         for metric in module.modules():
-            if isinstance(metric, Metric):  # which takes over the tensors of the file, on the CPU
+            if isinstance(metric, Metric):  # it takes over the tensors of the file, on the CPU
                 metric.to(device)
 
     def load_optimizers(

@@ -26,8 +26,8 @@ from lightning_shard.trainer.host import callbacks_of
 
 # predict_step runs with whole parameters, see Steps.keep_parameters_whole
 STEPS = ("training_step", "validation_step", "test_step")
-DRAW_RANDOM_NUMBERS = {"Gravity"}  # of pytorch_optimizer
-NEED_WHOLE_MATRICES = {"Muon"}  # of torch, which rounds the products of shards otherwise
+DRAW_RANDOM_NUMBERS = {"Gravity"}  # pytorch_optimizer has it
+NEED_WHOLE_MATRICES = {"Muon"}  # torch's, which rounds the products of shards otherwise
 _LOADED = "_weights_begun_with"  # attribute of a module
 
 

@@ -54,7 +54,7 @@ class Announcements:
     def __init__(self) -> None:
         """Begin with nothing printed."""
         self._said: set[tuple[TrainerFn | None, str]] = set()
-        self._guessed: dict[str, _Guess] = {}  # of the newest batch, without shard_dims
+        self._guessed: dict[str, _Guess] = {}  # guesses for the newest batch, without shard_dims
 
     def say(self, summary: SplitSummary, stage: TrainerFn | None, ranks: int) -> None:
         """Print it on the first rank, unless this stage has printed it.

@@ -181,14 +181,14 @@ class HybridShardStrategy(NotCompiled):
             {"": init_weights_from} if isinstance(init_weights_from, str) else init_weights_from
         ) or {}
         self.num_nodes = 1
-        self.config: Mapping[str, str] = {}  # of a command line, which ranks have alike
+        self.config: Mapping[str, str] = {}  # the command line's, alike on all ranks
         self._while_set_up = ExitStack()
         # new parameters by old ones, whose memory belongs to those who still hold them
         self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
         self.announced = Announcements()
-        self.hook_values: HookValues | None = None  # of the newest stage on several ranks
+        self.hook_values: HookValues | None = None  # those of the newest stage on several ranks
 
     # The mesh.
 
@@ -484,7 +484,7 @@ class HybridShardStrategy(NotCompiled):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, with the sharded parameters for those that moved."""
-        with replica_world(self.device_mesh):  # of which a schedule may count the batches
+        with replica_world(self.device_mesh):  # a schedule may count its batches
             super().setup_optimizers(trainer)
         parameters.mend_optimizers(self.optimizers, self._module, self._moved)
         if self.world_size > 1:

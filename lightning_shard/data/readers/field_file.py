@@ -205,7 +205,7 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
         unset = path.suffix in ZARR and np.isnan(array.fill_value)
         if unset and np.isnan(values).any():
             reason = "it is not all there"  # Zarr reads what it does not find as this value
-    except (OSError, RuntimeError, ValueError) as error:  # of the checksums
+    except (OSError, RuntimeError, ValueError) as error:  # checksums raise any of these
         values, reason = np.empty(0), str(error)
     if reason:
         raise ValueError(

@@ -97,7 +97,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         counts = {key: len(found) for key, found in self.files.items()}
         if len(set(counts.values())) != 1:
             raise ValueError(f"each key needs as many files as the others; got {counts}.")
-        # what is split by default is of floating point, and labels with it
+        # by default only floating point is split; labels go with it
         split = dict.fromkeys(files, dtype) if {*files} - {*labels} else self.dtypes
         self.slabs: list[dict[str, Any]] = []
         for sample in zip(*self.files.values(), strict=True):

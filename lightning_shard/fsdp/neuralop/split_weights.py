@@ -51,7 +51,7 @@ class _SplitByMode:
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
         if not isinstance(value, DTensor) or not _is_unsharded(value, self._domain_mesh):
-            return value  # of a slice of the weight, or FSDP2's own
+            return value  # FSDP2's own, or a slice of the weight
         modes = torch.view_as_complex(_mean_over(self._domain_mesh, value.to_local()))
         domain = self._input_domain or domain_of(self._domain_mesh)
         part = _canonical(modes, tuple(value.shape[:-1]), self._split, domain)

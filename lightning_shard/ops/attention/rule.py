@@ -73,7 +73,7 @@ from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.internals import left_aligned
 
 BALANCE = 0.75  # the least mean load of the ranks, relative to the greatest, for all_to_all
-RING_BYTES = 2**27  # of keys and values, from which on they are not gathered
+RING_BYTES = 2**27  # larger keys and values are not gathered
 
 
 @implements(
@@ -181,7 +181,7 @@ def _across_features(
     q, k, v, mask = operands.query, operands.key, operands.value, operands.mask
     scores = _product("...qe,...ke->...qk", q, k)
     is_split = isinstance(scores, Subdomain)
-    by_rows = is_causal or mask is not None  # which a part of the rows would have to find
+    by_rows = is_causal or mask is not None  # a part cannot tell its rows
     split_rows = is_split and (by_rows or scores.layout.axes(scores.ndim - 1))
     if operands.grouped or isinstance(mask, Subdomain) or split_rows:
         raise UnsupportedOperationError(operands.split_features())

@@ -98,7 +98,7 @@ def bilinear(
 ) -> Tensor:
     """Contract two inputs with a weight; sums over split features travel."""
     operands = [x, weight, input2]
-    with without_autocast(operands[0]):  # which leaves it alone
+    with without_autocast(operands[0]):  # torch's autocast leaves it alone
         product = torch.einsum("...i,oij,...j->...o", *operands)
         return product if bias is None else product + bias
 

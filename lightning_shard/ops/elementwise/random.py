@@ -31,10 +31,10 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd, so places give different seeds modulo 2 ** 
 
 Draw = Callable[[Tensor, torch.Generator | None], Any]
 
-# of the process, not a ContextVar: backward, which may draw again in a checkpoint, runs in threads
+# a variable of the process, not a ContextVar: backward, which may draw again, runs in threads
 # that inherit no context
 _exact = False
-PROCESS_STATE = {"_exact": _exact}  # what each process has of its own
+PROCESS_STATE = {"_exact": _exact}  # each process has its own
 
 
 class use_exact_random:  # noqa: N801 - read as a function

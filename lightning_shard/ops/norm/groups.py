@@ -91,7 +91,7 @@ def own_moments(view: Tensor) -> Tensor:
     if view.numel():
         variance, mean = torch.var_mean(view, (0, 2, 3), correction=0, keepdim=True)
         return torch.stack([mean, variance])
-    zeros = view.sum((0, 2, 3), keepdim=True)  # of weight 0 among the ranks, and attached
+    zeros = view.sum((0, 2, 3), keepdim=True)  # they weigh nothing, and have a graph
     return torch.stack([zeros, zeros])
 
 

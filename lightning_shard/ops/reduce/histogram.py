@@ -65,7 +65,7 @@ def bincount(
     if least < 0:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     counts = func(numbers.local, own, max(minlength, largest + 1))
-    if own is not None and x.shape[0]:  # of no numbers torch makes integers, whatever the weights
+    if own is not None and x.shape[0]:  # without numbers torch makes integers, whatever the weights
         counts = counts.to(torch.float32 if own.dtype == torch.float32 else torch.float64)
     return sum_over(numbers, counts, [0])
 
@@ -131,7 +131,7 @@ def _slices_of_ranks(x: Subdomain, dim: int) -> Subdomain:
             NaN in them, so that they have no order.
     """
     if any(n == 0 for d, n in enumerate(x.shape) if d != dim):
-        typed_torch.unique(x.local.new_zeros(x.shape), dim=dim)  # which raises torch's own error
+        typed_torch.unique(x.local.new_zeros(x.shape), dim=dim)  # raises torch's own error
     others = [d for d in x.layout.split_dims if d != dim]
     if len(x.layout.split_dims) > 1:
         raise UnsupportedOperationError("distinct slices that are split themselves, and their dim")

@@ -20,7 +20,7 @@ from lightning_shard.domain.layout import partition
 from lightning_shard.processes.device import Rates, device_of
 
 Method = Literal["auto", "dft", "fft"]
-Step = tuple[int, bool]  # which of the transformed dims, and whether by an FFT
+Step = tuple[int, bool]  # the number of the transformed dim, and whether by an FFT
 
 _METHOD: ContextVar[Method] = ContextVar("spectral_method", default="auto")
 

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from lightning_shard.domain.cache import made_once
 from lightning_shard.processes.torch_private.typed import fft
 
-Frequencies = Sequence[int]  # of one that can be hashed: a range, or a tuple
+Frequencies = Sequence[int]  # a range or a tuple, since they are hashed
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _entry(entry: Any, *, lists: bool) -> Any:
     ):
         if isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype not in _MASKS:
             return int(entry)
-        if lists and entry.ndim and entry.dtype == torch.uint8:  # which torch takes for a mask
+        if lists and entry.ndim and entry.dtype == torch.uint8:  # torch takes it for a mask
             return entry.like(entry.local.bool()) if isinstance(entry, Subdomain) else entry.bool()
         if lists and entry.ndim:
             return entry

@@ -40,7 +40,7 @@ def put(
         return IndexError(f"out of range: {words}")
 
     table = as_table(x, owner)
-    if is_in_place(func):  # what is written over must not have been saved for backward
+    if is_in_place(func):  # backward must not need what is written over
         table = table.like(table.local.clone())
     found = written(table, rows, Writing(run, complaint, accumulate))
     return given_back(func, x, found.reshape(local_of(x).shape))

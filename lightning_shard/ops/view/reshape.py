@@ -180,7 +180,7 @@ def reshape(func: Callable[..., Any], x: Subdomain, *shape: Any, **kwargs: Any) 
 @implements(Tensor.view_as, Tensor.reshape_as)
 def reshape_as(func: Callable[..., Any], x: Subdomain | Tensor, other: Any) -> Subdomain | Tensor:
     """Regroup dims to the shape of another tensor; rows travel as for `reshape`."""
-    if isinstance(x, Tensor):  # of a split one it only needs the shape
+    if isinstance(x, Tensor):  # only the shape of a split one is needed
         return x.reshape(other.shape)
     return reshape_to(x, other.shape)
 
@@ -251,7 +251,7 @@ def view_as_real(func: Callable[..., Any], x: Subdomain) -> Subdomain:
 def view_as_complex(func: Callable[..., Any], x: Subdomain) -> Subdomain:
     """Read pairs of numbers as complex ones; rows travel if the last dim is split."""
     local = whole(x, x.ndim - 1).local
-    if not local.numel():  # whose strides torch leaves as they are also where it makes them dense
+    if not local.numel():  # torch leaves the strides of none, also where it makes them dense
         local = local.clone(memory_format=torch.contiguous_format)
     return x.perhaps_view(func(local), Layout(x.layout.dims[:-1], x.layout.grid))
 

@@ -50,7 +50,7 @@ _WRITES = {
 _KINDS: dict[Callable[..., Any], str] = {
     function: kind for kind, functions in (_SCATTERS | _WRITES).items() for function in functions
 }
-# what does the same where the index names whole rows
+# these do the same where the index names whole rows
 _OF_ROWS: dict[Callable[..., Any], Callable[..., Any]] = dict(
     zip(_SCATTERS["scatter_add"], _WRITES["index_add"], strict=True)
 )
@@ -116,7 +116,7 @@ def _scattered(
     extents = x.shape
     numbers, wrong = rows_of([p.reshape(-1) for p in places], extents, negative=False)
     flat = as_table(x, owner)
-    if is_in_place(func):  # what is written over must not have been saved for backward
+    if is_in_place(func):  # backward must not need what is written over
         flat = flat.like(flat.local.clone())
     rows = None if values is None else local_part(values, layout).reshape(-1)
     reduce = rest[0] if rest else kwargs.get("reduce")

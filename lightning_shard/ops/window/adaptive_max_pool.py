@@ -56,7 +56,7 @@ def adaptive_max_pool_with_indices(
     """Maxima of adaptive windows and their places; rows under own windows travel."""
     n = SPATIAL_DIMS[func]
     (x,) = cast_for(of_one(func, 1), input)
-    numbers: dict[int, Tensor] = {}  # of the rows that are side by side: their global rows
+    numbers: dict[int, Tensor] = {}  # global numbers of the rows that are side by side
     shared: list[int] = []  # mesh axes over which all ranks pool for all output rows
     layout = x.layout
     for dim, size in enumerate(output_sizes(x, n, output_size), x.ndim - n):

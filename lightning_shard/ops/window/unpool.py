@@ -98,6 +98,6 @@ def _placed(values: Tensor, indices: Tensor, extents: Sequence[int], layout: Lay
         places = places * (high - low) + row - low
     shape = layout.local_shape
     size = math.prod(shape[-n:])
-    places = places.where(inside, size).flatten(-n)  # what is not ours goes to one place behind
+    places = places.where(inside, size).flatten(-n)  # others' values go to one place behind
     target = values.new_zeros(*shape[:-n], size + 1)
     return target.scatter(-1, places, values.flatten(-n))[..., :size].reshape(shape)

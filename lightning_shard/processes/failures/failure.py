@@ -12,7 +12,7 @@ from lightning_shard.processes.errors import LightningShardError
 
 SIGTERM_CODE = 128 + signal.SIGTERM
 ENDED = "ended without a word (it was killed, or called exit), or is not reached any more"
-# of torch's store and of collectives, whose errors are plain RuntimeErrors in some releases
+# words of torch's store and of collectives, whose errors are plain RuntimeErrors in some releases
 _LOST = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -47,7 +47,7 @@ GRACE_S = 10.0  # for a rank to end by itself, once it or another has failed
 LOOK_S = 2.0  # for the reason of a lost connection to arrive, and for heartbeats to be compared
 FAREWELL_S = 2 * POLL_S  # for the others to hear that rank 0 ends, and its store
 _runs = itertools.count()  # the ranks begin their watches in the same order
-_resting: list["FailureWatch"] = []  # of this process, at most one
+_resting: list["FailureWatch"] = []  # at most one in this process
 
 
 def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
@@ -62,7 +62,7 @@ def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
         if watch.group_store is default_store():
             watch.wake(timeout_s)
             return watch
-        watch.close()  # of a group that is no more
+        watch.close()  # its group is no more
     return FailureWatch(rank, timeout_s=timeout_s)
 
 
@@ -117,7 +117,7 @@ class FailureWatch:
         """
         lost: list[int] = []
         if self.heard is None:
-            with contextlib.suppress(RuntimeError, TimeoutError):  # which who waits finds, too
+            with contextlib.suppress(RuntimeError, TimeoutError):  # the one who waits finds it, too
                 lost = self._talk.ask(lambda: self._hearts.lost(waited_for))
         if lost:
             time.sleep(2 * POLL_S)  # it may have said why

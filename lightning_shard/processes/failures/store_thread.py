@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 ANSWER_S = 3.0  # for the store to answer
-_threads = weakref.WeakSet["StoreThread"]()  # of this process
+_threads = weakref.WeakSet["StoreThread"]()  # all in this process
 
 
 class StoreThread:

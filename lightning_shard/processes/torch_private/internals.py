@@ -262,7 +262,7 @@ def accessors(name: str) -> Any:
     return internal("torch._C.TensorBase").__dict__[name]
 
 
-if TYPE_CHECKING:  # which says what these return
+if TYPE_CHECKING:  # pyright reads their types here
     from torch.utils._pytree import keystr as keystr
     from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -350,7 +350,7 @@ def storage_key(x: Tensor) -> int:
 # the same of a storage
 key_of_storage: Callable[[Any], int] = operator.attrgetter("_cdata")
 
-# what an operator is given and gives, and which of it shares memory
+# arguments and results of an operator, and the memory that they share
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 
@@ -483,7 +483,7 @@ def gathered_by(module: Any) -> list[Any]:
     return [record for group in parameter_groups(module) for record in group.fsdp_params]
 
 
-# of FSDP2's record of a parameter: what depends on the dtype in which it is gathered
+# fields of FSDP2's record of a parameter that depend on the dtype in which it is gathered
 _OF_GATHERED_DTYPE = ("param_dtype", "init_dtype_attrs", "all_gather_outputs", "_unsharded_param")
 
 
@@ -495,7 +495,7 @@ def gathered_as_kept(module: Any) -> Generator[None]:
     """
     state = module._get_fsdp_state()
     for group in parameter_groups(module):
-        group.lazy_init()  # which sets these dtypes
+        group.lazy_init()  # it sets these dtypes
     cast = [record for record in gathered_by(module) if record.param_dtype is not None]
     policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
     _swap(cast)
@@ -593,7 +593,7 @@ def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
     return internal("torch.distributed.ProcessGroup._get_backend")(group, device).supports_splitting
 
 
-# what torch knows of the process groups of this process: variables of distributed_c10d
+# variables of distributed_c10d that know the process groups of this process
 _WORLD = ("_world", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config",
           "_group_count", "_tags_to_pg", "_pg_to_tag")  # fmt: skip
 

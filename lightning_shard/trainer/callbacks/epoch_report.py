@@ -45,7 +45,7 @@ class EpochReport(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and take over the best values of a run that is resumed."""
         self._fit_began_s = time.perf_counter()
-        scores = {c.monitor: c.best_model_score for c in _monitors(trainer)}  # of a run resumed
+        scores = {c.monitor: c.best_model_score for c in _monitors(trainer)}  # resumed: not empty
         self._best = {name: float(s) for name, s in scores.items() if name and s is not None}
 
     @override
@@ -81,7 +81,7 @@ class EpochReport(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log and print the epoch's line; all ranks come here, since metrics are reduced."""
-        if not self._batches:  # of a run that resumes after the last batch of an epoch
+        if not self._batches:  # the run resumed after the last batch of an epoch
             return
         now_s = time.perf_counter()
         training_s = self._trained_until_s - self._began_s - self._validating_s

@@ -73,7 +73,7 @@ class PredictionWriter(BasePredictionWriter):
                 "overwrite=True to replace them."
             )
         if trainer.is_global_zero:
-            shutil.rmtree(self._partial, ignore_errors=True)  # of a run that did not end
+            shutil.rmtree(self._partial, ignore_errors=True)  # an earlier run did not end
             _import_zarr().open_group(self._partial, mode="w")
         trainer.strategy.barrier("PredictionWriter.on_predict_start")
 

@@ -45,7 +45,7 @@ class RunReport(Callback):
                 module have saved.
         """
         self.config = config
-        self.path: Path | None = None  # of the page, once it is written
+        self.path: Path | None = None  # set once the page is written
         self._folder = ""
         self._begin()
 

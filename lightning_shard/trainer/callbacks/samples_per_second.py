@@ -28,7 +28,7 @@ class SamplesPerSecond(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a new window, since what lies between epochs is no training."""
-        self._ends.clear()  # what lies between epochs is not training
+        self._ends.clear()  # time between epochs is no training
         self._ends.append((time.perf_counter(), 0))
 
     @override

@@ -64,9 +64,9 @@ class StepProfile(Callback):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ValueError(f"{name} must be a whole number from {least} on; got {number!r}.")
         self.wait, self.warmup, self.active = wait, warmup, active
-        self.path: str | None = None  # of the trace, once it is written
+        self.path: str | None = None  # set once the trace is written
         self.usage: dict[str, Usage] = {}  # by module, on rank 0, once it is written
-        self.traffic = Traffic()  # of this rank in the recorded steps
+        self.traffic = Traffic()  # this rank's, in the recorded steps
         self._open = contextlib.ExitStack()
         self._profiler: profile | None = None
         self._steps = 0

@@ -79,7 +79,7 @@ def without_forks(names: Iterable[str]) -> list[str]:
 def mesh_table(trainer: Trainer, module: LightningModule, split: str) -> list[str]:
     """Make a table of the processes, the mesh, the module and its precision."""
     strategy = trainer.strategy
-    tiles = vars(strategy).get("tiles")  # which take turns in this process, and may have ended
+    tiles = vars(strategy).get("tiles")  # they take turns in this process, and may have ended
     count = 1 if tiles else trainer.world_size
     rows: list[tuple[str, object]] = [("processes", f"{count} ({_device(trainer)})")]
     if isinstance(strategy, HybridShardStrategy):

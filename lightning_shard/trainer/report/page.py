@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-PICTURES_BYTES = 1_300_000  # of files; in the page they take a third more, so it stays below 2 MB
+PICTURES_BYTES = 1_300_000  # as files; in the page they take a third more, so it stays below 2 MB
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0; }
 main { max-width: 62rem; margin: 0 auto; padding: 1.5rem; }
