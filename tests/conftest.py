@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes at once
 
 from lightning_shard.processes import variables
 from lightning_shard.processes.cpu_settings import let_threads_run_on
-from tests import REFERENCES, slow_tests
+from tests import REFERENCES
 
 gc.disable()  # until the tests are collected: what is imported is no garbage
 let_threads_run_on()  # in workers and in the ranks that they fork
@@ -32,16 +33,33 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take long come first, so that no worker is left alone with one of them."""
+    if not any("[" in word for word in config.args):
+        _refuse_unknown_rows(items)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
+def _refuse_unknown_rows(items: list[pytest.Item]) -> None:
+    """A row that was renamed would be slow, or not, in silence."""
+    named: dict[str, set[str]] = defaultdict(set)
+    for item in items:
+        for mark in (item.get_closest_marker(name) for name in ("slow_rows", "quick_rows")):
+            named[item.nodeid.partition("[")[0]] |= set(mark.args if mark else ())
+    rows = {item.nodeid for item in items}
+    unknown = {f"{test}[{row}]" for test, ids in named.items() for row in ids} - rows
+    if unknown:
+        raise pytest.UsageError(f"marks name rows that do not exist: {sorted(unknown)}")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what took long, and let `-k NAME` find a group of rows by the name of each of them."""
-    if item.nodeid in slow_tests.listed():
-        item.add_marker("slow")
+    """Mark rows that take long, and let `-k NAME` find a group of rows by the name of each."""
     if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        slow, quick = map(item.get_closest_marker, ("slow_rows", "quick_rows"))
+        row = item.callspec.id
+        if (slow and row in slow.args) or (quick and row not in quick.args):
+            item.add_marker("slow")
         item.extra_keyword_matches.update(item.callspec.params.get("names", ()))
 
 

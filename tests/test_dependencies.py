@@ -133,6 +133,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 def test_one_sentence_names_what_to_install(trained_without_all):
     lines, errors = trained_without_all
     assert lines[lines.index("steps 1") + 1 :] == list(NEEDS.values()), errors
@@ -182,11 +183,13 @@ def undeclared(imports: dict[str, str], declared: set[str]) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_what_is_imported_at_once_is_in_the_plain_install():
     plain = names_of(PROJECT["dependencies"])
     assert undeclared(imported("lightning_shard", top=True), plain) == {}
 
 
+@pytest.mark.slow
 def test_what_is_imported_later_is_in_an_extra():
     extras = PROJECT["optional-dependencies"].values()
     declared = names_of([*PROJECT["dependencies"], *(line for lines in extras for line in lines)])
@@ -194,6 +197,7 @@ def test_what_is_imported_later_is_in_an_extra():
         assert undeclared(imported(package, top=False), declared) == {}
 
 
+@pytest.mark.slow
 def test_a_package_that_is_not_declared_is_found():
     plain = names_of(PROJECT["dependencies"])
     assert undeclared({"torch": "a.py", "pytest": "b.py"}, plain) == {"pytest": "b.py"}

@@ -60,6 +60,7 @@ def shorten(notebook: nbformat.NotebookNode, changes: dict[str, str]) -> None:
 
 
 # the kernel talks to this process alone
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Kernel is running over TCP")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:(jupyter_client|zmq|tornado).*")
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def refuse_on_the_first(number):
     time.sleep(dist.get_rank())  # so that the failure of rank 0 comes before this answer of rank 1
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_ends_the_wait_for_the_others():
     ranks = pool.pool_of(2)
     for number in range(2):
@@ -49,6 +50,7 @@ def test_a_failure_of_one_rank_ends_the_wait_for_the_others():
         ranks.wait()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_session_that_is_killed():
     program = (
         "from tests import pool; import os, sys, time\n"

@@ -33,6 +33,7 @@ def as_torch_does(self, schema):
     return quick
 
 
+@pytest.mark.quick_rows("[(Replicate(), Replicate())]")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     "placements",

@@ -100,6 +100,7 @@ def check_twice(seeds: Iterable[int], sizes: tuple[int, ...]) -> None:
             )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_two_ranks():
     check(range(60), (2,))
@@ -110,6 +111,7 @@ def test_three_ranks():
     check(range(1000, 1060), (3,))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_second_derivatives_on_three_ranks():
     check_twice([*range(40), 487, 846, 2077], (3,))

@@ -125,6 +125,7 @@ def test_on_ranks(mark, code):
     pool_of(int(mark.split()[-1])).run(execute, {"code": code})
 
 
+@pytest.mark.slow_rows("certificates.md:18", "check.md:15", "coming_from.md:21")
 @blocks("alone")
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about workers and logging intervals
 def test_alone(folder, mark, code):
@@ -148,6 +149,18 @@ def fits(code):
     ]
 
 
+@pytest.mark.slow_rows(
+    "certificates.md:8",
+    "check.md:7",
+    "configs.md:8",
+    "scaling.md:10",
+    "t5.md:9",
+    "t5.md:62",
+    "tutorials.md:17",
+    "tutorials.md:143",
+    "workloads.md:61",
+    "workloads.md:124",
+)
 @blocks("parse", "commands")
 def test_options(folder, capsys, mark, code):
     """`check`, `plan` and `certify` take the options of `fit`."""

@@ -28,6 +28,7 @@ def tutorial():
     return importlib.import_module("tutorial_300_lines")
 
 
+@pytest.mark.slow_rows("13-2")
 @on_two_and_three
 @pytest.mark.parametrize("rows", [13, 4, 2])
 def test_training_equals_one_process(ranks, rows):

@@ -16,6 +16,7 @@ def small() -> nn.Module:
     return activations.Loss(nn.Sequential(nn.Conv2d(1, 4, 1), *blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_where_activations_lie():
     case = (small, lambda: torch.randn(1, 1, 96, 96), 2, "Sequential", ["convolution"])

@@ -14,6 +14,7 @@ PART = gpu.Part(1, "nccl", gpu_parts.collective, (64,))
 no_gpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="sizes are those of a CPU")
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_split_fields_are_exact():
     rows = gpu_parts.exactness(["U-Net"], 32)
@@ -30,6 +31,7 @@ def test_whole_and_sharded_parameters_train_alike():
     assert all(row["error"] < 1e-10 for row in rows[1:]), rows
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_what_one_process_refuses_is_a_row():
     """As on a GPU, where autocast casts no Fourier transform."""
@@ -43,6 +45,7 @@ def test_what_one_process_refuses_is_a_row():
     assert all(row["equal"] for row in rows if row is not refused["TFNO"]), rows
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1)
 def test_spectral_convolution_and_compiled_blocks():
     (row,) = gpu_speed.spectral([(16, 16)], modes=4, width=2)
@@ -62,6 +65,7 @@ def test_launches_of_a_step():
     assert row["kernels to plain"] == row["split kernels"] / row["plain kernels"]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1)
 def test_activations_on_the_host():
     """On a CPU nothing is on a device, so nothing moves but by torch's own copies."""
@@ -73,6 +77,7 @@ def test_activations_on_the_host():
     assert all(row["ms of a step"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1)
 def test_budgets_of_memory():
     rows = gpu_parts.paged(32)
@@ -81,6 +86,7 @@ def test_budgets_of_memory():
     assert all(row["ms of a step"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_tiles():
     rows = gpu_parts.tiled(32, steps=1)
     assert [row["task"] for row in rows] == ["inference", "training"] * 2

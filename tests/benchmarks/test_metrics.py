@@ -25,6 +25,7 @@ def test_frequent_metrics():
     check(outcomes([case for case in cases() if case.name in FAST]))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_frequent_metrics_over_replicas():
     check(outcomes([case for case in cases() if case.name in FAST]))

@@ -14,6 +14,7 @@ from lightning_shard.trainer.profile.traffic import counted
 from tests.pairs import choose
 
 
+@pytest.mark.quick_rows("tutorial CNN")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", choose(peers.NETWORKS, fast=["tutorial CNN", "TFNO"]))
 def test_ways_without_the_peer(name):

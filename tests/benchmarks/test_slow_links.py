@@ -19,6 +19,7 @@ def test_says_what_is_missing():
         assert "The program ip is missing" in slow_links.missing()
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_collectives_are_called_again():
     """Those of a step, as many and as large; without the wire none is waited for."""

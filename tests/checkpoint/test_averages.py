@@ -22,6 +22,7 @@ def run(name, callbacks, path=None):
     return full_module_state(module)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("name", "average"), choose(["tfno", "dense_fno"], AVERAGES))
 def test_file_and_resume(name, average):

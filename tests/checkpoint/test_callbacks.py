@@ -22,6 +22,7 @@ DIRECTORY = {"checkpoint_format": "sharded"}
 LATER = {"checkpoint_format": "async"}
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "options", [pytest.param(DIRECTORY, marks=SLOW), LATER], ids=["now", "later"]
@@ -47,6 +48,7 @@ def test_model_checkpoint(options):
     assert len(resumed) == 6 * (4 - saved_in)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_last_as_a_link():
     folder = shared_path("here")
@@ -70,6 +72,7 @@ class Copy(Callback):
         self.loaded = state["kept"]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     "options",
@@ -125,6 +128,7 @@ class WithObject(Deferred):
         checkpoint["more"] = Path("a")
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_weights_only_of_a_directory():
     path = shared_path("some.ckpt")
@@ -139,6 +143,7 @@ class WithPath(Callback):
         return {"where": Path("a")}
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "options", [{}, pytest.param(DIRECTORY, marks=SLOW)], ids=["file", "directory"]

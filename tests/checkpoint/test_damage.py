@@ -152,6 +152,7 @@ def outcome(read: Callable[[Path], Any], path: Path, file: Path, expected: Any, 
     return "unharmed" if same(found, expected) else "other numbers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".metadata", "meta.pt", "__1_0.distcp"])
 def test_a_manifest_that_leaves_out_a_file(name, saved, tmp_path, capsys):
     """Nothing would be compared with what was written."""
@@ -168,6 +169,7 @@ def test_a_manifest_that_leaves_out_a_file(name, saved, tmp_path, capsys):
         assert outcome(by_load_weights, path, path / name, None, capsys) == "refused"
 
 
+@pytest.mark.slow_rows("directory.ckpt-inspect-3")
 @pytest.mark.parametrize("flips", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("kind", FORMATS)
@@ -208,6 +210,7 @@ def test_all_ranks_refuse_a_changed_file():
         fit((2,), path=path)
 
 
+@pytest.mark.quick_rows("export")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_shard_of_another_step(entry, saved, tmp_path, capsys):
     path = tmp_path / "directory.ckpt"

@@ -41,6 +41,7 @@ def made(stops=""):
     return StopsOnce(stops)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("domain", "stops"), choose([(1,), (2,)], ["training", "validation"]))
 def test_the_step_is_made_again(domain, stops):

@@ -35,6 +35,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source", [pytest.param("directory.ckpt", marks=pytest.mark.slow), "file.ckpt"]
 )
@@ -51,6 +52,7 @@ def test_names_without_their_beginning(saved, source, tmp_path):
         assert torch.equal(plain[name.removeprefix(prefix)], value)
 
 
+@pytest.mark.slow
 def test_beginnings_that_cannot_be_left_out(saved, tmp_path, capsys):
     source, out = str(saved / "file.ckpt"), str(tmp_path / "a.pt")
     weights = {"net.a": torch.ones(1), "a": torch.zeros(1)}

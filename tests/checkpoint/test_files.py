@@ -42,6 +42,7 @@ class Counting(SaveAt):
             super().on_train_batch_end(trainer, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_one_tensor_is_whole_at_a_time():
     """Ranks other than the first hold no whole tensor when the next one is gathered."""
@@ -75,6 +76,7 @@ class Failing(CheckpointFiles):
             torch.serialization._save = write
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_disk_full():
     """All ranks raise at once, the old file stays, and nothing else is left."""
@@ -97,6 +99,7 @@ def test_what_was_there_stays(tmp_path):
     assert torch.equal(io.load_checkpoint(path)["state_dict"]["a"], torch.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_a_checkpoint_io_of_the_user_is_used():
     path = shared_path("some.ckpt")
@@ -112,6 +115,7 @@ def test_a_checkpoint_io_of_the_user_is_used():
     fit((2,), path=path)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_buffers_are_those_of_the_file_on_all_ranks():
     """Replicas saw different samples; after saving they hold the same statistics."""
@@ -129,6 +133,7 @@ def test_buffers_are_those_of_the_file_on_all_ranks():
     assert torch.equal(seen[0], saved)
 
 
+@pytest.mark.slow
 def test_loads_without_us(tmp_path):
     """Keys of Lightning and one of ours; plain tensors; integer keys; versions of modules."""
     path = tmp_path / "some.ckpt"
@@ -153,6 +158,7 @@ def test_files_that_run_code(tmp_path):
     fit((1,), path=path, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_weights_only_false_is_honoured():
     path = shared_path("some.ckpt")

@@ -62,6 +62,7 @@ def lightnings_loader(replicas: int = 1, samples: int = SAMPLES) -> DataLoader:
 in_lightnings_order = mock.patch("tests.checkpoint.tiny.loader", lightnings_loader)
 
 
+@pytest.mark.quick_rows("file")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("directory", [True, False], ids=["directory", "file"])
 def test_model_parallel_strategy(directory):
@@ -88,6 +89,7 @@ def continue_in_four(path: str) -> None:
         fit((2,), module=simple(), path=Path(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".ckpt", "-ddp.ckpt"])
 def test_lightning_in_the_middle_of_an_epoch(tmp_path, ending):
     """The batches that were read are skipped, though Lightning kept no state of the loader."""
@@ -159,6 +161,7 @@ def test_optimizers_of_other_parameters():
         load_optimizer_state(fewer, optimizer.state_dict(), module)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_lightning_reads_our_directories():
     """What `fabric consolidate` calls; the layout is that of ModelParallelStrategy."""

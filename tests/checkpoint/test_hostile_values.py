@@ -183,6 +183,7 @@ METADATA: dict[str, Callable[[Metadata, Any], None]] = {
 }
 
 
+@pytest.mark.slow_rows("a chunk a million times")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", METADATA)
 def test_metadata_of_directories(name, capsys):

@@ -73,6 +73,7 @@ def saved(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick_rows("1x2-file")
 @pytest.mark.parametrize(
     ("mesh", "saved"),
     choose(["1x2", "1x(2x2)", *map(slow, ["4x1", "2x2", "1x4", "2x1"])], ["file", "directory"]),
@@ -83,6 +84,7 @@ def test_any_mesh(saved, mesh):
     pool.pool_of(ranks).run(resume, {"folder": saved, "optimizers": 1, "domain": domain})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param({}, marks=pytest.mark.slow), {"checkpoint_format": "sharded"}],
@@ -94,6 +96,7 @@ def test_several_optimizers_on_another_mesh(options, tmp_path):
     pool.pool_of(2).run(resume, {**given, "domain": (2,)})
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "options",
@@ -117,6 +120,7 @@ def test_scaler_of_half_precision(options):
     assert all(torch.equal(resumed_state[name], value) for name, value in state.items())
 
 
+@pytest.mark.slow
 def test_one_process(saved):
     """In this process, and so at last: the pools are forked from it."""
     resume(saved, 1, (1,))
@@ -133,6 +137,7 @@ class GoesOn(Callback):
         torch.empty((), dtype=torch.int64).random_()  # the seed that the loader has drawn before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["file"], indirect=True)
 def test_without_us(saved):
     """A directory is exported first: test_checkpoints_export.py."""

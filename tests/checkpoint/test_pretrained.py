@@ -74,6 +74,7 @@ def deferred(name: str) -> nn.Module:
     return module
 
 
+@pytest.mark.quick_rows("llama-True")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("name", "parts"), choose(MODELS, [True, False]))
 def test_what_from_pretrained_reads(name, parts):
@@ -234,6 +235,7 @@ class Wide(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(1024, 8192, bias=False) for _ in range(8)])
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_no_rank_reads_or_holds_the_whole():
     """Of 256 MiB: pages of the file that a rank mapped, and all its memory at the peak."""

@@ -28,6 +28,7 @@ SLOW = {
 } | {"4x1-file-6": ((1,), FILE, "epoch", 6)}
 
 
+@pytest.mark.quick_rows("2x2-later-6")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("domain", "options", "at", "step"),
@@ -51,6 +52,7 @@ def test_bit_equal_with_dropout(domain, options, at, step):
         assert torch.equal(resumed_state[name], value), name
 
 
+@pytest.mark.quick_rows("0-saved0")
 @pytest.mark.parametrize(("workers", "saved"), choose([0, 1], [("epoch", 6), ("batch", 4)]))
 def test_bit_equal_in_one_process(workers, saved, tmp_path):
     """A worker asks for the samples that come next, before anything else has resumed."""
@@ -63,6 +65,7 @@ def test_bit_equal_in_one_process(workers, saved, tmp_path):
     assert all(torch.equal(resumed_state[name], value) for name, value in state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_several_optimizers():
     path = shared_path("some.ckpt")

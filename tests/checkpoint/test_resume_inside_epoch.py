@@ -36,6 +36,7 @@ def run(domain, name, *callbacks, path=None, epochs=2):
     return losses.values, full_module_state(module)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "domain"),
@@ -52,6 +53,7 @@ def test_resume_inside_an_epoch(name, domain):
         assert torch.equal(resumed_state[key], value), key
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", choose(["tfno", "dense_fno", "large_tfno"], fast=["large_tfno"]))
 def test_checkpoint_is_a_plain_one(name):

@@ -26,6 +26,7 @@ def sharded(kind: str, seed: int) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.quick_rows("uneven-.pt")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("kind", "ending"), choose(["uneven", "dense_fno", "tfno"], ENDINGS))
 def test_saved_and_loaded(kind, ending):

@@ -62,6 +62,7 @@ class CountedWriter(sharded_directory.Writer):
         return super().write_data(plan, planner)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_each_rank_writes_only_its_part():
     path = shared_path("some.ckpt")
@@ -77,6 +78,7 @@ def test_each_rank_writes_only_its_part():
     assert 0 < CountedWriter.written < own + len(state)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     ("options", "where"),
@@ -153,6 +155,7 @@ class Evil:
         return os.mkdir, ("/nowhere/evil",)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_incomplete_directories_are_refused():
     path = shared_path("some.ckpt")
@@ -213,6 +216,7 @@ def test_metadata_take_nothing_but_members_by_name(attribute, tmp_path):
         read_dcp(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_an_interrupted_replacement_leaves_a_whole_one():
     """Between the two renames the old one has a name that `last` finds."""
@@ -229,6 +233,7 @@ def test_an_interrupted_replacement_leaves_a_whole_one():
     assert len(resumed) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_formats_replace_each_other():
     path = shared_path("some.ckpt")
@@ -239,6 +244,7 @@ def test_formats_replace_each_other():
         assert names(path.parent) == {"some.ckpt"}
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_large_states_are_sharded_by_default():
     limit = checkpoint_io.SHARDED_ABOVE_BYTES
@@ -253,6 +259,7 @@ def test_large_states_are_sharded_by_default():
     assert (small.is_file(), large.is_dir()) == (True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_weights_of_a_directory():
     path, module = shared_path("some.ckpt"), tiny(seed=1)

@@ -65,6 +65,7 @@ def numbers_in(path: Path, kind: str) -> set[float]:
         os.close(folder)
 
 
+@pytest.mark.quick_rows("directory-1.0")
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(4.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_two_runs_write_one_name(kind, seconds, tmp_path):
@@ -143,6 +144,7 @@ SIZES = (0, 100, 3_000, 20_000)  # at the first record, and inside of others
 CAUSE = r"'\S*/some\.ckpt' cannot be written: File too large \(EFBIG\)"
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("size", "kind"), choose(SIZES, ["single", "sharded", "later"]))
 def test_no_room_inside_of_a_record(kind, size):

@@ -85,6 +85,7 @@ def one_process_in_its_own_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow_rows("tfno_darcy", "tfno_darcy_large")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_it_parses(capsys, path):
     found, wanted = parsed(capsys, path.stem), yaml.safe_load(path.read_text())
@@ -92,6 +93,7 @@ def test_it_parses(capsys, path):
     assert found["model"]["class_path"].endswith(wanted["model"]["class_path"].split(".")[-1])
 
 
+@pytest.mark.slow_rows("domain_2", "hybrid_2x2", "quick")
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
 def test_overlay_is_laid_over_a_config(capsys, path):
     found, overlay = parsed(capsys, f"tfno_darcy {path.stem}"), yaml.safe_load(path.read_text())
@@ -102,6 +104,9 @@ def test_overlay_is_laid_over_a_config(capsys, path):
         assert contains(found[section], plain[section])
 
 
+@pytest.mark.quick_rows(
+    "tfno_darcy_large node_of_8 hybrid_2x2 offline", "mnist_cnn nodes xpu quick"
+)
 @pytest.mark.parametrize("names", COMBINATIONS)
 def test_overlays_combine(capsys, names):
     found = parsed(capsys, names)
@@ -123,6 +128,7 @@ SLOW = ("segmentation", "t5_wikihow", "tfno_darcy_large")
 
 
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
+@pytest.mark.quick_rows("aurora")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*tensorboardX. has been removed:UserWarning")
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
@@ -218,6 +224,7 @@ def test_summaries_are_better_than_copies():
 
 
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*tensorboardX. has been removed:UserWarning")

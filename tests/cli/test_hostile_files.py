@@ -129,6 +129,7 @@ def refused(capsys, words, codes=(1, 2)):
     return written.err + written.out
 
 
+@pytest.mark.quick_rows("the model, parser's form-file", "the model by number-file")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -193,6 +194,7 @@ def test_hyperparameters_that_are_values_serve_where_nothing_is_given(capsys, mo
     ]
 
 
+@pytest.mark.slow
 def test_what_is_given_wins_over_hyperparameters(capsys, monkeypatch):
     stored = {
         "_class_path": f"{HERE}.Net", "width": 5, "title": "a: b", "sizes": (1, 2), "anything": 3,
@@ -259,6 +261,9 @@ def inner_bytes() -> bytes:
 PLACES = ("value", "weights", "hyperparameters", "plain pickle")
 
 
+@pytest.mark.slow_rows(
+    "weights-import", "weights-touch", "weights-partial", "hyperparameters-methodcaller"
+)
 @pytest.mark.parametrize("name", GADGETS)
 @pytest.mark.parametrize("place", PLACES)
 def test_pickles_in_files(name, place, capsys):

@@ -93,6 +93,7 @@ def test_plan_of_the_best_mesh(capfd, tmp_path):
     assert stop.value.code == 0, capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_of_a_mesh_on_a_cluster(capfd):
     command = ["plan", *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK]
     main([*command, "--cluster=4xA100"])
@@ -126,6 +127,7 @@ def test_mistakes_of_plan(capsys, words, sentence):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_certify(capfd, tmp_path):
     words = ["--meshes=1x2,2x1x2", "--steps=2", "--simulated", "--trainer.default_root_dir=run"]
     main(["certify", *files("tfno_darcy domain_2x2"), *SMALL, *SMALL_NETWORK, *words])
@@ -137,6 +139,7 @@ def test_certify(capfd, tmp_path):
     assert {p.suffix for p in (tmp_path / "run").glob("certificate.*")} == {".md", ".json", ".svg"}
 
 
+@pytest.mark.slow
 def test_certify_ends_with_1_where_a_mesh_differs(capfd):
     words = ["--meshes=2x1", "--steps=1", "--simulated", "--output=kept"]
     model = "--model=tests.cli.test_lab_commands.Normalized"
@@ -162,6 +165,7 @@ class Normalized(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@pytest.mark.slow_rows("words4-replicas of the mesh 3x1 cannot share a batch of 2")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -53,6 +53,7 @@ def test_torch_is_not_imported(words, status):
         assert errors[0].startswith("error: ")
 
 
+@pytest.mark.slow
 def test_lightning_is_not_imported():
     """By the commands that read files and tables, in one Python after each other."""
     _, errors = run(["ops", "conv2d"], ["inspect", "README.md"], ["export", "README.md", "o.pt"])

@@ -169,6 +169,7 @@ def test_another_optimizer_starts_from_its_own_defaults(monkeypatch):
     assert (options["weight_decay"], options["lr"]) == (0.3, 1)
 
 
+@pytest.mark.slow
 def test_fit_saves_its_options_and_resumes_in_place():
     Path("ckpt.yaml").write_text(
         "trainer:\n  logger: {class_path: CSVLogger, init_args: {save_dir: runs, version: 0}}\n"
@@ -194,6 +195,7 @@ def test_saved_config_runs_again(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] == 2
 
 
+@pytest.mark.quick_rows("False")
 @pytest.mark.parametrize("asked", [False, True])
 def test_test_after_fit_uses_the_final_weights(asked):
     fit("--trainer.logger", "false", "--test_after_fit", str(asked).lower())

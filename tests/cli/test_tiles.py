@@ -98,6 +98,7 @@ def predicted(folder: Path, *words: str) -> list[Any]:
     return Keep.found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 def test_predicts_in_tiles(tmp_path: Path) -> None:
     wanted = predicted(tmp_path, "--trainer.strategy", "auto")
@@ -166,6 +167,7 @@ def assert_alike(found: Path, wanted: Path) -> None:
 QUIET = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about folders and loaders
 
 
+@pytest.mark.slow
 @QUIET
 def test_trains_in_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One log, one checkpoint and the words of one process; the saved config tests and goes on."""
@@ -194,6 +196,7 @@ def test_trains_in_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert float(found[0]) == pytest.approx(float(found[1]), rel=1e-10)
 
 
+@pytest.mark.slow
 @QUIET
 def test_goes_on_in_tiles_or_without(tmp_path: Path) -> None:
     """The config of a run in tiles serves other meshes, too."""
@@ -239,6 +242,7 @@ def test_goes_on_with_two_ranks(tmp_path: Path) -> None:
         assert_same(found[name], value, name)
 
 
+@pytest.mark.slow
 @QUIET
 @pytest.mark.usefixtures("interruptible")
 def test_ends_after_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +260,7 @@ def test_ends_after_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert said[1] == said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", ["tiles", "hybrid_shard", "auto", "lightning_shard.TiledStrategy"]
 )
@@ -269,6 +274,7 @@ def test_finds_the_strategy(given: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert f"field (dim {3 if more else 2})" in caplog.text
 
 
+@pytest.mark.slow
 @QUIET
 def test_finds_the_number_of_tiles(
     tmp_path: Path,
@@ -289,6 +295,7 @@ def test_finds_the_number_of_tiles(
     assert re.search(r"note: \d tiles?: a step needs .* KiB, 75% of", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 @QUIET
 def test_plans_and_checks_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The config of a run in tiles is that of plan and check, too."""

@@ -251,6 +251,13 @@ ON_THE_COMMAND_LINE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_rows(
+    "accelerator: gpuu",
+    "devices: two",
+    "domain_parallel_size: 0",
+    "seed_everything: -1 #",
+    "optimizer: Adam",
+)
 @pytest.mark.parametrize(
     ("right", "typed", "option", "word"),
     IN_THE_FILE,
@@ -267,6 +274,12 @@ def test_in_the_file(capsys, right, typed, option, word):
     assert word in sentence
 
 
+@pytest.mark.slow_rows(
+    "--ckpt_path runn.yaml-ckpt_path-run.yaml",
+    "--trainer.default_root_dir /proc/nowhere-trainer.default_root_dir-cannot be made",
+    "--trainer.strategy HybridShardStrategy-unknown strategy-"
+    "to name a class write trainer.strategy.class_path",
+)
 @pytest.mark.parametrize(("words", "option", "word"), ON_THE_COMMAND_LINE)
 def test_on_the_command_line(capsys, words, option, word):
     Path("run.yaml").write_text(CONFIG)

@@ -56,6 +56,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_rows("many levels")
 @pytest.mark.parametrize(("text", "expected"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_one_sentence_at_once(text, expected):
     Path("x.yaml").write_text(text)

@@ -107,6 +107,7 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@pytest.mark.slow
 def test_check_and_plan():
     loader = DataLoader([graph(13, 31, seed) for seed in range(4)], 2)
     found = lightning_shard.check(Net(), loader)

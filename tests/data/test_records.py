@@ -157,6 +157,7 @@ def collate(samples):
     return State({"t": torch.stack(samples)}, torch.ones(9, 6, dtype=torch.float64), grid)
 
 
+@pytest.mark.quick_rows("2")
 @pytest.mark.parametrize(
     "shape",
     [

@@ -89,6 +89,7 @@ def segments(index):
     }
 
 
+@pytest.mark.quick_rows("2")
 @pytest.mark.parametrize(
     "domain",
     [

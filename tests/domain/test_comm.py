@@ -132,6 +132,7 @@ def test_derivatives_on_two_ranks():
     check_all(2)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_derivatives_on_three_ranks():
     check_all(3)

@@ -26,6 +26,7 @@ def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
     assert [path.name for path in tmp_path.glob("*.ckpt")] == [last.name]
 
 
+@pytest.mark.quick_rows("kill, backward, rank 0 of 2")
 @pytest.mark.parametrize(
     "cell",
     [

@@ -64,6 +64,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow_rows("t5")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_repeated_parts(name):
     make, expected = NETWORKS[name]
@@ -128,6 +129,7 @@ def test_tied_parts_are_gathered_by_what_encloses_them():
     assert not wrap.tied_outside(outer[0], outer)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", ["t5", pytest.param("swin", marks=pytest.mark.slow)])
 def test_gradients_of_known_networks(name):

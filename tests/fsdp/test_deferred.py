@@ -111,6 +111,7 @@ class Deferred(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.quick_rows("{'sharding': 'hybrid', 'shard_size': 2}-(1,)")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(("options", "domain"), choose(SHARDINGS, [(1,), (2,)]), ids=str)
 def test_the_weights_of_a_build_on_the_device(options, domain):
@@ -129,6 +130,7 @@ def test_the_weights_of_a_build_on_the_device(options, domain):
         assert torch.equal(first[f"network.{key}"], value), key
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_trains_as_the_built_one():
     """In float64, so that it is the same network and not only the same start."""
@@ -192,6 +194,7 @@ class Rotary(nn.Module):
         return x * self.angles.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(("kind", "device"), choose(["pt", "safetensors"], ["cpu", "meta"]))
 def test_begins_with_a_file(kind, device):
@@ -224,6 +227,7 @@ def test_begins_with_a_file(kind, device):
     assert all(torch.equal(first[k], v) for k, v in second.items())
 
 
+@pytest.mark.quick_rows("2x1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
 def test_resumes_from_a_checkpoint(domain):
@@ -244,6 +248,7 @@ def test_resumes_from_a_checkpoint(domain):
     assert all(torch.equal(first[k], v) for k, v in wanted.items())
 
 
+@pytest.mark.quick_rows("1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("seed", [None, 1])
 def test_ranks_begin_alike_whatever_they_seed(seed):

@@ -76,6 +76,7 @@ def test_on_four_data_replicas(row):
     assert_equal_runs(train_sharded((1,), ROWS[row]), train_alone())
 
 
+@pytest.mark.quick_rows("full")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("row", choose(["full", "none", "hybrid"], fast=["full", "hybrid"]))
 def test_on_a_domain_of_two_dims(row):
@@ -90,6 +91,7 @@ def test_with_a_domain_accumulation_and_clipping(row):
     assert_equal_runs(found, train_alone(accumulate=2, clip=0.05))
 
 
+@pytest.mark.quick_rows("full")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("row", ["full", "ignored"])
 def test_clipping_by_value(row):
@@ -99,6 +101,7 @@ def test_clipping_by_value(row):
     )
 
 
+@pytest.mark.quick_rows("1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("shard_size", [1, 2])
 def test_hybrid_of_two_ranks(shard_size):
@@ -124,6 +127,7 @@ def test_mesh_of_hybrid():
     assert module.stem.weight.to_local().shape[0] == 3  # of 6 rows
 
 
+@pytest.mark.quick_rows("none")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("sharding", ["full", "gradients", "none", "hybrid"])
 def test_what_a_rank_holds(sharding):
@@ -267,6 +271,7 @@ def train_compiled(domain, **more):
     assert all(r.results is not None and not r.refused for r in regions)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "more", choose([{}, {"activation_checkpointing": True}], fast=[{}]), ids=str
@@ -285,6 +290,7 @@ def test_compiled_blocks(domain):
     train_compiled(domain)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_compiled_module_is_refused():
     """torch.compile(module) is for strategies of a list in Lightning; blocks are for this one."""
@@ -330,6 +336,7 @@ def check_options(strategy):
     assert strategy.processes.shard_size == 2
 
 
+@pytest.mark.quick_rows("none")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("sharding", ["full", "none"])
 def test_training_after_inference_mode(sharding):
@@ -353,6 +360,7 @@ SPECTRAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("row", "domain"),
@@ -379,6 +387,7 @@ def test_spectral_weights_that_are_split_by_mode(row, domain):
     assert_equal_runs(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_hybrid_of_two_nodes_with_a_domain_and_modes():
     """All three axes of the mesh are there."""

@@ -88,6 +88,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), choose(PROGRAMS, ["1x2", "2x1"]))
 def test_a_rank_needs_less_than_one_process(name: str, mesh: str) -> None:
     make, shape, most = PROGRAMS[name]
@@ -121,6 +122,7 @@ class Count(Callback):
         self.bytes = bytes_of_tensors()
 
 
+@pytest.mark.quick_rows("views-1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("name", "domain"), choose(["perceptron", "views"], [2, 1]))
 def test_whole_parameters_are_given_back(name: str, domain: int) -> None:

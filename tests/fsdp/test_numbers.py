@@ -93,6 +93,7 @@ class Alone(Featured):
         dist.barrier()
 
 
+@pytest.mark.quick_rows("domain0")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(1,), (2,)])
 def test_a_rank_that_runs_the_module_alone_ends_with_a_sentence(domain):

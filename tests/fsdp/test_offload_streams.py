@@ -61,6 +61,7 @@ def copies_on(machine, stream):
     return [s for s in kernels if str(s.run.func) == "aten.copy_.default"]
 
 
+@pytest.mark.quick_rows("in_parts-everything")
 @pytest.mark.parametrize(("program", "ahead"), choose(PROGRAMS, AHEAD))
 def test_programs(program, ahead):
     program, ahead = PROGRAMS[program], AHEAD[ahead]
@@ -87,6 +88,7 @@ def check_random(seed, ahead, budget=None):
     assert right(machine, found)
 
 
+@pytest.mark.slow_rows("0", "4")
 @pytest.mark.parametrize("seed", choose(range(12), fast=[*range(5)]))
 def test_random_programs(seed):
     check_random(seed, [*AHEAD.values()][seed % len(AHEAD)])
@@ -144,6 +146,7 @@ def mutants(program, net, ahead, choose=lambda numbers: numbers, budget=None):
         yield machine.calls[number][0], bool(mutant.races), right(mutant, found)
 
 
+@pytest.mark.slow
 @one_ahead
 @pytest.mark.parametrize("budget", choose([None, 3 * TENSOR_BYTES], fast=[3 * TENSOR_BYTES]))
 def test_any_call_that_is_left_out_is_found(ahead, budget):
@@ -155,6 +158,7 @@ def test_any_call_that_is_left_out_is_found(ahead, budget):
         assert sum(not stays for *_, stays in rows) > len(rows) // 2
 
 
+@pytest.mark.slow
 @one_ahead
 def test_backward_on_another_stream(ahead):
     """There alone is record_stream asked for: the stream of the memory does not know its use."""
@@ -177,6 +181,7 @@ def check_judges(program, ahead, calls):
     return sum(raced for _, raced, _ in rows)
 
 
+@pytest.mark.quick_rows("train")
 @pytest.mark.parametrize("program", choose(PROGRAMS, fast=["train", "accumulate", "twice"]))
 def test_wrong_numbers_are_races(program):
     check_judges(PROGRAMS[program], AHEAD["one tensor"], 3)
@@ -262,6 +267,7 @@ def test_each_tensor_comes_back_once_and_before_it_is_needed():
 BUDGETS = {"nothing": 0, "one tensor": TENSOR_BYTES, "four tensors": 4 * TENSOR_BYTES}
 
 
+@pytest.mark.quick_rows("twice-nothing", "in_parts-four tensors")
 @pytest.mark.parametrize(("program", "budget"), choose(PROGRAMS, BUDGETS))
 def test_budgets(program, budget):
     """Only what is above the budget travels, and no more than it is near where nobody holds it."""
@@ -273,6 +279,7 @@ def test_budgets(program, budget):
     assert right(machine, found)
 
 
+@pytest.mark.slow_rows("0")
 @pytest.mark.parametrize("seed", choose(range(12), fast=[*range(3)]))
 def test_random_programs_within_budgets(seed):
     check_random(seed, 2**20, [*BUDGETS.values()][seed % len(BUDGETS)])

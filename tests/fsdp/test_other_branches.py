@@ -183,6 +183,7 @@ def launched(first, second):
     return other_way(dist.get_rank(), first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "here", "there"), WAYS.values(), ids=WAYS)
 def test_a_rank_that_takes_another_way(first, second, here, there):
     """In processes of their own: a rank that waits in a collective is ended."""

@@ -205,6 +205,7 @@ def gradients_of_branches(mode, wrap, weights):
     }
 
 
+@pytest.mark.quick_rows("None-weights4-none")
 @pytest.mark.parametrize("mode", ["full", "none"])
 @pytest.mark.parametrize(
     ("wrap", "weights"),

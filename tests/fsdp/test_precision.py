@@ -67,6 +67,7 @@ def run_alone(module, precision):
     return losses.values, module.state_dict()
 
 
+@pytest.mark.quick_rows("64-true")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_values_mean_what_they_mean_in_lightning(precision):
@@ -120,6 +121,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.quick_rows("both")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policy(policy):
@@ -156,6 +158,7 @@ def test_policy_counts_on_one_process():
     assert module(sample(0)[None, :1].float()).dtype == torch.bfloat16
 
 
+@pytest.mark.quick_rows("2x1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
 def test_spectral_layers_compute_in_their_own_precision(domain):
@@ -190,6 +193,7 @@ class InfOnOneRank(Callback):
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(1,), (4,)], ids=["4x1", "1x4"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(domain):
@@ -213,6 +217,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(domain):
     assert again.scaler.get_scale() == 32.0
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_scaled_training_is_the_unscaled_one():
     """A scale of a power of two changes no bit of float16 gradients in range."""
@@ -225,6 +230,7 @@ def test_scaled_training_is_the_unscaled_one():
         torch.testing.assert_close(states[1][key], value, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.quick_rows("inf")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 def test_norms_of_sharded_and_plain_gradients(order):

@@ -82,6 +82,7 @@ def is_split(x):
     return isinstance(x, lightning_shard.DomainTensor)
 
 
+@pytest.mark.slow
 def test_meshes_that_train_alike_are_certified(tmp_path):
     found = certify(Net(), batches(), steps=5, simulated=True, facts={"config": "abc"})
     assert found.is_equal, str(found)
@@ -115,6 +116,7 @@ def test_a_halo_that_is_one_row_short_is_found_and_named():
     assert found.culprit_on == "1x2 in 64-true"
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_step_itself_is_named_by_its_function():
     def wrong(self, batch, batch_idx):
         x = self.body(batch)
@@ -127,6 +129,7 @@ def test_a_fault_in_the_step_itself_is_named_by_its_function():
     assert (found.culprit.module, found.culprit.function) == ("", "Tensor.mul")
 
 
+@pytest.mark.slow
 def test_a_fault_in_backward_is_named():
     found = certify(Net(Halved()), batches(), [(1, 2)], steps=1, simulated=True)
     assert found.culprit is not None
@@ -135,6 +138,7 @@ def test_a_fault_in_backward_is_named():
     assert "all outputs agree, and gradients differ from module body.0 (Conv2d) on" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "name", "fault", "sentence"),
     [
@@ -152,6 +156,7 @@ def test_faults_of_a_norm_and_of_the_optimizer_are_named(place, name, fault, sen
     assert f"step 0: {sentence}" in str(found)
 
 
+@pytest.mark.slow
 def test_statistics_of_a_share_of_a_batch_differ_and_are_named():
     net = Net(nn.BatchNorm2d(4))
     found = certify(net, batches(), [(1, 2), (2, 1)], steps=2, simulated=True)
@@ -160,6 +165,7 @@ def test_statistics_of_a_share_of_a_batch_differ_and_are_named():
     assert (found.culprit.module, found.culprit.kind) == ("body.1", "BatchNorm2d")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_certified_is_said():
     with pytest.raises(ValueError, match="3 data replicas of the mesh 3x1 cannot share a batch"):
         certify(Net(), batches(), [(3, 1)])
@@ -187,6 +193,7 @@ def test_what_cannot_be_certified_is_said():
     assert "| 1x2 | 64-true | | | | failed: ArithmeticError: in the middle |" in str(found)
 
 
+@pytest.mark.slow
 def test_processes_are_certified_too():
     found = certify(Net(), batches(), [(2, 2)], steps=2)
     assert found.is_equal, str(found)

@@ -40,6 +40,7 @@ def data(shape=(1, 12, 10), samples=4):
     )
 
 
+@pytest.mark.slow
 def test_a_module_that_runs(capfd):
     module = Net(nn.Dropout(0.3))
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -73,6 +74,7 @@ def test_a_module_of_a_data_module(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_functions_without_a_rule_are_all_named():
     def middle(x):
         rank = torch.linalg.matrix_rank(x.detach())
@@ -111,6 +113,7 @@ class Fails(torch.autograd.Function):
         return grad
 
 
+@pytest.mark.slow
 def test_custom_functions_are_tried():
     def middle(x):
         x = Cube.apply(x)  # gathered, it would hide the others
@@ -127,6 +130,7 @@ def test_custom_functions_are_tried():
     assert "Cube) value and gradient agree." in str(found)
 
 
+@pytest.mark.slow
 def test_an_operation_that_is_refused():
     found = lightning_shard.check(Net(lambda x: x.detach().apply_(abs) + x), data())
     assert not found.is_exact
@@ -134,6 +138,7 @@ def test_an_operation_that_is_refused():
     assert "the training step stopped: cannot run" in str(found)
 
 
+@pytest.mark.slow
 def test_rounding_is_told_from_mistakes():
     """A gradient that is the small difference of large sums."""
 
@@ -149,6 +154,7 @@ def test_rounding_is_told_from_mistakes():
     assert "These numbers are from float64, since " in str(found)
 
 
+@pytest.mark.slow
 def test_what_differs_is_said():
     class Local(Net):
         def training_step(self, batch, batch_idx):
@@ -191,6 +197,7 @@ class StopsIn(Net):
         return self.evaluate("predict_step", batch)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_are_rehearsed_too():
     """`fit` stops in its validation: a check of the training step alone does not see it."""
     found = lightning_shard.check(StopsIn("validation_step"), data())
@@ -253,6 +260,7 @@ def test_what_is_not_rehearsed_is_named():
     assert list(found.evaluation) == []
 
 
+@pytest.mark.slow
 def test_nothing_split_is_said():
     class Tokens(LightningModule):
         def __init__(self):
@@ -273,6 +281,7 @@ def test_nothing_split_is_said():
     assert second.startswith("NOTHING WAS TRIED SPLIT: nothing of the batch is split, though 2 ")
 
 
+@pytest.mark.slow
 def test_simulated_ranks_show_what_processes_show():
     module, batches = Net(nn.Dropout(0.3)), data((1, 24, 24))
     found = lightning_shard.check(module, batches, "1x3x2", simulated=True)
@@ -305,6 +314,7 @@ class WithoutNorm(Net):
         return {"loss": x.mean(), "x": x, "shape": str(x.shape[1:])}
 
 
+@pytest.mark.slow
 def test_data_replicas_share_a_batch():
     found = lightning_shard.check(WithoutNorm(), data(), (2, 2), simulated=True)
     assert found.is_supported, str(found)
@@ -337,6 +347,7 @@ class Monitors(WithoutNorm):
         }
 
 
+@pytest.mark.slow
 def test_what_is_monitored_in_validation_is_not_missed(tmp_path, monkeypatch):
     """Training without a validation has no such metric, and stopped with an exception."""
     monkeypatch.chdir(tmp_path)
@@ -357,6 +368,7 @@ def test_a_mistyped_argument_is_named(function):
         function(Net(), data(), domain_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_functions_that_this_process_has_gathered_before_are_named():
     with lightning_shard.allow_gather():
         found = [

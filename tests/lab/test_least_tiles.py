@@ -64,6 +64,7 @@ def test_predicts_the_memory_of_tiles() -> None:
         assert 0.85 < measured / found.memory < 1.2, f"{found.memory} for {measured}, {tiles}"
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 def test_predicts_the_memory_of_tiles_without_gradients() -> None:
     net = UNet(16).to("xpu")
@@ -80,6 +81,7 @@ def test_predicts_the_memory_of_tiles_without_gradients() -> None:
         assert least.SHARE < found / measured < 2.5, f"{found} for {measured} in {tiles} tiles"
 
 
+@pytest.mark.slow
 def test_says_what_tiles_need() -> None:
     module, data = Plain(lambda: UNet(8)), loader()
     found = plan(module, data, tiles="2x2", cluster="1xH100")
@@ -166,6 +168,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 3, 3, padding=1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_trains_in_as_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

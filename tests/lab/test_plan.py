@@ -121,6 +121,7 @@ def measured(name, processes):
 FAST = {("cnn", 2), ("gpt", 1), ("tfno", 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
@@ -142,6 +143,7 @@ def test_prediction_and_measured_bytes(name, processes):
     assert set(plan.split.split) == split
 
 
+@pytest.mark.slow
 def test_what_is_not_split_does_not_shrink():
     alone = lightning_shard.plan(GPT(), ids(), "1x1")
     many = lightning_shard.plan(GPT(), ids(), 8)
@@ -154,6 +156,7 @@ def test_what_is_not_split_does_not_shrink():
     assert lines[1].startswith("Warning: nothing of the batch is split, though 8 ranks share each")
 
 
+@pytest.mark.slow
 def test_what_is_split_shrinks_to_a_share_and_halos():
     many = lightning_shard.plan(Net(), data((1, 64, 64)), 8)
     fields = 2 * 64 * 64 * 4 // 8
@@ -163,6 +166,7 @@ def test_what_is_split_shrinks_to_a_share_and_halos():
     assert many.memory_by_cause["batch"] == 2 * fields
 
 
+@pytest.mark.slow
 def test_plan():
     module = Net(optimizer=torch.optim.Adam)
     found = lightning_shard.plan(module, data((1, 64, 64)), "2x2")
@@ -190,6 +194,7 @@ def test_plan():
     assert " ms " not in text  # no cluster, no time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_bytes_that_a_rank_sends(mesh):
     module = Net(optimizer=torch.optim.Adam)
@@ -214,6 +219,7 @@ def sent_by_ranks(mesh):
     return seen[3] - seen[2]
 
 
+@pytest.mark.slow
 def test_a_cluster_adds_times_to_the_same_table():
     module, batches = Net(), data((1, 64, 64))
     here = lightning_shard.plan(module, batches, 2)

@@ -96,6 +96,7 @@ def bytes_for_backward(task):
     return sum(kept.sizes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [(1, 2, 2), pytest.param((1, 2), marks=SLOW), pytest.param((2, 3), marks=SLOW)]
 )
@@ -120,6 +121,7 @@ class Copying(Net):
         return loss
 
 
+@pytest.mark.slow
 def test_steps_that_log_free_memory_once(monkeypatch):
     """Weak references to memory free it; torch copies them with what fake tensors know."""
     copied = []
@@ -139,6 +141,7 @@ def test_operations_take_their_flops_or_their_bytes():
     assert of_bytes > 2 * (2 * x.nbytes + 64 * 64 * 4) / 1e6
 
 
+@pytest.mark.slow
 def test_more_ranks_compute_and_hold_less():
     few, many = (predict(Net(), data(1, 2, 64, 64), n, cluster(n)) for n in (2, 8))
     assert many.compute < 0.5 * few.compute
@@ -149,6 +152,7 @@ def test_more_ranks_compute_and_hold_less():
     assert few.fits(cluster(2))
 
 
+@pytest.mark.slow
 def test_recomputed_and_offloaded_activations_free_memory():
     class Deep(Net):
         def __init__(self):
@@ -172,6 +176,7 @@ def test_recomputed_and_offloaded_activations_free_memory():
     assert again.compute > 1.2 * whole.compute
 
 
+@pytest.mark.slow
 def test_the_module_stays_as_it_is():
     module = Net()
     before = copy.deepcopy(module.state_dict())
@@ -181,6 +186,7 @@ def test_the_module_stays_as_it_is():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_each_mode_of_sharding():
     modes = ("full", "gradients", "none", "hybrid")
     fields, nodes = data(1, 2, 16, 16), cluster(4, per_node=2)
@@ -227,6 +233,7 @@ def test_a_rank_with_neighbours_on_both_sides():
     assert rank_inside((4, 1)) == 0
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_and_leaves_a_batch_of_shapes():
     fields = data(1, 2, 16, 16)
     shown = str(predict(Net(), fields, 2, cluster(2)))
@@ -258,6 +265,7 @@ class Attends(Net):
         return found.transpose(1, 2).flatten(2).square().mean()
 
 
+@pytest.mark.slow
 def test_attention_is_traced():
     fields = data(1, 8, 8, 8)
     module = Attends()
@@ -302,6 +310,7 @@ class Logs(Net):
         return loss
 
 
+@pytest.mark.slow
 def test_data_modules_that_read_files_and_modules_that_log(tmp_path):
     torch.save(torch.randn(4, 2, 12, 9), tmp_path / "fields.pt")
     found = predict(Logs(), Files(tmp_path / "fields.pt"), 2, cluster(2))
@@ -337,6 +346,7 @@ def ones(*shape):
     return DataLoader([2 * torch.ones(shape)], batch_size=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", choose(["logged", "checked", "normalized"], fast=["normalized"]))
 def test_numbers_that_change_nothing_are_not_needed(way):
     found = predict(Reads(way), ones(1, 2, 16, 16), 2, cluster(2))
@@ -345,6 +355,7 @@ def test_numbers_that_change_nothing_are_not_needed(way):
     assert found.sent_for_parameters == plain.sent_for_parameters
 
 
+@pytest.mark.quick_rows("counted-1x1")
 @pytest.mark.parametrize(("way", "mesh"), choose(["counted", "masked"], ["1x1", "1x2"]))
 def test_a_step_that_needs_numbers_is_measured(way, mesh):
     found = predict(Reads(way), ones(1, 2, 16, 16), mesh, cluster(1 if mesh == "1x1" else 2))
@@ -356,6 +367,7 @@ def test_a_step_that_needs_numbers_is_measured(way, mesh):
     assert "measured on real tensors" in str(found)
 
 
+@pytest.mark.slow
 def test_a_measured_step_is_as_the_traced_one():
     for mesh in ((1, 1), (1, 2), (2, 2)):
         task = Task(Net(16), None, [torch.ones(2, 2, 12, 24)], mesh)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import lightning_shard
@@ -79,6 +80,7 @@ def changed_at_run_time(tree: ast.Module) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_changes_in_a_module_at_run_time_is_named_or_meant_for_all_ranks():
     missing: set[str] = set()
     unknown = set(SHARED)

@@ -128,6 +128,7 @@ def _with_its_rank(body):
     return body(dist.get_rank())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 1, "domain": 3}, {"data": 2, "a": 2, "b": 1}])
 def test_a_sharded_step_on_a_mesh_equals_one_process(sizes):
     torch.manual_seed(0)

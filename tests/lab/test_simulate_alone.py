@@ -39,6 +39,7 @@ def step(sizes: dict[str, int]) -> tuple[int, int, list[Any], Any]:
     return traffic.bytes, traffic.calls, kept, shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 2, "a": 3}, {"data": 1, "a": 3, "b": 2}])
 def test_a_step_has_the_shapes_and_the_traffic_of_each_rank(sizes):
     processes = math.prod(sizes.values())
@@ -112,6 +113,7 @@ def step_of_a_trainer(task: Task) -> tuple[int, int, Any, Any]:
     return traffic.bytes, traffic.calls, found.split, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "domain"), [(0, (2,)), (5, (2, 2))])
 def test_a_step_of_a_trainer(rank, domain):
     """Of ranks that agree on their options before they begin, and compare what they have read."""

@@ -138,6 +138,7 @@ def assert_evaluates(accelerator: str, tiles: Any, cases: Any) -> None:
                 assert_same(other["field"], row["field"])
 
 
+@pytest.mark.quick_rows("validate-shuffled")
 @pytest.mark.parametrize(("stage", "kind"), STAGES)
 def test_evaluates_as_one_process(stage: str, kind: str) -> None:
     """Batches come in the order of one process, and predictions are whole, on the host."""
@@ -150,6 +151,7 @@ def test_evaluates_on_a_device() -> None:
     assert_evaluates("xpu", (2, 2), STAGES[::4])
 
 
+@pytest.mark.quick_rows("None")
 @pytest.mark.parametrize("tiles", [None, 3])
 def test_writes_predictions(tmp_path: Path, tiles: Any) -> None:
     """The first tile makes the file; the others wait for it in turns."""
@@ -237,6 +239,7 @@ def assert_random(accelerator: str) -> None:
     assert_same(alone_randomly(accelerator, 2), own)
 
 
+@pytest.mark.slow
 def test_draws_the_numbers_of_one_process() -> None:
     """They go on as there, also after an exception; each tile draws its own if none are exact."""
     assert_random("cpu")
@@ -363,6 +366,7 @@ def look(folder: Path, tiles: int | None) -> tuple[list[Any], Any]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_shows_user_code_what_the_docs_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -471,6 +475,7 @@ def program(name: str, *, tiled: bool) -> tuple[Any, dict[str, Any]]:
     return counted, module.state_dict() | {"losses": torch.tensor(losses.values)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in QUICK_PROGRAMS else pytest.mark.slow) for n in PROGRAMS],
@@ -536,6 +541,7 @@ def _end(does: Any, error: type[BaseException], words: str, tiles: int = 3) -> B
     return raised.value
 
 
+@pytest.mark.slow
 def test_ends_when_one_tile_does_something_else() -> None:
     """There is one error, soon, and the module is what it was.
 
@@ -573,6 +579,7 @@ class Hungry(Stranger):
         assert _summed().tolist() == [self.trainer.world_size] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 def test_asks_for_more_tiles_where_memory_ends() -> None:
     def run(tiles: Any) -> None:
@@ -601,6 +608,7 @@ def _half_in_tiles() -> Any:
     return str(folder / "half.ckpt"), whole.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_goes_on_on_two_ranks() -> None:
     path, whole = _half_in_tiles()

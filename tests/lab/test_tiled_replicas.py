@@ -112,6 +112,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     ("network", "tiles"), [("small", 2), pytest.param("unet", 4, marks=pytest.mark.slow)]
@@ -143,6 +144,7 @@ def trained_alone(epochs: int) -> dict[str, Tensor]:
     return module.network.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("tiles_first", [True, False])
 def test_goes_on_from_ranks_and_back(tiles_first: bool) -> None:

@@ -150,11 +150,13 @@ def _double(value: Tensor) -> Tensor:
     return value.cpu() if value.is_complex() else value.cpu().double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workload", "tiles"), CASES)
 def test_trains_as_one_process(workload: str, tiles: Any) -> None:
     compare(workload, "cpu", tiles)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 def test_trains_on_a_device() -> None:
     compare("vit", "xpu", 2, tile_budget="100KiB")
@@ -167,6 +169,7 @@ def test_trains_all_on_a_device(workload: str) -> None:
     compare(workload, "xpu", 4)
 
 
+@pytest.mark.slow
 def test_waits_in_files(tmp_path: Path) -> None:
     compare("vit", "cpu", 2, tile_memory=str(tmp_path))
     assert [*tmp_path.iterdir()] == []
@@ -313,6 +316,7 @@ def test_is_one_trainer_on_a_device() -> None:
     assert_all_stages(Path(tempfile.mkdtemp()), "xpu", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"), [(None, 2), (2, None), pytest.param(2, (2, 2), marks=pytest.mark.slow)]
 )
@@ -330,6 +334,7 @@ def test_a_checkpoint_is_that_of_one_process(tmp_path: Path, first: Any, then: A
         assert_same(on.state_dict()[name], value, name)
 
 
+@pytest.mark.slow
 def test_ends_between_steps_after_ctrl_c() -> None:
     """The module is then what it was after the last step."""
     wanted, found = Stranger(), Stranger()
@@ -371,6 +376,7 @@ def train(module: LightningModule, strategy: Any = None, **options: Any) -> None
     Trainer(strategy=strategy or TiledStrategy(2), **options).fit(module, loader())
 
 
+@pytest.mark.slow
 def test_refuses_what_it_cannot() -> None:
     with pytest.raises(ValueError, match=r"tiles must be a number from 1 on.*got 0"):
         TiledStrategy(0)

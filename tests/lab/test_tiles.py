@@ -99,6 +99,7 @@ def test_refuses_what_it_cannot() -> None:
             assert module(x)["field"].shape == (1, 2, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
 def test_refuses_compiled_modules() -> None:
     by_method, of_this_package = network(), network()
@@ -197,6 +198,7 @@ def _networks() -> dict[str, tuple[nn.Module, Tensor]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(1, "xpu")
 def test_on_a_device() -> None:
     """Random numbers of the device belong to each rank; what a module keeps is there afterwards."""

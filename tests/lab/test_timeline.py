@@ -66,6 +66,7 @@ def test_ranks_that_call_other_collectives_are_told():
         replayed(step(0, (1, 0), (0, 0)), Timeline(1, rest=1.0))
 
 
+@pytest.mark.quick_rows("mesh0")
 @pytest.mark.parametrize("mesh", [(2, 3), (1, 2, 2)])
 def test_the_events_of_each_step_are_the_same(mesh):
     task = Task(Net(), None, first_batches(Net(), data(), "fit"), mesh)

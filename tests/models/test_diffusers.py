@@ -14,6 +14,7 @@ from tests.pairs import choose
 from tests.parity import mesh_of
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize(
     "name",
@@ -23,6 +24,7 @@ def test_three_ranks(name):
     check("diffusers", name, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     "name", choose(["sd3", "cogvideox", "vae_hunyuan_video"], fast=["cogvideox"])
@@ -31,6 +33,7 @@ def test_two_split_dims(name):
     check("diffusers", name, 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", ["vae", "vae_hunyuan_video", "vae_cogvideox"])
 def test_a_coder_takes_and_gives_whole_images(name):
@@ -49,6 +52,7 @@ def test_a_coder_takes_and_gives_whole_images(name):
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_a_pipeline_as_it_is():
     torch.manual_seed(5)

@@ -15,12 +15,14 @@ def test_two_ranks(name):
     check("torch_geometric", name, 2)
 
 
+@pytest.mark.quick_rows("transformer")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", ["gat_v2", "transformer", "mesh_graph_net", "graph_cast"])
 def test_three_ranks(name):
     check("torch_geometric", name, 3)
 
 
+@pytest.mark.quick_rows("gine", "sage_max")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", ["gine", "sage_max", "mesh_graph_net", "graph_cast"])
 def test_nodes_over_two_by_two_ranks(name):

@@ -32,6 +32,7 @@ def test_three_ranks(name):
     check("handwritten", name, 3)
 
 
+@pytest.mark.slow_rows("attention_unet")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", ["attention_unet", "boundary", "spectral_loss"])
 def test_two_by_two_ranks(name):

@@ -5,6 +5,7 @@ import pytest
 from tests.models.check import check
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "name",

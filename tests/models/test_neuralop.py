@@ -13,6 +13,7 @@ from tests.models.check import check
 from tests.parity import assert_same
 
 
+@pytest.mark.slow_rows("codano")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "name",
@@ -46,6 +47,7 @@ def test_local_model(name):
     check("neuralop", name, 2)
 
 
+@pytest.mark.slow_rows("uno")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     "name", ["tfno_tucker", "tfno_cp", "tfno_reconstructed", "fno_padded", "fno_3d", "uno"]

@@ -7,12 +7,14 @@ from tests.models.check import check
 NAMES = ["point_net_plus_plus", "edge_convolution", "transolver", "radius_sum"]
 
 
+@pytest.mark.slow_rows("point_net_plus_plus")
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_three_ranks(name):
     check("handwritten", name, 3)
 
 
+@pytest.mark.quick_rows("edge_convolution", "radius_sum")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_points_over_two_by_two_ranks(name):

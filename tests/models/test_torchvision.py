@@ -9,6 +9,7 @@ from tests.models.check import check
 from tests.parity import mesh_of
 
 
+@pytest.mark.quick_rows("convnext", "vit", "swin3d")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "name",
@@ -30,6 +31,7 @@ def test_model(name):
     check("torchvision", name, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_detection_with_masks():
     check("torchvision", "mask_rcnn", 2)
@@ -47,6 +49,7 @@ def test_two_by_two_ranks():
     check("torchvision", "mobilenet_v3_small", 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_an_untrained_detector_finds_what_one_process_finds():
     """Break ties of scores in the padding, alike in both runs.

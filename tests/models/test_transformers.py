@@ -5,6 +5,7 @@ import pytest
 from tests.models.check import check
 
 
+@pytest.mark.quick_rows("llama_lm", "vit_interpolated")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "name",

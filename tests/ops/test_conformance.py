@@ -116,6 +116,7 @@ def examples(draw):
     return {"spatial": n, "ranks": ranks, "dims": dims, "arguments": arguments, "extents": extents}
 
 
+@pytest.mark.quick_rows("max_pool", "avg_pool", "adaptive", "interpolated", "sliced")
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
     max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate],

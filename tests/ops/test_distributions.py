@@ -106,6 +106,7 @@ def check(name: str, dims: list[int], sizes: tuple[int, ...]) -> None:
     assert_parity(function, [SHAPE, SHAPE], {0: dims, 1: dims}, mesh_of(*sizes))
 
 
+@pytest.mark.slow
 def test_some(run_each: Callable[..., None]) -> None:
     run_each(3, check, {name: {"name": name, "dims": [2], "sizes": (3,)} for name in FEW})
 

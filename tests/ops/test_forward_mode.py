@@ -125,6 +125,7 @@ def sweep(names, limit):
     assert not wrong, f"{len(wrong)} rows: " + "\n\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_of_rows():

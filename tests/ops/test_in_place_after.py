@@ -133,6 +133,7 @@ def test_ranks_without_elements(run_each: Callable[..., None]) -> None:
     run_each(2, check, {name: {"name": name, "limit": 8} for name in names})
 
 
+@pytest.mark.slow
 def test_one_case_of_each(run_each: Callable[..., None]) -> None:
     """Of every third row; the others, and more arguments, are slow."""
     run_each(2, check_rows, {"rows": {"names": database.names()[::3]}})

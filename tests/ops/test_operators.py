@@ -284,6 +284,7 @@ def check_seen() -> None:
     assert not missing, f"{len(missing)} functions have a rule and no row: {missing}"
 
 
+@pytest.mark.slow
 def test_every_rule_has_a_row(run_each):
     """A row counts when one of its cases ran to the end, exactly."""
     names = database.names()

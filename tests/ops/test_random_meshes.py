@@ -16,6 +16,7 @@ MESHES = [(4,), (5,), (7,), (16,), (2, 3), (3, 5), (4, 4), (1, 6), (1,), (2, 1)]
 FIRST = int(os.environ.get("LIGHTNING_SHARD_SEED", "0"))
 
 
+@pytest.mark.quick_rows("(4,)", "(1,)", "(2, 1)")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_cases_on_a_mesh_equal_one_process(mesh):
     draw = random.Random(f"{mesh} {FIRST}")

@@ -72,16 +72,19 @@ def compare(shape, seeds):
                 assert torch.equal(lightning_shard.gather(found), right), (seed, turn)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_two_ranks():
     compare((2,), range(9))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_three_ranks():
     compare((3,), range(9))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_two_by_two_ranks():
     compare((2, 2), range(9))

@@ -66,6 +66,7 @@ def test_difference_is_raised_on_all_ranks(facts, devices, expected):
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come():
     raised, seconds = agreed([{}, {}], timeout_s=1.0)
     assert set(raised) == {0, 1}
@@ -73,6 +74,7 @@ def test_ranks_that_do_not_come():
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_who_is_waited_for_is_said(capfd, monkeypatch):
     monkeypatch.setattr(agreement, "CHECK_S", 0.1)
     monkeypatch.setattr(agreement, "WORD_S", 0.3)

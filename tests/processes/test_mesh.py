@@ -60,6 +60,7 @@ def on_nodes(nodes):
     )
 
 
+@pytest.mark.quick_rows("full")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
 def test_training_with_ranks_numbered_across_nodes(sharding):
@@ -114,6 +115,7 @@ def test_a_group_is_found_by_its_name_alone(monkeypatch):
     assert find_mesh("ensemble", "domain").shape == (2, 2)
 
 
+@pytest.mark.quick_rows("full")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("sharding", ["full", "hybrid"])
 def test_code_of_a_library_finds_the_groups_of_a_trainer(sharding, monkeypatch):

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 ROOT = Path(lightning_shard.__file__).parent
 
 
+@pytest.mark.slow
 def test_every_internal_name_is_there():
     assert internals.missing() == []
 
@@ -77,6 +78,7 @@ def test_no_other_file_uses_private_names():
     assert _private_imports(trees[PAGES[1]])
 
 
+@pytest.mark.slow
 def test_a_removed_name_is_listed_with_what_breaks(monkeypatch):
     monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
     monkeypatch.delattr(torch.distributed.device_mesh.DeviceMesh, "_flatten")

@@ -248,6 +248,7 @@ def attempt(function):
         return error
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_mpi4py")
 @settings(max_examples=1000, deadline=None)
 @given(st.sets(st.sampled_from(KNOWN), max_size=6), st.integers(0, 1), st.integers(1, 2))

@@ -172,6 +172,7 @@ def test_dtype_and_value(name, narrow):
     check(name, narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_dtype_and_value_as_on_a_gpu():
     with as_on_gpu():
@@ -179,6 +180,7 @@ def test_dtype_and_value_as_on_a_gpu():
             check(name, torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 @pytest.mark.parametrize("on", [contextlib.nullcontext, as_on_gpu], ids=["cpu", "as on a gpu"])
 def test_a_rank_without_rows_has_the_same_dtype(on):

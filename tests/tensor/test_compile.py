@@ -36,6 +36,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("way", choose(WAYS, fast=["plain part"]))
 def test_equals_one_process(way):
@@ -55,6 +56,7 @@ def test_equals_one_process(way):
         torch.testing.assert_close(total, q.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_a_whole_graph_is_refused():
     torch._dynamo.reset()

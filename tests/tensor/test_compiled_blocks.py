@@ -133,6 +133,7 @@ blocks = pytest.mark.parametrize("name", BLOCKS)
 FEW = ["FNO", "attention"]  # others are slow: each rank compiles
 
 
+@pytest.mark.quick_rows("attention")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in BLOCKS]
@@ -186,6 +187,7 @@ def test_channels_last(name, backend):
     check(name, (3,), backend, stored=torch.channels_last)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_a_graph_that_lost_a_collective_is_refused():
     """Without effects, backward's exchanges of nothing move into forward, and all ranks see it."""
@@ -259,6 +261,7 @@ class LookedUp(nn.Module):
         return x[:, :, rows[0, 0, :, 0]] + x.gather(2, rows)
 
 
+@pytest.mark.slow_rows("LookedUp-str")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(
     ("block", "reason"),
@@ -281,6 +284,7 @@ def test_rows_that_values_decide(block, reason):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_too_many_layouts_run_uncompiled():
     block = nn.Conv2d(1, 1, 3, padding=1)
@@ -301,6 +305,7 @@ def test_too_many_layouts_run_uncompiled():
     assert len(compiled._REGIONS) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_a_second_derivative_is_refused():
     block = Residual()

@@ -72,6 +72,7 @@ def written(name: str, allow_gather: bool) -> int:
     return served
 
 
+@pytest.mark.quick_rows("11")
 @pytest.mark.spmd(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("share", range(12))

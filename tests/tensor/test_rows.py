@@ -249,6 +249,7 @@ def test_an_optimizer_of_rows():
     torch.testing.assert_close(field_of(x.detach() * 1), whole.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_rows_in_what_torch_compiles():
     x, whole = split(), FIELD.clone()

@@ -98,6 +98,7 @@ def test_the_strangers_function_is_called():
     assert [f.__name__ for f in Logged.calls] == ["mul"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("monai") is None, reason="monai is an extra")
 @pytest.mark.spmd(2)
 def test_metatensors_are_split_as_plain_tensors():

@@ -92,6 +92,7 @@ def check_jvp(name, mesh, dims):
     same(ends[1], ends[0])
 
 
+@pytest.mark.slow
 def test_jvp_and_gradients_through_it(run_each):
     run_each(3, check_jvp, {n: {"name": n, "mesh": (3,), "dims": [2]} for n in FUNCTIONS})
 
@@ -160,6 +161,7 @@ TRANSFORMS = (
 ).split("|")
 
 
+@pytest.mark.slow
 def test_transforms(run_each):
     run_each(3, check_transform, {n: {"name": n, "mesh": (3,), "dims": [2]} for n in TRANSFORMS})
 

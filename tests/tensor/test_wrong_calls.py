@@ -276,6 +276,7 @@ def test_two_ranks():
     check(range(60), mesh_of(2))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex128])
 def test_without_arguments(dtype):

@@ -86,6 +86,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.quick_rows("x of several times")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_a_refusal_of_default_dims_names_others_that_work(name):
@@ -112,6 +113,7 @@ def test_split_features_are_told_before_the_first_step():
         mended.fit(Recurrent(nn.Linear), data)
 
 
+@pytest.mark.slow_rows("fit")
 @pytest.mark.parametrize("step", ["fit", "validate", "test", "predict"])
 def test_a_compiled_module(step):
     runner = Trainer(accelerator="cpu", devices=1, strategy=HybridShardStrategy(), logger=False)
@@ -139,6 +141,7 @@ def out_of_range():
     trainer((2,), max_steps=2, limit_val_batches=0).fit(Segmenter())
 
 
+@pytest.mark.slow
 def test_an_index_that_is_wrong_on_one_rank_ends_all():
     began = time.monotonic()
     with pytest.raises(ProcessRaisedException, match="Target 99 is out of bounds"):

@@ -55,6 +55,7 @@ def test_events_of_the_device(capsys, kind):
     logger.log_metrics.assert_called_once_with({"device_time_s": 1.5}, step=7)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_a_fit_of_two_ranks():
     timer, folder = DeviceTimer(), shared_path("logs")

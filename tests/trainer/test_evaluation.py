@@ -27,6 +27,7 @@ def plain_errors(module, samples=SAMPLES):
     return torch.stack(errors).mean(0)
 
 
+@pytest.mark.quick_rows("test-2x2")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     "domain", choose([(1,), (2,), (2, 2)], fast=[(2,)]), ids=["4x1", "2x2", "1x(2x2)"]
@@ -45,6 +46,7 @@ def test_metrics(stage, domain):
     )  # Lightning logs float32
 
 
+@pytest.mark.quick_rows("2x2")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(2,), (4,)], ids=["2x2", "1x4"])
 def test_predictions_of_uneven_sets(domain):
@@ -64,6 +66,7 @@ def test_predictions_of_uneven_sets(domain):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_validate_before_fit_and_fit_twice():
     """FSDP2 must not meet its parameters in inference mode first; a second fit goes on."""

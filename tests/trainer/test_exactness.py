@@ -68,6 +68,7 @@ def test_two_ranks(name, dtype, domain):
     check(name, domain, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 @dtypes
 @pytest.mark.parametrize("name", choose(MODELS, fast=["tfno", "mnist"]))
@@ -81,6 +82,7 @@ def test_four_ranks(name, dtype, domain):
     check(name, domain, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("name", "domain", "options"),

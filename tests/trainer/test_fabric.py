@@ -173,12 +173,14 @@ def check(domain, other, **options):
                 torch.stack(alone(2)[0][-STEPS:]))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize(("domain", "other"), [(1, 2), (2, 1)])
 def test_two_ranks(domain, other):
     check(domain, other)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("sharding", ["full", "gradients"])
 def test_two_by_two(sharding):
@@ -216,6 +218,7 @@ def test_a_module_without_memory_begins_as_in_one_process():
         assert torch.equal(found[name], value)
 
 
+@pytest.mark.quick_rows("bf16-mixed")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_precisions(precision):

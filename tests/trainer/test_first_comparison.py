@@ -122,12 +122,14 @@ def test_one_process():
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", ["shuffled", "in order", "own generator", "weighted", "some"])
 def test_one_replica(kind):
     assert_equal(script(strategy((2,)), kind), script(plain(), kind))
 
 
+@pytest.mark.slow
 def test_workers_draw_alike():
     """In this process: ranks of the pool may start none."""
     ours = tiny.trainer((1,), max_epochs=EPOCHS)
@@ -136,6 +138,7 @@ def test_workers_draw_alike():
     assert_equal(found, script(plain(), workers=1))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", ["shuffled", "in order"])
 def test_replicas_share_the_samples_of_each_step(kind):
@@ -148,6 +151,7 @@ def test_replicas_share_the_samples_of_each_step(kind):
     assert together == [sorted(numbers) for numbers in expected[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_replicas_that_drew_other_numbers_read_each_sample_once():
     """Numbers that one rank alone drew may not decide what it reads."""

@@ -5,6 +5,7 @@ import importlib
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
@@ -40,6 +41,7 @@ def test_this_release_of_lightning_has_all_names():
     assert not gone, "this release of Lightning lacks: " + ", ".join(gone)
 
 
+@pytest.mark.slow
 def test_no_other_file_imports_them():
     others = {
         str(file.relative_to(PACKAGE)): names

@@ -187,6 +187,7 @@ def check(name: str, domain: tuple[int, ...]) -> None:
             torch.testing.assert_close(runner.callback_metrics[key], value, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x2", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_as_in_one_process(mesh: str, run_each: Callable[..., None]) -> None:
     # queues and norms of each replica's own samples differ, as under DDP

@@ -154,6 +154,7 @@ def one_scheduler():
     fit(module, epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "arguments", "words"),
     [
@@ -213,6 +214,7 @@ def test_one_rank_logs_more_as_an_epoch_ends():
         fit(LogsLate(), num_sanity_val_steps=0, limit_val_batches=0)
 
 
+@pytest.mark.quick_rows("4x1")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
 def test_values_are_reduced_as_before(domain):

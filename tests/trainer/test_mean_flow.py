@@ -1,5 +1,6 @@
 """A step of MeanFlow under the strategy: a jvp of blocks that FSDP2 shards, then backward."""
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -68,6 +69,7 @@ def check_step(domain, replicas, tangent=False):
         assert_same(value, alone.state_dict()[name], name)
 
 
+@pytest.mark.slow
 def test_a_step_equals_one_process(run_each):
     run_each(
         2,

@@ -83,6 +83,7 @@ def expected_errors(module):
         return (module(batch["x"]) - batch["y"]).square().mean((1, 2, 3))
 
 
+@pytest.mark.quick_rows("4x1")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", MESHES, ids=IDS)
 def test_metrics(domain):
@@ -157,6 +158,7 @@ class Listed(Featured):
         self.copied = torch.stack([*self.clone.compute().values()])
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @ON_MESHES
 def test_metrics_that_keep_what_they_have_seen(domain):
@@ -181,6 +183,7 @@ def test_metrics_that_keep_what_they_have_seen(domain):
         assert not any(isinstance(part, dist.ProcessGroup) for part in vars(split.metric).values())
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @ON_MESHES
 def test_the_value_of_a_step_is_of_all_replicas_if_it_is_asked_for(domain):
@@ -340,6 +343,7 @@ def test_all_gather_is_of_data_replicas(domain):
     torch.testing.assert_close(module.gathered, errors[: len(module.gathered)])
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @ON_MESHES
 def test_monitors_log_on_rank_zero(domain):

@@ -66,6 +66,7 @@ def assert_refused(name):
     assert ("data_parallel_size=1" in note) is (name in DECIDES_BY_THE_LOSS)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - FAILS_FIRST_WHERE_EMPTY))
 def test_what_cannot_update_shards(name):

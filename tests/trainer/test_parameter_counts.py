@@ -14,6 +14,7 @@ class Counted(ModelSummary):
         self.counts = total_parameters, trainable_parameters, dict(summary_data)["Params"]
 
 
+@pytest.mark.quick_rows("dense_fno")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", ["dense_fno", "tfno"])
 def test_complex_weights_are_counted_once(name):

@@ -119,6 +119,7 @@ class Contrasts(Featured):
         return errors.std()
 
 
+@pytest.mark.quick_rows("4x1")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=["4x1", "2x2", "1x(2x2)"])
 def test_gradients_through_all_gather(domain):

@@ -31,6 +31,7 @@ def expected(samples):
         return module(torch.stack([sample(i)["x"] for i in range(samples)]))
 
 
+@pytest.mark.quick_rows("uneven-4x1", "uneven-2x2", "one each-4x1", "one each-2x2")
 @pytest.mark.spmd(4)
 @MESHES
 @pytest.mark.parametrize("samples", [7, 4], ids=["uneven", "one each"])
@@ -67,6 +68,7 @@ def test_few_rows_move():
     assert writer.sent == (0, 0, 1, 2)[dist.get_rank()] * row
 
 
+@pytest.mark.quick_rows("4x1", "2x2")
 @pytest.mark.spmd(4)
 @MESHES
 def test_in_memory(domain):

@@ -176,6 +176,7 @@ def test_ranks_on_the_second_node(monkeypatch):
         print_on_first_only(0)  # Lightning's environment has told its decorators
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_later_trainers_use_the_groups_of_the_first():
     """A group of gloo has a thread that wakes a hundred times a second."""

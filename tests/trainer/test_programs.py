@@ -209,6 +209,7 @@ class Logs(Featured):
             logger.experiment.add_image("p", p.detach())
 
 
+@pytest.mark.quick_rows("domain1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(2,), (1,)])
 def test_loggers_draw_split_tensors_and_shards_as_in_one_process(domain: tuple[int, ...]) -> None:

@@ -63,6 +63,7 @@ def same(found: dict[str, Any], expected: dict[str, Any], rtol: float) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x2", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_as_in_one_process(mesh: str, run_each: Callable[..., None]) -> None:
     # random numbers are drawn for a batch, and a batch of a replica is another one

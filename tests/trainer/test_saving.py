@@ -55,6 +55,7 @@ def write(saver, path, module, optimizer, mesh):
     return io
 
 
+@pytest.mark.quick_rows("single")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("file_format", ["single", "sharded", "async"])
 def test_what_is_written_is_read(file_format):
@@ -146,6 +147,7 @@ class Remembers(Featured):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_buffers_that_became_fields(kind):
@@ -200,6 +202,7 @@ class Holding(Featured):
         return super().forward(x) + self.part(x)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_modules_among_hyperparameters(kind):

@@ -37,6 +37,7 @@ def everywhere(value):
     return values
 
 
+@pytest.mark.quick_rows("4x1")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["4x1", "2x2"])
 def test_weights_of_rank_zero_whatever_the_seeds(domain):
@@ -107,6 +108,7 @@ class InferenceFirst(Callback):
             loop.inference_mode = True
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_evaluation_before_fit_leaves_parameters_trainable():
     alone, module = Featured(), Featured()
@@ -119,6 +121,7 @@ def test_evaluation_before_fit_leaves_parameters_trainable():
     assert_same_state(module, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_statistics_are_those_of_rank_zero_in_files_and_after():
     """Replicas without sync_batchnorm differ; the file has rank 0's, and all go on with them."""
@@ -159,6 +162,7 @@ def kept_alone():
         }
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     "domain", [pytest.param((1,), marks=pytest.mark.slow), (2,)], ids=["4x1", "2x2"]
@@ -191,6 +195,7 @@ class EpochEnd(Featured):
             self.network(x)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_parameters_in_hooks():
     alone, module = EpochEnd(whole=True), EpochEnd(whole=True)
@@ -254,6 +259,7 @@ def follows_alone(how):
     return module.state_dict()
 
 
+@pytest.mark.quick_rows("data in place")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("how", ["in place", "data in place", "data assigned"])
 def test_a_step_that_writes_into_parameters(how):
@@ -313,6 +319,7 @@ class PutsGradients(ByHand):
         self.optimizers().step()
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_gradients_by_hand():
     """They lie with the shards; without them clipping by torch's own function did nothing."""
@@ -440,6 +447,7 @@ class Shared(Program):
         return (self.a(batch["x"]) - self.b(batch["x"])).square().mean()
 
 
+@pytest.mark.quick_rows("['Sequential']")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("wrap", [["Wrapper"], ["Wrapper", "Conv2d"], ["Sequential"]], ids=str)
 def test_one_module_inside_of_two_blocks(wrap):

@@ -54,6 +54,7 @@ def fields(index):
     return torch.randn(2, 9, 7, generator=generator(index), dtype=torch.float64)
 
 
+@pytest.mark.quick_rows("OnlyBatches")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", [OnlyBatches, OfLoaders])
 def test_steps_without_the_number_of_the_batch(kind):

@@ -46,6 +46,7 @@ def untouched() -> tuple:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_one_trace_of_two_ranks():
     before, folder = untouched(), shared_path("logs")
@@ -99,6 +100,7 @@ class FailsOn(Callback):
             raise KeyError("the other rank, which would wait")
 
 
+@pytest.mark.quick_rows("3")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("batch", [2, 3])
 def test_a_failure_leaves_nothing_behind(batch):

@@ -123,6 +123,7 @@ class Augmented(Dataset):
         return {key: value + noise for key, value in sample(index).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentations_are_equal_in_a_domain(workers):

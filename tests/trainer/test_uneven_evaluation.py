@@ -156,6 +156,7 @@ def whole_batches(data, size):
 SIZES = {f"batches of {n}": {"batch_size": n} for n in range(1, 6)}
 
 
+@pytest.mark.slow
 def test_two_replicas(run_each):
     validated = {f"{k}, validate": v | {"stage": "validate"} for k, v in some(SIZES, 1, 4).items()}
     others = {
@@ -190,6 +191,7 @@ def test_three_replicas(run_each):
     run_each(3, compare, some(SIZES, 1, 2) | {"fewer samples": {"batch_size": 1, "samples": (2,)}})
 
 
+@pytest.mark.slow
 def test_four_replicas(run_each):
     others = {
         "several loaders": {"batch_size": 1, "samples": (2, 13, 1)},
@@ -210,6 +212,7 @@ class Stream(IterableDataset):
         return map(sample, self.indices)
 
 
+@pytest.mark.quick_rows("1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("samples", [1, 6, 13])
 def test_streams(samples):
@@ -273,6 +276,7 @@ def check_predictions(*, domain=(1,)):
     torch.testing.assert_close(torch.stack(found), wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_values_of_predictions(run_each):
     for ranks, domain in ((2, (1,)), (3, (1,)), (4, (1,)), (4, (2,))):
         run_each(ranks, check_predictions, {f"{ranks} ranks, domain {domain}": {"domain": domain}})

@@ -168,6 +168,7 @@ def test_what_differs_has_a_reason():
         assert min(map(len, after)) >= 5, mark
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_a_new_folder")
 def test_tfno(capsys):
     run("tfno_darcy")
@@ -179,6 +180,7 @@ def test_tfno(capsys):
     assert {"test_16.png", "test_32.png"} <= pictures
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_a_new_folder")
 def test_mnist(capsys):
     run("xpu_mnist")
@@ -189,6 +191,7 @@ def test_mnist(capsys):
     MNISTNet().load_state_dict(torch.load(path, weights_only=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_a_new_folder")
 @pytest.mark.parametrize("corpus", ["docstrings", "wikihow"])
 def test_t5(capsys, monkeypatch, corpus):

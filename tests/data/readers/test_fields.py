@@ -106,6 +106,7 @@ def bytes_counted():
         yield
 
 
+@pytest.mark.quick_rows("(1,)-.h5")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("domain", "suffix"), choose([(1,), (2,), (4,), (2, 2)], [".h5", ".zarr"]), ids=str
@@ -123,6 +124,7 @@ def test_each_rank_reads_its_part(domain, suffix):
     assert module.seen
 
 
+@pytest.mark.slow_rows("(1, 3, 8)-.zarr")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 @pytest.mark.parametrize("shape", [(1, 3, 8), (1, 7, 1)], ids=str)
@@ -136,6 +138,7 @@ def test_more_ranks_than_rows(shape, suffix):
     assert rows.stop - rows.start == (shape[1] + 3 - dist.get_rank()) // 4
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("domain", "suffix"),
@@ -164,6 +167,7 @@ def test_training_on_parts_is_training_on_whole_fields(domain, suffix):
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.quick_rows(".h5")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("suffix", [".h5", ".zarr"])
 def test_workers_open_the_file_for_themselves(suffix):

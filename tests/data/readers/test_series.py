@@ -113,6 +113,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_rows("new.nc")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_parts_are_those_of_the_whole_states(name):

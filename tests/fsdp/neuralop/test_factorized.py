@@ -38,6 +38,7 @@ class Net(nn.Module):
         return 2 * self.fno(x)
 
 
+@pytest.mark.quick_rows("tucker-(4,)-factorized")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(("kind", "sizes", "how"), choose(KINDS, [(4,), (2, 2)], HOW), ids=str)
 def test_own_modes(kind, how, sizes):
@@ -75,6 +76,7 @@ def assert_same_gradients(net, plain):
         assert_same(gradient, value, name)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(
     ("kind", "domain", "how"), choose(KINDS, [(4,), (2,), (2, 2)], HOW), ids=str
@@ -102,6 +104,7 @@ def test_own_terms(kind, how, domain):
         assert_same_gradients(net, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("kind", choose(KINDS, fast=["tucker"]))
 def test_own_terms_in_a_state_dict(kind):
@@ -120,6 +123,7 @@ def test_own_terms_in_a_state_dict(kind):
         assert_same(state[name], wanted[name], name)
 
 
+@pytest.mark.quick_rows("cp")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_do_not_depend_on_the_terms(kind):

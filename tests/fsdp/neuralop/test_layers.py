@@ -74,6 +74,7 @@ def test_no_rank_allocates_a_whole_field():
     assert largest.numel <= hidden < 256 * 64 * 4
 
 
+@pytest.mark.quick_rows("None-(2,)")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize(("split", "dims"), choose([2, 3, None], [(2,), (3,)]), ids=str)
 def test_weights_split_by_mode(dims, split):

@@ -96,6 +96,7 @@ def check(program, kinds, budget, expected, **options):
     return copies
 
 
+@pytest.mark.quick_rows("turns-0")
 @pytest.mark.parametrize(("budget", "ahead"), choose(BUDGETS, [0, 3 * TENSOR_BYTES]))
 def test_turns(budget, ahead):
     budget = BUDGETS[budget]
@@ -104,12 +105,14 @@ def test_turns(budget, ahead):
     assert back > 10 * TENSOR_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "budget"), choose(PROGRAMS, [*BUDGETS][1:]))
 def test_programs(program, budget):
     program, budget = PROGRAMS[program], BUDGETS[budget]
     check(alone(program), KINDS, budget, program(network(KINDS)))
 
 
+@pytest.mark.quick_rows("2")
 @pytest.mark.parametrize("seed", choose(range(40), fast=[*range(3)]))
 def test_random_programs(seed):
     program, kinds = functools.partial(random_program, seed), random_kinds(seed)
@@ -117,6 +120,7 @@ def test_random_programs(seed):
     check(alone(program), kinds, budget, program(network(kinds)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 def test_any_call_that_is_left_out_is_found(budget):
     """Or it does no harm in any order, where it follows from others.

@@ -190,6 +190,7 @@ def by_bmm(q, k, v):
     return torch.bmm(v, weights.permute(0, 2, 1)).reshape(b, c, h, w)
 
 
+@pytest.mark.slow_rows("neighbourhood")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("function", [neighbourhood, by_einsum, by_bmm])
 def test_written_out(function):

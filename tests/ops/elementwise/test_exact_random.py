@@ -136,6 +136,7 @@ def trainer_of(exact_random, *callbacks):
     )
 
 
+@pytest.mark.quick_rows("None")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("option", [True, None])
 def test_training_with_dropout_equals_one_process(option):

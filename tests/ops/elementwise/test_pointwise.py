@@ -99,6 +99,7 @@ def assert_moved(function, shapes, first, second, mesh):
     assert_double_backward(function, shapes, {0: first, 1: second}, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_operands_split_in_different_dims():
     def function(x, y):
@@ -126,6 +127,7 @@ def test_joined_operands_split_in_different_dims():
     assert_moved(lambda x, y: torch.cat([y, x], 2), [SHAPE, SHAPE], [3, 1], [2, 3], mesh_of(2, 2))
 
 
+@pytest.mark.quick_rows("(3, 3)")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("other", [(3, 2), (1, 2), (2, 2), (3, 3), (1, 1), (3, 1)], ids=str)
 def test_operands_split_over_exchanged_or_all_axes(other):

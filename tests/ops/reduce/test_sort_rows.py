@@ -27,6 +27,7 @@ def compare(extents, mesh, dims):
                 )
 
 
+@pytest.mark.quick_rows("1")
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_extents(ranks, run_each):
     run_each(ranks, compare, {"": {"extents": [0, 1, 2, 5, 29], "mesh": (ranks,), "dims": [0]}})
@@ -106,11 +107,13 @@ def compare_statistics(mesh, dims):
     )
 
 
+@pytest.mark.quick_rows("1")
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_statistics_of_one_row(ranks, run_each):
     run_each(ranks, compare_statistics, {"": {"mesh": (ranks,), "dims": [1]}})
 
 
+@pytest.mark.slow
 def test_statistics_of_all_elements(run_each):
     run_each(4, compare_statistics, {"": {"mesh": (2, 2), "dims": [1, 2]}})
 

@@ -181,6 +181,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.quick_rows("l2-dims1", "l1-dims0", "l1-dims1")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("dims", [[2, 3], [3, 2]])
 @pytest.mark.parametrize("loss", LOSSES)

@@ -83,6 +83,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.quick_rows("one_dim")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name):

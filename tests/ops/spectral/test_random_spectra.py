@@ -124,11 +124,13 @@ def check(mesh, dims, seeds):
     assert exact > 0.8 * len(seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_three_ranks():
     check(mesh_of(3), 2, range(40))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_two_by_two():
     check(mesh_of(2, 2), [2, 3], range(1000, 1030))

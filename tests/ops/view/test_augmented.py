@@ -76,6 +76,7 @@ def view_of_view(u: Tensor, p: Tensor) -> Tensor:
 CASES = [divergence, pressure, diffusion, colours, in_place, boundary, view_of_view]
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_values_and_gradients():
     for function in CASES:

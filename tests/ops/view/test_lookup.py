@@ -249,6 +249,7 @@ def compare_random(seeds, mesh, gathers):
                 raise AssertionError(f"seed {seed}: {shape}, {dim}, {split}, {index}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
 def test_random_rows(mesh, gathers, run_each):
@@ -390,6 +391,7 @@ def of_nodes(x, index):
     return total, again, count, most, x.new_zeros(23, 4).index_add(0, index, x)
 
 
+@pytest.mark.quick_rows("(2, 2)")
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 def test_a_plain_tensor_of_many_rows_becomes_split(mesh):

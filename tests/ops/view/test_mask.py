@@ -192,6 +192,7 @@ def compare_random(seeds, mesh):
             raise AssertionError(f"seed {seed}: {shape}, {split}, {first}, {mask}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
 def test_random_masks(mesh, run_each):
     ranks = torch.Size(mesh).numel()

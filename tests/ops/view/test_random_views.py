@@ -183,11 +183,13 @@ def check_gradients(seeds: Iterable[int], sizes: tuple[int, ...]) -> None:
     assert compared > 10, compared
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_gradients_on_three_ranks():
     check_gradients(range(20000, 20050), (3,))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_gradients_on_two_by_two():
     check_gradients(range(30000, 30080), (2, 2))
@@ -199,11 +201,13 @@ def test_more_gradients():
     check_gradients(range(20050, 21500), (3,))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(3)
 def test_three_ranks():
     check([*range(80), 1153, 2587, 2853], (3,))
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 def test_two_by_two():
     check(range(60), (2, 2))

@@ -140,6 +140,7 @@ CASES = [(2, 2, FEW[:3]), (3, 1, FEW), (4, 2, FEW)]
 ALL = [(2, 1, tuple(VIEWS)), (3, 2, tuple(VIEWS))]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
 @pytest.mark.parametrize("cases", [CASES, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_written_as_in_torch(cases: Any, run_each: Callable[..., None]) -> None:

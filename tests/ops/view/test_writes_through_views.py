@@ -136,6 +136,14 @@ def assert_seen_or_refused(view, write, mesh, dim: int) -> bool:
     return False
 
 
+@pytest.mark.quick_rows(
+    "0-write_a_row_below",
+    "0-write_all_below",
+    "1-write_first_row",
+    "1-write_below",
+    "1-write_a_row_below",
+    "1-write_all_below",
+)
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dim", [0, 1])

@@ -47,11 +47,13 @@ def check(name, dims, mesh, waits=False):
         assert_double_backward(function, shapes, {0: dims}, mesh_of(*mesh))
 
 
+@pytest.mark.slow
 def test_three_ranks(run_each):
     cases = {name: {"name": name, "dims": [2], "mesh": (3,)} for name in {**CASES, **WAITS}}
     run_each(3, check, cases)
 
 
+@pytest.mark.slow
 def test_two_by_two(run_each):
     """With the corners, in one message."""
     names = [name for name in CASES if name != "1d"]

@@ -56,6 +56,7 @@ class DropoutOnTheDevice(tiny.Tiny):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2, "xpu")
 @pytest.mark.parametrize(("checkpoint_format", "domain"), choose(FORMATS, [(1,), (2,)]), ids=str)
 def test_resumed_runs_equal_uninterrupted_ones(domain, checkpoint_format):
@@ -85,6 +86,7 @@ def run(trainer, module, batch, path=None):
     return module
 
 
+@pytest.mark.quick_rows("(1,)-True")
 @pytest.mark.spmd(2, "xpu")
 @pytest.mark.parametrize(("domain", "to_xpu"), choose([(1,), (2,)], [True, False]), ids=str)
 def test_checkpoints_pass_between_xpu_and_cpu(domain, to_xpu):
@@ -107,6 +109,7 @@ def test_checkpoints_pass_between_xpu_and_cpu(domain, to_xpu):
     assert_same_state(found, expected)
 
 
+@pytest.mark.quick_rows("2x1")
 @pytest.mark.spmd(2, "xpu")
 @meshes
 def test_recomputed_activations_draw_the_same_dropout(domain):
@@ -139,6 +142,7 @@ def pinned_bytes(**limits):
         yield asked
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2, "xpu")
 @pytest.mark.parametrize(
     ("domain", "ahead"), choose([(1,), (2,)], [1, offload.AHEAD_BYTES]), ids=str
@@ -202,6 +206,7 @@ def test_memory_of_the_device_while_activations_are_on_the_host():
                 assert torch.accelerator.current_stream() == stream
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2, "xpu")
 def test_checkpoints_hold_the_states_of_each_device():
     path = shared_path("epoch.ckpt")
@@ -266,6 +271,7 @@ def without_a_group():
             dist.init_process_group(backend, timeout=silence, device_id=device)
 
 
+@pytest.mark.quick_rows("2x1")
 @pytest.mark.spmd(2, "xpu")
 @meshes
 def test_offload(domain):
@@ -320,6 +326,7 @@ def test_streams_of_uneven_length_end_together():
     assert runner.global_step == 2
 
 
+@pytest.mark.quick_rows("2x1")
 @pytest.mark.spmd(2, "xpu")
 @meshes
 def test_evaluation_and_prediction(domain):
@@ -335,6 +342,7 @@ def test_evaluation_and_prediction(domain):
     torch.testing.assert_close(in_order, outputs.squeeze(0), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.quick_rows("2x1")
 @pytest.mark.spmd(2, "xpu")
 @meshes
 def test_collectives_are_of_the_device(domain):

@@ -74,6 +74,7 @@ def test_one_device_trains_as_the_cpu(strategy):
     check_equals_the_cpu(strategy)
 
 
+@pytest.mark.quick_rows("ddp")
 @pytest.mark.spmd(2, "xpu")
 @per_strategy(2)
 def test_two_devices_train_as_the_cpu(strategy):
@@ -236,6 +237,7 @@ def test_sanity_check_and_learning_rate_finder_leave_no_trace(strategy, tmp_path
     check_random_numbers(strategy, tmp_path)
 
 
+@pytest.mark.quick_rows("ddp")
 @pytest.mark.spmd(2, "xpu")
 @per_strategy(2)
 def test_sanity_check_and_learning_rate_finder_leave_no_trace_on_two(strategy, tmp_path):

@@ -64,6 +64,7 @@ def test_one_device_with_metrics():
     check_features((1,))
 
 
+@pytest.mark.quick_rows("dense_fno-dtype0-2x1")
 @pytest.mark.spmd(2, "xpu")
 @meshes
 @pytest.mark.parametrize(
@@ -80,6 +81,7 @@ def test_two_devices(name, dtype, domain):
     check(name, domain, dtype)
 
 
+@pytest.mark.quick_rows("{'strategy': {'activation_checkpointing': ['Conv2d']}}-2x1")
 @pytest.mark.spmd(2, "xpu")
 @meshes
 @pytest.mark.parametrize(

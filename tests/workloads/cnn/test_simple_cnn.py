@@ -61,6 +61,7 @@ def test_fit_test_predict_and_checkpoint_round_trip(tmp_path):
     assert metrics["test/accuracy"] == pytest.approx((predicted == labels).float().mean().item())
 
 
+@pytest.mark.slow
 def test_learns_wavelengths_and_keeps_them_at_another_resolution(tmp_path):
     seed_everything(0, verbose=False)
     options = {"num_classes": 3, "num_train": 192, "num_val": 3, "num_test": 60}

@@ -138,6 +138,7 @@ def test_says_which_resolutions_there_are(tmp_path):
         ready(source=str(tmp_path / "darcy.h5"), test_resolutions=[8])
 
 
+@pytest.mark.quick_rows("hdf5")
 @pytest.mark.parametrize("storage", ["hdf5", "zarr"])
 def test_fields_on_disk_are_those_in_memory(tmp_path, storage):
     memory = ready(root=str(tmp_path))
@@ -165,6 +166,7 @@ def test_damaged_statistics_are_made_again(tmp_path):
     torch.testing.assert_close(vars(again), vars(before))
 
 
+@pytest.mark.quick_rows("hdf5")
 @pytest.mark.parametrize("storage", ["hdf5", "zarr"])
 def test_damaged_cache_of_fields_is_rebuilt(tmp_path, storage):
     expected = whole(ready(root=str(tmp_path), storage=storage)._train)["y"]

@@ -79,6 +79,7 @@ def run(folder, domain, data):
     return runner
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=str)
 def test_after_a_test_on_several_ranks(domain):

@@ -89,6 +89,7 @@ def run(tmp_path, loader, *, model=None, val=None, logger=False, **options):
     return trainer
 
 
+@pytest.mark.slow
 def test_pictures_of_a_fit(tmp_path, loader, capsys):
     run(tmp_path, loader, every_n_epochs=2)
     folder = tmp_path / "gallery"
@@ -112,6 +113,7 @@ def test_every_loader_has_pictures_of_its_own(tmp_path, loader):
     assert not (tmp_path / "gallery" / "test_8_loader2.png").exists()
 
 
+@pytest.mark.slow
 def test_picture_of_a_test(tmp_path, loader, capsys):
     trainer = run(tmp_path, loader)
     capsys.readouterr()
@@ -120,6 +122,7 @@ def test_picture_of_a_test(tmp_path, loader, capsys):
     assert "gallery" not in capsys.readouterr().out  # the path was printed at the end of fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["add_figure", "log_image"])
 def test_loggers_that_take_images_get_them(tmp_path, loader, way):
     logger = Images(way)

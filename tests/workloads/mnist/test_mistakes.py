@@ -22,6 +22,7 @@ class Odd(MNISTModule):
         return batch[1] + (batch[1] % 2 == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(4)
 @pytest.mark.parametrize("domain", [(1,), (2,), (2, 2)], ids=str)
 def test_every_sample_counts_once(domain):

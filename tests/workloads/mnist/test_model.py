@@ -66,6 +66,7 @@ def test_network_has_the_sizes_of_the_pytorch_example():
     assert (network.dropout1.p, network.dropout2.p) == (0.25, 0.5)
 
 
+@pytest.mark.slow
 def test_fit_test_predict_and_checkpoint_round_trip(trainer, tmp_path):
     torch.manual_seed(0)
     model, data = MNISTModule(conv_dropout=0.1), MNISTDataModule(batch_size=16)

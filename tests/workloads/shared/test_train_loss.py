@@ -26,6 +26,7 @@ class Slow(torch.optim.SGD):
         super().__init__(parameters, lr=0.0)
 
 
+@pytest.mark.quick_rows("2x1")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", [(1,), (2,)], ids=["2x1", "1x2"])
 def test_mean_of_the_epoch_in_line_and_file(domain):
@@ -55,6 +56,7 @@ def test_mean_of_the_epoch_in_line_and_file(domain):
     assert "loss_step" not in line
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_a_resumed_run_is_silent_on_the_epoch_that_was_over():
     """Saved in validation; Lightning then ends the epoch once more, without a batch."""
@@ -76,6 +78,7 @@ def test_a_resumed_run_is_silent_on_the_epoch_that_was_over():
     assert resumed == ([] if dist.get_rank() else ["Epoch 2:"])
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_an_epoch_without_validation_shows_none():
     """Lightning keeps the values of the last one."""

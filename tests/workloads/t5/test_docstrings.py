@@ -153,6 +153,7 @@ def test_packages_and_their_licences_are_listed_beside_the_pairs(tmp_path, envir
     assert "these 200 docstrings" in note.read_text()
 
 
+@pytest.mark.slow
 def test_packages_of_this_environment():
     packages = {package.name: package for package in installed(["Jsonargparse"])}
     assert set(packages) == {"jsonargparse", "python"}
@@ -176,6 +177,7 @@ def test_the_second_run_reads_the_file(tmp_path, environment, monkeypatch):
     assert list(corpus(tmp_path).pairs()) == first
 
 
+@pytest.mark.quick_rows("cut")
 @pytest.mark.parametrize("damage", ["cut", "flip", "text", "empty"])
 def test_a_damaged_file_is_made_again(tmp_path, environment, damage):
     first = list(corpus(tmp_path).pairs())
@@ -190,6 +192,7 @@ def test_a_damaged_file_is_made_again(tmp_path, environment, damage):
     assert path.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_damaged_tokenizer_is_trained_again(tmp_path, environment):
     def prepared():
         data = SummarizationDataModule(

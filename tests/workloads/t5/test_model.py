@@ -93,6 +93,7 @@ def test_warmup():
     torch.testing.assert_close(torch.tensor(rates), expected[:, None] * torch.tensor([0.1, 0.2]))
 
 
+@pytest.mark.slow
 def test_fit_test_predict_and_what_is_kept(tmp_path, data, capsys):
     module = summarizer(torch.float32)
     best = ModelCheckpoint(
@@ -167,6 +168,7 @@ def test_a_checkpoint_summarizes_without_its_data(tmp_path, data):
     assert loaded.summarize(**read) == module.eval().summarize(**read)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_a_checkpoint_must_be_the_datas(tmp_path, data):
     module, path = summarizer(torch.float32), tmp_path / "x.ckpt"
     runner = trainer(tmp_path)

@@ -97,6 +97,7 @@ def evaluated_alone(
     return {"val/loss": total / tokens} | metrics, generated
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", choose(RUNS, fast=["full", "split"]))
 def test_training_and_generation_equal_one_process(name):
@@ -132,6 +133,7 @@ def test_tied_embeddings_stay_one(domain):
     assert module.network.decoder.embed_tokens.weight is shared
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", choose([(1,), (2,)], fast=[(2,)]))
 def test_unmodified_t5_in_float32_and_bfloat16(domain):
@@ -151,6 +153,7 @@ def test_unmodified_t5_in_float32_and_bfloat16(domain):
     torch.testing.assert_close(found["bf16-mixed"], found["32-true"], rtol=0.02, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_blocks_are_found_without_being_named():
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 1024, "num_heads": 4, "num_layers": 2}
@@ -165,6 +168,7 @@ def test_blocks_are_found_without_being_named():
     assert not isinstance(module.network.encoder, sharded)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("domain", choose([(1,), (2,)], fast=[(2,)]))
 def test_prediction_of_uneven_sets(domain):
@@ -182,6 +186,7 @@ def test_prediction_of_uneven_sets(domain):
         assert [text] == alone.summarize(batch["input_ids"], batch["attention_mask"])
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("sharding", choose(["full", "gradients"], fast=["gradients"]))
 def test_ranks_that_generate_summaries_of_different_lengths(sharding):
@@ -218,6 +223,7 @@ class AsInTheTutorial(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_blocks_that_run_again_keep_no_cache():
     data = DataLoader(torch.arange(32).view(4, 8) % 9 + 1, 2)
