@@ -8,6 +8,8 @@ of a DTensor, and leaves what it holds. `w[0]` of the dim that is sharded is a g
 """
 
 import functools
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.processes.torch_private.internals import (
+    before_redistribution,
     handle_dtensors,
     handle_some_dtensors,
     read_number,
@@ -29,6 +32,12 @@ _OF_ROWS = (  # views of a part of one dim, which is the second argument or the 
 _DIM_IS_LAST = (_aten.split.Tensor, _aten.split_with_sizes.default)
 
 
+# called with the ranks before they exchange what they hold of a shard
+BEFORE_SHARDS: ContextVar[Callable[[tuple[int, ...]], None]] = ContextVar(
+    "BEFORE_SHARDS", default=lambda ranks: None
+)
+
+
 @functools.cache
 def refuse_shards() -> None:
     """Refuse these, from now on, where a tensor is a shard of a parameter or made of shards."""
@@ -36,6 +45,7 @@ def refuse_shards() -> None:
     for operator in _OF_ROWS:
         handle_some_dtensors(operator, _rows)
     set_data_of_dtensors(_check_data)
+    before_redistribution(lambda ranks: BEFORE_SHARDS.get()(ranks))
 
 
 def _number(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:

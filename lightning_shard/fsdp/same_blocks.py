@@ -158,6 +158,11 @@ class SameBlocks:
         self._count += 1
         self._status = self._count, ""
 
+    def leaves(self) -> None:
+        """Note that this rank ends what it did with the others; it may not answer any more."""
+        self.passes()
+        self._store.set(f"{self._prefix}/at/{self._rank}", json.dumps(self._status))
+
     def gone_on(self, ranks: Sequence[int], event: str) -> str:
         """Word what one of these ranks does that is past this place; "" where none is known to be.
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.fsdp.meeting import meet
+from lightning_shard.fsdp.same_blocks import order_of
 from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
@@ -117,6 +118,14 @@ class HookValues:
                 f"uses a split tensor in {hook}, as x.mean() and lightning_shard.gather(x) do",
                 "all ranks must do so, since each holds a part; print or log the result on one "
                 "rank, and leave the split tensor out of rank_zero_only",
+            )
+
+    def meet_over_shards(self, ranks: tuple[int, ...]) -> None:
+        """Let ranks notice in seconds that one exchanges shards alone in a hook."""
+        hook = self._hook
+        if hook.startswith("on_") and (order := order_of(ranks)) is not None:
+            order.comes_to(
+                f"reads a sharded parameter in {hook}, as p.full_tensor() and p.norm() do"
             )
 
     def __str__(self) -> str:

@@ -67,6 +67,7 @@ class LoggedValues:
         self._samples: int | None = None  # samples of that value, if it is one of a step
         self.joined: JoinedStep | None = None  # a step for which some ranks have no batch
         self._until_end = ExitStack()
+        self._world: Any = None  # all ranks, once a Trainer is followed
         self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends
         self._replicas: Sequence[int] = ()
         self._told: set[str] = set()  # names of values that replicas have logged apart
@@ -85,7 +86,7 @@ class LoggedValues:
         if self._world is not None and self._order() is None:
             same_blocks(self._world)
         follow_reductions(trainer, self._reducing)
-        follow_batches(trainer, self._begin_batch)
+        follow_batches(trainer, self._go_on)
         add_once(trainer, _EndsOfEpochs(self._compare_end), first=True)
         for callback in callbacks_of(trainer):
             kind = type(callback).__name__
@@ -116,6 +117,8 @@ class LoggedValues:
         """End a stage: schedulers are as they were."""
         self._until_end.close()
         self._unread.clear()
+        if self._is_possible() and (order := self._order()) is not None:
+            order.leaves()
 
     # Names.
 
@@ -190,16 +193,18 @@ class LoggedValues:
         if (order := self._order()) is not None:
             order.comes_to(event, words)
 
-    def _exchanges(self, event: str) -> AbstractContextManager[None]:
+    def exchanges(self, event: str) -> AbstractContextManager[None]:
         """Let ranks that do something else here see what this one does."""
         order = self._order()
         return nullcontext() if order is None else order.exchanges(event)
 
     def _order(self) -> SameBlocks | None:
+        if self._world is None:
+            return None
         return order_of(range(dist.get_world_size(self._world)))
 
-    def _begin_batch(self) -> None:
-        """Show to ranks that wait for this one in a hook that it has gone on to a batch."""
+    def _go_on(self) -> None:
+        """Show to ranks that wait for this one in a hook that it has gone on, as to a batch."""
         if (order := self._order()) is not None:
             order.passes()
 
@@ -217,7 +222,7 @@ class LoggedValues:
         mine[0, 3] = self._samples or 0
         all_of_them = mine.new_empty(dist.get_world_size(group), 4)
         event = f"comes to {_END}" if name.startswith(_END) else f"logs {name!r}"
-        with self._exchanges(event) if group is self._world else nullcontext():
+        with self.exchanges(event) if group is self._world else nullcontext():
             dist.all_gather_into_tensor(all_of_them, mine, group)
         values = all_of_them[:, : bits.numel()].contiguous().view(number.dtype).reshape(-1)
         return values, all_of_them[:, 2], all_of_them[:, 3]
@@ -268,7 +273,7 @@ class LoggedValues:
             return own
         numbers = {name: _number(value) for name, value in own.items()}
         everywhere: list[Any] = [None] * dist.get_world_size(self._world)
-        with self._exchanges(f"follows {monitored!r} in {kind}"):
+        with self.exchanges(f"follows {monitored!r} in {kind}"):
             dist.all_gather_object(everywhere, numbers, group=self._world)
         seen = [each.get(monitored) for each in everywhere]
         if (pair := self._that_differ(seen)) is not None:

@@ -107,6 +107,7 @@ class Saver:
         orders: Sequence[dict[str, Any] | None] = (),
         sharding: str = "full",
         logged: dict[str, Any] | None = None,
+        frozen: dict[str, list[str]] | None = None,
     ) -> dict[str, Any]:
         """Add to the checkpoint the mesh, versions and random numbers with which a run resumes.
 
@@ -119,6 +120,7 @@ class Saver:
             orders: The numbers from which the order of samples was drawn, for each loader.
             sharding: The mode of `ShardingOptions` with which the run trains.
             logged: The values that this rank has logged so far.
+            frozen: The names of what the run does not train.
         """
         entry: dict[str, Any] = {
             "mesh": sizes_of(mesh),
@@ -133,7 +135,7 @@ class Saver:
             begun = self._begun is not None and self._begun[0] == step
             state = self._begun[1] if begun and self._begun else random_state(device)
             entry["random"] = gather_to_first(storable(state))
-            entry["logged"] = gather_to_first(logged)
+            entry["logged"], entry["frozen"] = gather_to_first(logged), frozen
             entry["orders"] = [o if o is None else storable(o) for o in orders]
         return checkpoint | {OWN: entry}
 
@@ -291,6 +293,10 @@ class Saver:
             return found[dist.get_rank()]
         share = replicas_of(own["mesh"]) / replicas_of(sizes_of(mesh))
         return found[0] | {"epoch": [_of_all(entry, found, share) for entry in found[0]["epoch"]]}
+
+    def frozen(self) -> dict[str, list[str]] | None:
+        """Return the names of what the run that saved did not train; None if they are not known."""
+        return (self._own or {}).get("frozen")
 
     def sharding(self) -> Sharding | None:
         """Return the mode, "none" or "full", of the run that saved; None if it is not known."""

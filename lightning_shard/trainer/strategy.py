@@ -36,6 +36,7 @@ from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
+from lightning_shard.fsdp.refuse_shards import BEFORE_SHARDS
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.processes.mesh import Sharding, share_mesh
@@ -47,6 +48,7 @@ from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.counted_devices import count_replicas
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
+from lightning_shard.trainer.frozen import freeze_as_saved, frozen_in
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
     NotCompiled,
@@ -348,7 +350,6 @@ class HybridShardStrategy(NotCompiled):
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         count_replicas()
         tell_mesh(self._module, mesh)
-        end_saved_step(self._module.trainer, lambda: self.saver.logged(mesh) is not None)
         self.samples.begin_stage(
             self._module.trainer,
             self.domain_mesh,
@@ -367,6 +368,7 @@ class HybridShardStrategy(NotCompiled):
             leave_together_on_sigterm(
                 self._module.trainer, self.cluster_environment, self.peers, self.global_rank
             )
+        end_saved_step(self._module.trainer, lambda: self.saver.logged(mesh) is not None)
 
     def _options_alike(self) -> dict[str, str]:
         own = {
@@ -476,6 +478,8 @@ class HybridShardStrategy(NotCompiled):
             self._while_set_up.callback(BEFORE.set, BEFORE.get())
             READS.set(self.hook_values)
             BEFORE.set(self.hook_values.meet_in_hooks)
+            self._while_set_up.callback(BEFORE_SHARDS.set, BEFORE_SHARDS.get())
+            BEFORE_SHARDS.set(self.hook_values.meet_over_shards)
             give_whole_to(trainer.loggers)
             if isinstance(self._module, FSDPModule):
                 read_shards_in_grad_norm()
@@ -541,9 +545,10 @@ class HybridShardStrategy(NotCompiled):
         assert self.device_mesh is not None
         load_late_states(self._module.trainer)
         self.saver.continue_random_numbers(self.device_mesh, self.root_device)
-        logged = self.saver.logged(self.device_mesh)
-        if logged is not None:
+        if (logged := self.saver.logged(self.device_mesh)) is not None:
             log_on(self._module.trainer, logged)
+        if (frozen := self.saver.frozen()) is not None:
+            freeze_as_saved(self._module.trainer, self._module, frozen)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -605,7 +610,8 @@ class HybridShardStrategy(NotCompiled):
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; a rank that has failed ends the wait."""
-        self.peers.barrier(self.root_device)
+        with self.logged.exchanges("waits for all ranks at a barrier"):
+            self.peers.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -667,6 +673,7 @@ class HybridShardStrategy(NotCompiled):
                 orders=self.samples.drawn_from(),
                 sharding=self.sharding_options.mode,
                 logged=logged_so_far(self._module.trainer),
+                frozen=frozen_in(self._module),
             ),
             self.broadcast(filepath),
             self.checkpoint_io,

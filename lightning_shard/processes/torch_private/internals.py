@@ -7,6 +7,7 @@ this module raises one ImportError that lists all of them.
 import functools
 import importlib
 import operator
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,8 @@ INTERNALS = {
     "torch.Tensor._backward_hooks":
         "hooks of whole parameters see the mean; those of shards, which FSDP2 drops, are refused",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
+    "torch.distributed.tensor._redistribute.redistribute_local_tensor":
+        "a rank that reads shards alone ends",
     "torch.distributed.tensor.DTensor": "`p.data = value` of a shard is refused",
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
         "numbers that are read from shards are refused",
@@ -465,6 +468,22 @@ def forbid_memory(wrapper: Tensor, words: str) -> None:
     with without_rules():
         storage = wrapper.untyped_storage()
     _forbid(storage._cdata, words)
+
+
+def before_redistribution(look: Callable[[tuple[int, ...]], None]) -> None:
+    """Let `look(ranks)` run before the ranks of a DTensor exchange what they hold, for good."""
+    path = "torch.distributed.tensor._redistribute.redistribute_local_tensor"
+    plain = internal(path)
+
+    @functools.wraps(plain)
+    def redistribute(local: Tensor, spec: Any, *args: Any, **kwargs: Any) -> Tensor:
+        look(tuple(spec.mesh.mesh.flatten().tolist()))
+        return plain(local, spec, *args, **kwargs)
+
+    for name, module in [*sys.modules.items()]:  # each has imported it under this name
+        held = vars(module).get("redistribute_local_tensor")
+        if name.startswith("torch.distributed.tensor.") and held is plain:
+            vars(module)["redistribute_local_tensor"] = redistribute
 
 
 def set_data_of_dtensors(check: Callable[[Any, Any], None]) -> None:

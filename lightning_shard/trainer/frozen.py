@@ -1,0 +1,68 @@
+"""Lets a resumed run train the parameters that the run trained which was saved.
+
+`BackboneFinetuning` and its kin freeze as each run begins, and thaw as an epoch begins. Lightning
+gives their groups back to the optimizer of a run that is resumed after that epoch, and leaves them
+frozen without a word.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_shard.trainer.host import callbacks_of
+
+SHOWN = 3  # names in a sentence
+
+
+def frozen_in(module: nn.Module) -> dict[str, list[str]]:
+    """Name the parameters that are not trained, and the norms that do not follow their batches."""
+    return {
+        "parameters": [n for n, p in module.named_parameters() if not p.requires_grad],
+        "norms": [n for n, m in _norms(module).items() if not m.track_running_stats],
+    }
+
+
+def freeze_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> None:
+    """Freeze and thaw what a callback for fine-tuning had; warn where the module itself differs.
+
+    Args:
+        trainer: The Trainer, whose callbacks are looked at.
+        module: The module of a run that is resumed.
+        saved: The names that `frozen_in` returned when the checkpoint was saved.
+    """
+    now = frozen_in(module)
+    parameters = dict(module.named_parameters())
+    known = set(saved["parameters"]) & parameters.keys()
+    thawed = [name for name in now["parameters"] if name not in known]
+    froze = [name for name in parameters if name in known and name not in now["parameters"]]
+    if not thawed and not froze:
+        return
+    if not any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(trainer)):
+        rank_zero_warn(
+            f"{_shown(thawed or froze)} {'did' if thawed else 'did not'} train when the checkpoint "
+            f"was saved, and {'does not' if thawed else 'does'} now; if that is not meant, set "
+            "requires_grad in on_train_epoch_start by `self.current_epoch >= ...`, which holds "
+            "after a resume, too."
+        )
+        return
+    for name in [*thawed, *froze]:
+        parameters[name].requires_grad_(name in thawed)
+    for name, norm in _norms(module).items():
+        norm.track_running_stats = name not in saved["norms"]
+    rank_zero_info(
+        f"{_shown([*thawed, *froze])} {'trains' if thawed else 'is frozen'} again, as when the "
+        "checkpoint was saved."
+    )
+
+
+def _norms(module: nn.Module) -> dict[str, Any]:
+    return {n: m for n, m in module.named_modules() if hasattr(m, "track_running_stats")}
+
+
+def _shown(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest

@@ -1,0 +1,67 @@
+"""A rank that reads shards alone in a hook ends in seconds, with a sentence."""
+
+import time
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessRaisedException
+
+from lightning_shard import launch
+from tests.trainer.featured import Featured, fit_sharded
+
+READS = {
+    "full_tensor": lambda p: p.full_tensor(),
+    "norm": lambda p: float(p.norm()),
+    "gradient": lambda p: p.grad.full_tensor(),
+}
+
+
+class Alone(Featured):
+    """Rank 0 reads in a hook."""
+
+    def __init__(self, hook, read):
+        super().__init__()
+        self.read = READS[read]
+        setattr(self, hook, lambda *_: self.global_rank or self.read(self.network[0].weight))
+
+    def validation_step(self, batch, batch_idx):
+        return None
+
+
+def read_alone(hook, read):
+    fit_sharded(Alone(hook, read), (2,), strategy={"sharding": "full"}, max_epochs=2)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("hook", "read"),
+    [
+        ("on_train_batch_end", "full_tensor"),
+        slow("on_train_batch_end", "norm"),
+        slow("on_before_optimizer_step", "gradient"),
+        slow("on_fit_start", "full_tensor"),
+        slow("on_train_epoch_end", "full_tensor"),
+        slow("on_train_end", "norm"),
+    ],
+)
+def test_a_lone_read_of_a_shard(hook, read):
+    began = time.monotonic()
+    with pytest.raises(ProcessRaisedException, match=f"reads a sharded parameter in {hook}"):
+        launch(read_alone, hook, read, processes=2, timeout_s=90)
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("read", ["full_tensor", "gradient"])
+def test_all_ranks_read_it(read):
+    class Together(Featured):
+        def on_before_optimizer_step(self, optimizer):
+            values.append(READS[read](self.network[0].weight))
+
+    values = []
+    fit_sharded(Together(), (2,), strategy={"sharding": "full"})
+    assert all(torch.as_tensor(value).isfinite().all() for value in values)
+    assert len(values) > 1
