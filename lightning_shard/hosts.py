@@ -27,8 +27,8 @@ _ROOMS = ("lightning_shard.trainer", "lightning_shard.lab", "lightning_shard.cli
 # parts of these rooms that do without Lightning, and whose objects both copies exchange
 SHARED = tuple(
     f"lightning_shard.lab.{name}"
-    for name in ("aligned", "calibrate", "kernels", "machine", "machine_file", "simulate",
-                 "simulated", "timeline")
+    for name in ("aligned", "calibrate", "clusters", "kernels", "machine", "machine_file",
+                 "simulate", "simulated", "timeline")
 )  # fmt: skip
 # the second copy gets these for an import; the first that begins a name counts
 _INSTEAD = {

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL = ".partial"
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 ABANDONED_S = 24 * 3600  # a partial one of another machine that nobody wrote to for so long
 ATTEMPTS = 100  # another run may put its checkpoint in place at the same moment
 _HOST = re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())[:40]
@@ -86,6 +87,11 @@ def disk_errors(path: Path) -> Generator[None]:
         name = errno.errorcode.get(cause.errno, str(cause.errno))
         reason = f"{os.strerror(cause.errno)} ({name})"
         raise OSError(cause.errno, f"'{path}' cannot be written: {reason}") from err
+
+
+def of_the_disk(err: BaseException) -> bool:
+    """Return whether an error is of a disk that is full, broken, or may not be written."""
+    return isinstance(err, OSError) and err.errno in _OF_THE_DISK
 
 
 def _first_os_error(err: BaseException | None) -> OSError | None:

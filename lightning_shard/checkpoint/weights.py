@@ -299,6 +299,27 @@ def _in_memory(tensor: Tensor) -> StoredTensor:
     return StoredTensor(tensor.shape, tensor.dtype, lambda region: tensor[region])
 
 
+def does_not_fit(module: nn.Module, saved: Any) -> str:
+    """Say that the weights of a checkpoint do not fit, with both classes and what differs.
+
+    Args:
+        module: The LightningModule that is to be loaded.
+        saved: The hyperparameters of the checkpoint.
+    """
+    saved = dict(saved) if isinstance(saved, Mapping) else {}
+    own = dict(getattr(module, "hparams", {}))
+    kind = next(c for c in type(module).__mro__ if not c.__module__.startswith("lightning_shard."))
+    differ = {name: (saved[name], own[name]) for name in saved if name in own}
+    differ = {name: both for name, both in differ.items() if repr(both[0]) != repr(both[1])}
+    theirs, ours = (
+        f" with {', '.join(f'{name}={both[n]!r:.60}' for name, both in differ.items())}"
+        if differ else "" for n in (0, 1)
+    )  # fmt: skip
+    named = kind.__qualname__
+    path = str(saved.get("_class_path", named)).rpartition(".")[2]
+    return f"is of {path}{theirs}, and does not fit {named}{ours}"
+
+
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load as `module.load_state_dict`, a part of the state at a time if it is not read yet.
 

@@ -4,6 +4,7 @@ The optimizer is made after sharding. A mistake in what was typed exits with 2. 
 until the first batch is done exits with 1, and those after it keep their traceback.
 """
 
+import logging
 import os
 import re
 import sys
@@ -17,13 +18,14 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_shard.checkpoint.atomic import of_the_disk
 from lightning_shard.checkpoint.open import hyperparameters
 from lightning_shard.cli.config_checks import check, check_numbers, strategy_options
 from lightning_shard.cli.defaults import check_model, fill_in
 from lightning_shard.cli.help import OPTIONS, PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
-from lightning_shard.cli.run_state import RunState, words_of_an_interrupt
+from lightning_shard.cli.run_state import RunState, words_of_a_failure, words_of_an_interrupt
 from lightning_shard.cli.tiles import TYPES, builder, check_tiles
 from lightning_shard.cli.usage import (
     ENV_PREFIX,
@@ -209,6 +211,11 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
+def _no_tip(record: logging.LogRecord) -> bool:
+    """Leave out Lightning's tips on other products, which come before the first word of a run."""
+    return "Tip: For seamless" not in record.getMessage()
+
+
 def run(
     args: Sequence[str],
     given: Given,
@@ -224,6 +231,8 @@ def run(
     state = RunState(given)
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(f"{name}.utilities.rank_zero").addFilter(_no_tip)
     # lightning 2.6 asks for a class that torch 2.13 deprecates
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     try:
@@ -232,8 +241,11 @@ def run(
         exit_with(err)
     except Exception as wrapped:
         err = origin(wrapped, state.error)
-        if state.stepped or os.environ.get(f"{ENV_PREFIX}_TRACEBACK"):
+        traceback = os.environ.get(f"{ENV_PREFIX}_TRACEBACK")
+        if traceback or (state.stepped and not of_the_disk(err)):
             raise err from err.__cause__
+        if state.stepped and state.trainer is not None:
+            err.add_note("\n".join(words_of_a_failure(state.trainer)))
         state.stop_children()
         named = given.mentioned(str(err)) if state.first_step is None else ()
         exit_with(err, named)

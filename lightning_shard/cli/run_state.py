@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard.cli.help import PROGRAM
@@ -81,9 +82,22 @@ class RunState(Callback):
 
 def words_of_an_interrupt(trainer: Trainer) -> list[str]:
     """Say after Ctrl-C how to go on, without a collective, since other ranks may have ended."""
+    return [f"Interrupted after step {trainer.global_step}.", *_ways_on(trainer)]
+
+
+def words_of_a_failure(trainer: Trainer) -> list[str]:
+    """Say after an error of the disk which checkpoint is whole: the newest may not be there."""
+    kept = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    named = {path for c in kept for path in (c.best_model_path, c.last_model_path) if path}
+    gone = [path for path in named if "://" not in path and not Path(path).exists()]
+    lines = [line for line in _ways_on(trainer) if not any(path in line for path in gone)]
+    ended = f"The run ended after step {trainer.global_step}."
+    return [ended, *(lines or ["No checkpoint was written."])]
+
+
+def _ways_on(trainer: Trainer) -> list[str]:
     is_fit = trainer.state.fn == TrainerFn.FITTING
-    lines = checkpoint_lines(trainer, _command()) if is_fit else []
-    return [f"Interrupted after step {trainer.global_step}.", *lines]
+    return checkpoint_lines(trainer, _command()) if is_fit else []
 
 
 def _command(logs: str = "", more: str = "") -> Callable[[str, str], str]:

@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.state import (
     parameter_names,
     share_buffers,
 )
-from lightning_shard.checkpoint.weights import load_module_state
+from lightning_shard.checkpoint.weights import does_not_fit, load_module_state
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.processes.mesh import Sharding, replicas_of, sizes_of
 from lightning_shard.processes.subgroups import writing_group
@@ -69,6 +69,7 @@ class Saver:
         self.format: Format = file_format
         self.timeout_s = timeout_s
         self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
+        self._read: str | Path = ""  # the checkpoint that was read last
         self._own: Mapping[str, Any] | None = None  # a loaded checkpoint's words on its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole
         self._pending: Future[Any] | None = None  # a directory that is being written
@@ -244,7 +245,7 @@ class Saver:
                 raise UnsafeFileError(err.path, err.found, FORGOTTEN) from err
             raise
         checkpoint = as_lightning(loaded, path, module.state_dict())
-        self._own = checkpoint.get(OWN)
+        self._own, self._read = checkpoint.get(OWN), path
         return checkpoint
 
     def load_module(
@@ -255,8 +256,16 @@ class Saver:
         *,
         strict: bool,
     ) -> None:
-        """Load the weights of a checkpoint that `read` returned."""
-        load_module_state(module, checkpoint["state_dict"], strict)
+        """Load the weights of a checkpoint that `read` returned.
+
+        Raises:
+            RuntimeError: They do not fit; with the file, both classes and their arguments.
+        """
+        try:
+            load_module_state(module, checkpoint["state_dict"], strict)
+        except (RuntimeError, ValueError) as err:
+            saved = checkpoint.get("hyper_parameters")
+            raise RuntimeError(f"'{self._read}' {does_not_fit(module, saved)}: {err}") from err
         for metric in module.modules():
             if isinstance(metric, Metric):  # it takes over the tensors of the file, on the CPU
                 metric.to(device)

@@ -1,6 +1,7 @@
 """The single file: Lightning's format, streamed, whole or not there."""
 
 import contextlib
+import re
 import weakref
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.trainer.checkpoint_io import CheckpointFiles
-from tests.checkpoint.tiny import SaveAt, fit, loader, quiet, tiny, trainer
+from tests.checkpoint.tiny import SaveAt, Tiny, fit, leave_group, loader, quiet, tiny, trainer
 from tests.training import shared_path
 
 
@@ -87,6 +88,32 @@ def test_disk_full():
     assert type(caught.value) is (OSError if dist.get_rank() == 0 else RuntimeError)
     assert [p.name for p in path.parent.iterdir()] == ["some.ckpt"]
     assert torch.load(path, weights_only=True)["global_step"] == 2
+
+
+class Other(Tiny):
+    """Has a layer that the file lacks."""
+
+    def __init__(self, width=5):
+        super().__init__(width=width)
+        self.third = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: tiny(width=4), "is of Tiny with width=5, and does not fit Tiny with width=4: "),
+        (Other, "is of Tiny, and does not fit Other: "),
+    ],
+)
+def test_a_file_of_another_model_names_both(tmp_path, made, said):
+    path = tmp_path / "some.ckpt"
+    fit((1,), SaveAt(path, 2), max_steps=2)
+    file = torch.load(path, weights_only=True)
+    file["hyper_parameters"]["_class_path"] = f"{Tiny.__module__}.Tiny"
+    torch.save(file, path)
+    with pytest.raises(RuntimeError, match=re.escape(f"'{path}' {said}")):
+        fit((1,), module=made(), path=path)
+    leave_group()
 
 
 def test_what_was_there_stays(tmp_path):

@@ -1,5 +1,7 @@
 """What the command line runs: defaults, merging, what it saves, and how it reports a refusal."""
 
+import errno
+import importlib
 import os
 import subprocess
 import sys
@@ -64,6 +66,12 @@ class Net(BoringModel):
             raise ValueError("modes 8 needs at least 16 points, got 4")
         if fail_in == "bug":
             self.no_such_name()
+        if fail_in == "import":
+            importlib.import_module("no_such_package.part")
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.fail_in == "saving" and self.global_step == 2:
+            raise OSError(errno.ENOSPC, "'last.ckpt' cannot be written: No space left on device")
 
     def training_step(self, batch, batch_idx):
         if self.fail_in == "training_step":
@@ -261,6 +269,29 @@ def test_bug_in_a_constructor_keeps_its_type(capsys):
     code, lines = refusal(capsys, "--model.fail_in", "bug")
     assert code == 1
     assert lines[-3] == "error: AttributeError: 'Net' object has no attribute 'no_such_name'"
+
+
+def test_a_missing_package_has_a_way_out(capsys):
+    _, lines = refusal(capsys, "--model.fail_in", "import")
+    assert "error: ModuleNotFoundError: No module named 'no_such_package'" in lines
+    assert any(line.strip().startswith("pip install no_such_package") for line in lines)
+
+
+def test_a_full_disk_is_one_sentence_after_steps_too(capsys):
+    """Lines of the traceback tell nothing of a disk; the last whole checkpoint is told instead."""
+    code, lines = refusal(capsys, "--model.fail_in", "saving")
+    assert code == 1
+    assert "error: [Errno 28] 'last.ckpt' cannot be written: No space left on device" in lines
+    assert not any("Traceback" in line for line in lines)
+    said = " ".join(lines)
+    assert "The run ended after step 2." in said
+    assert "No checkpoint was written." in said
+
+
+def test_no_tip_comes_before_the_first_word(capfd, caplog):
+    with caplog.at_level("INFO"):
+        fit("--trainer.logger", "false")
+    assert "Tip" not in caplog.text + capfd.readouterr().err
 
 
 def test_an_option_that_a_refusal_names_has_its_place(capsys):

@@ -142,6 +142,20 @@ def test_a_page_that_cannot_be_written_costs_nothing(tmp_path):
     assert report.path is None
 
 
+def test_a_full_disk_leaves_the_page_of_an_earlier_stage(tmp_path, monkeypatch):
+    (tmp_path / "report.html").write_text("whole")
+
+    def full(path, text, **_):
+        path.write_bytes(text.encode()[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.warns(UserWarning, match=r"report.html was not written: .*No space left"):
+        fit_alone(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
 class Breaks(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         raise ValueError(f"broken by {HOSTILE}")

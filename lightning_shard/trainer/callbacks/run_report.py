@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.checkpoint.atomic import partial_of
 from lightning_shard.trainer.callbacks.epoch_report import (
     checkpoint_lines,
     duration,
@@ -175,7 +176,7 @@ class RunReport(Callback):
         try:
             text = self._page(trainer, module)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            _write_beside(path, text)
         except Exception as err:  # whatever it is, the run is worth more than its report
             rank_zero_warn(f"{path} was not written: {type(err).__name__}: {err}")
         else:
@@ -201,6 +202,16 @@ class RunReport(Callback):
                 ("Configuration", [literal(self.config or _hyperparameters(trainer, module))]),
             ],
         )
+
+
+def _write_beside(path: Path, text: str) -> None:
+    """Write a page that is whole, or leave the one of an earlier stage as it is."""
+    partial = partial_of(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class MeanCurve:
