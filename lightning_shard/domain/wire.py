@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.forward_mode import refuse_tangent
+from lightning_shard.domain.one_thread import check_thread
 from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
 
@@ -22,6 +23,11 @@ BEFORE: ContextVar[Callable[[dist.ProcessGroup], None]] = ContextVar(
     "BEFORE", default=lambda group: None
 )
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _begin(group: dist.ProcessGroup) -> None:
+    check_thread()
+    BEFORE.get()(group)
 
 
 def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -49,7 +55,7 @@ def all_to_all(
     refuse_tangent(outgoing)
     if is_traced():
         return _traced_all_to_all(outgoing, sizes, given, group.group_name, next_place())
-    BEFORE.get()(group)
+    _begin(group)
     return _all_to_all(outgoing, sizes, given, group)
 
 
@@ -59,7 +65,7 @@ def begin_all_to_all(
     """Begin the same, outside of graphs; the function returned waits for what comes."""
     assert not is_traced()
     refuse_tangent(outgoing)
-    BEFORE.get()(group)
+    _begin(group)
     incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
 
     def wait() -> Tensor:
@@ -79,7 +85,7 @@ def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
         name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
         x.copy_(_traced_reduce(x, name, group.group_name, next_place()))
     else:
-        BEFORE.get()(group)
+        _begin(group)
         dist.all_reduce(x, op, group=group)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.processes.device import carried
+from lightning_shard.processes.failures.lone_waits import watch_lone_waits
 from lightning_shard.processes.process_info import launcher, process_info
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened
@@ -106,6 +107,7 @@ def init_mesh(sizes: Mapping[str, int], device_type: str | None = None) -> Devic
         )
     shape, names = tuple(filled.values()), tuple(filled)
     mesh = _made(device_type or carried(), shape, names, dist.group.WORLD)
+    watch_lone_waits()
     global _of_script
     _of_script = (dist.group.WORLD, mesh)
     return mesh

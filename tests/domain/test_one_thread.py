@@ -1,0 +1,63 @@
+"""A forked process and two threads at once are refused: ranks would not pair their messages."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import lightning_shard
+from lightning_shard import UnsupportedOperationError
+from tests.parity import mesh_of
+
+
+@pytest.mark.spmd(2)
+def test_a_forked_process():
+    x = lightning_shard.shard(torch.randn(5, 3), mesh_of(2), 0)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            words = str(x.sum())
+        except UnsupportedOperationError as error:
+            words = str(error)
+        os.write(write, words.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "exchanged in a forked process, such as a worker" in os.read(read, 500).decode()
+    os.close(read)
+    os.close(write)
+    assert x.sum().isfinite()
+
+
+@pytest.mark.spmd(2)
+def test_two_threads_at_once():
+    x = lightning_shard.shard(torch.randn(5, 3), mesh_of(2), 0)
+    works, done = threading.Event(), threading.Event()
+
+    def work():
+        x.sum()
+        works.set()
+        while not done.is_set():
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    works.wait()
+    with pytest.raises(UnsupportedOperationError, match="two threads use split tensors at once"):
+        x.mean()
+    done.set()
+    thread.join()
+    assert x.mean().isfinite()
+
+
+@pytest.mark.spmd(2)
+def test_threads_that_wait_for_each_other():
+    whole = torch.randn(5, 3)
+    x = lightning_shard.shard(whole, mesh_of(2), 0)
+    with ThreadPoolExecutor(1) as pool:
+        for factor in (1, 2):
+            found = pool.submit(lambda k=factor: (x * k).sum()).result()
+            torch.testing.assert_close(found, (whole * factor).sum())
+            torch.testing.assert_close(x.mean(), whole.mean())
