@@ -16,7 +16,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 # innermost functions of a thread that only waits, for others or for backward
 _WAITING = {"_engine_run_backward", "_wait_for_tstate_lock", "_worker", "join", "select", "wait"}
 
-_thread = 0  # the one that exchanged last
+_thread: threading.Thread | None = None  # the one that exchanged last
 _of_parent: Any = None  # the process group of the process that this one was forked from
 PROCESS_STATE = {"_thread": _thread}
 
@@ -33,16 +33,18 @@ def check_thread() -> None:
             "rows of a split tensor cannot be exchanged in a forked process, such as a worker of a "
             "DataLoader or of a pool: compute there with plain tensors, or with num_workers=0"
         )
-    here, last = threading.get_ident(), _thread
-    if here == last:
+    last = _thread
+    if last is not None and last.ident == threading.get_ident():
         return
-    frame = sys._current_frames().get(last)  # pyright: ignore[reportPrivateUsage]
+    frame = None
+    if last is not None and last in threading.enumerate():  # a new one may have its number
+        frame = sys._current_frames().get(last.ident or 0)  # pyright: ignore[reportPrivateUsage]
     if frame is not None and frame.f_code.co_name not in _WAITING:
         raise _refusal(
             "two threads use split tensors at once, and each rank would run them in another order: "
             "let one thread wait for the other"
         )
-    _thread = here
+    _thread = threading.current_thread()
 
 
 def _refusal(words: str) -> UnsupportedOperationError:

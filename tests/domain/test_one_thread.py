@@ -61,3 +61,23 @@ def test_threads_that_wait_for_each_other():
             found = pool.submit(lambda k=factor: (x * k).sum()).result()
             torch.testing.assert_close(found, (whole * factor).sum())
             torch.testing.assert_close(x.mean(), whole.mean())
+
+
+@pytest.mark.spmd(2)
+def test_a_new_thread_may_have_the_number_of_one_that_ended():
+    x = lightning_shard.shard(torch.randn(5, 3), mesh_of(2), 0)
+    first = threading.Thread(target=x.sum)
+    first.start()
+    first.join()
+    done = threading.Event()
+
+    def spin():
+        while not done.is_set():
+            pass
+
+    others = [threading.Thread(target=spin) for _ in range(3)]
+    for other in others:
+        other.start()
+    assert first.ident in [other.ident for other in others]
+    assert x.mean().isfinite()
+    done.set()
