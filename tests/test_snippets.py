@@ -10,6 +10,9 @@ The line above a block says how it runs:
     <!-- run: commands -->     each line in a shell, in a folder with README's program
     <!-- run: parse -->        the options of each `fit` are read, and nothing is trained
     <!-- not run: why -->
+
+`slow` at its end keeps it out of the default run. A block imports what it uses, so that it can be
+pasted; only `field` and `model` of ranks, and `module` and `data` of one process, are the reader's.
 """
 
 import contextlib
@@ -37,18 +40,12 @@ TRIED_ELSEWHERE = {"tutorial_300_lines.md": "tests/test_tutorial.py"}
 LANGUAGES = {"python", "bash", "yaml"}
 ON_RANKS = """
 import torch
-import torch.distributed as dist
-import lightning_shard
 field = torch.randn(2, 1, 13, 8)
 model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.GELU())
 """
 ALONE = """
-import lightning_shard
-from lightning.pytorch import Trainer
-from lightning_shard import *
 from train import Fields as MyData, Shift as MyModule
 module, data = MyModule(), MyData()
-datamodule = data
 """
 
 
@@ -64,7 +61,8 @@ def blocks(*kinds):
             line = text[: match.start(3)].count("\n") + 1
             kind = (mark or "").removeprefix("run: ").split(" ")
             if kind[0] in kinds or not kinds:
-                found.append(pytest.param(mark, code, id=f"{page.name}:{line}"))
+                marks = [pytest.mark.slow] if kind[-1] == "slow" else []
+                found.append(pytest.param(mark, code, id=f"{page.name}:{line}", marks=marks))
     return pytest.mark.parametrize(("mark", "code"), found)
 
 
@@ -125,7 +123,6 @@ def test_on_ranks(mark, code):
     pool_of(int(mark.split()[-1])).run(execute, {"code": code})
 
 
-@pytest.mark.slow_rows("certificates.md:18", "check.md:15", "coming_from.md:21")
 @blocks("alone")
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about workers and logging intervals
 def test_alone(folder, mark, code):
@@ -149,18 +146,6 @@ def fits(code):
     ]
 
 
-@pytest.mark.slow_rows(
-    "certificates.md:8",
-    "check.md:7",
-    "configs.md:8",
-    "scaling.md:10",
-    "t5.md:9",
-    "t5.md:62",
-    "tutorials.md:17",
-    "tutorials.md:143",
-    "workloads.md:61",
-    "workloads.md:124",
-)
 @blocks("parse", "commands")
 def test_options(folder, capsys, mark, code):
     """`check`, `plan` and `certify` take the options of `fit`."""
