@@ -129,7 +129,7 @@ def _product(x: Tensor, dim: int, t: Transform) -> Tensor:
     if x.is_complex():
         return _apply(table(t, "rows", x.dtype, x.device), x, dim)
     if dim == x.ndim - 1:
-        modes = x.new_empty((*x.shape[:-1], len(t.kept)), dtype=x.dtype.to_complex())
+        modes = _memory((*x.shape[:-1], len(t.kept)), x.dtype.to_complex(), x.device)
         pairs = torch.view_as_real(modes).flatten(-2)
         _apply(table(t, "pairs", x.dtype, x.device), x, dim, out=pairs)
         return modes
@@ -148,10 +148,15 @@ def _adjoint(modes: Tensor, dim: int, t: Transform, real: bool) -> Tensor:
     return _apply(table(t, "halves", dtype, modes.device).t(), stacked, dim)
 
 
+def _memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory, of torch's own class: MONAI's tensors make others of their own."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def _apply(matrix: Tensor, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
     """Multiply `dim` of `x` by a matrix, into new memory: a Function must return no view."""
     before, (rows, columns), after = x.shape[:dim], matrix.shape, x.shape[dim + 1 :]
-    out = x.new_empty((*before, rows, *after)) if out is None else out
+    out = _memory((*before, rows, *after), x.dtype, x.device) if out is None else out
     slabs, count = math.prod(before), math.prod(after)
     if dim == x.ndim - 1:
         torch.mm(x.reshape(slabs, columns), matrix.t(), out=out.view(slabs, rows))
