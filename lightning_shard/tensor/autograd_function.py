@@ -94,9 +94,11 @@ def _apply_to_split(
 ) -> Any:
     """Return what `apply` gives, its graph joined to those of the local tensors."""
     if kwargs:
-        bound = inspect.signature(function.forward).bind(*args, **kwargs)
+        takes_context = function.setup_context is torch.autograd.Function.setup_context
+        given = (None, *args) if takes_context else args
+        bound = inspect.signature(function.forward).bind(*given, **kwargs)
         bound.apply_defaults()
-        args = bound.args
+        args = bound.args[takes_context:]
     _serve(node_class(function))
     split = [isinstance(a, DomainTensor) for a in args]
     if any(split) and in_forward_mode():

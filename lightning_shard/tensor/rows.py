@@ -102,7 +102,10 @@ def on_rows(func: Function, types: Iterable[type], args: Sequence[Any], kwargs: 
         if func is Tensor.__setitem__ and _is_own(*args):
             return None
         before = [_State(row) for row in found]
-    if func in _OF_PLAIN or any(kind not in _ORDINARY for kind in types):
+    split = next((kind for kind in types if kind not in _ORDINARY), None)
+    if func is torch.autograd.grad and split is not None:  # the graph knows these very tensors
+        result = split.__torch_function__(func, (split,), args, kwargs)
+    elif func in _OF_PLAIN or split is not None:
         result = _on_plain(func, args, kwargs)
     else:
         with without_rules():

@@ -297,8 +297,9 @@ def _vmap_for(plain: Function) -> Function:
                 return _kept(
                     plain, func, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
                 )
-            except SplitInTransform:
-                if inner:
+            except RuntimeError as error:
+                nested = "Nested forward mode" in str(error)  # torch refuses its jvp within ours
+                if inner or not (nested or isinstance(error, SplitInTransform)):
                     raise
         return _each_index(func, (in_dims, out_dims), randomness, args, kwargs)
 

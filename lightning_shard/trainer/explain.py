@@ -1,6 +1,8 @@
 """Adds a remedy to errors of torch and Lightning that only describe their own insides."""
 
 import traceback
+from types import FrameType
+from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -12,8 +14,7 @@ _BY_MESSAGE = {
     "got mixed torch.Tensor and DTensor": _WHOLE + (
         "Or: a parameter, or its gradient, was used where each rank holds a shard of it. Outside "
         "of the steps call the module itself, or read and write parameters inside `with "
-        "lightning_shard.whole_parameters(module):`. A gradient of a manual step is whole as "
-        "p.grad.full_tensor()."
+        "lightning_shard.whole_parameters(module):`."
     ),
     "does not have a sharding strategy registered": _WHOLE + (
         "Or: torch has no such function for sharded parameters and gradients, so call it on "
@@ -40,6 +41,10 @@ _BY_MESSAGE = {
 }  # fmt: skip
 
 
+_MANUAL_STEP = (
+    "In a manual step p is whole and p.grad is a shard: read it as p.grad.full_tensor(). To write "
+    "into p, as SAM does, keep parameters whole with sharding='none'; this runs there as under DDP."
+)
 _OF_OPTIMIZERS = (
     "The optimizer {} cannot update sharded parameters: keep them whole on every process with "
     "sharding='none', or take one that docs/optimizers.md lists as exact, such as AdamW."
@@ -48,6 +53,7 @@ _OF_OPTIMIZERS = (
 _WORDS_OF_SHARDS = (
     "dtensor", "shard", "distributed.tensor", "numel() == 0", "0 elements", "empty tensor",
 )  # fmt: skip
+_NO_OPTIMIZERS = ("lightning.", "pytorch_lightning.", "lightning_shard.fsdp.step_writes")
 _OF_LOSSES = " {} also decides by the loss of its rank, so use data_parallel_size=1."
 
 
@@ -70,12 +76,26 @@ def _optimizer_of(error: BaseException) -> Optimizer | None:
         here = frame.f_locals.get("self")
         if isinstance(here, Optimizer) and not isinstance(here, LightningOptimizer):
             found = here
-        elif module.startswith(("lightning.", "pytorch_lightning.")):  # a closure with the step
+        elif module.startswith(_NO_OPTIMIZERS):  # a closure with the step, or a hook
             found = None
         inside = f"{module.removeprefix('lightning_shard')} {error}"
     held = () if found is None else (p for g in found.param_groups for p in g["params"])
     is_of_shards = any(isinstance(p, DTensor) for p in held)
     return found if is_of_shards and any(w in inside.lower() for w in _WORDS_OF_SHARDS) else None
+
+
+def _first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if names else None
+
+
+def _is_of_manual_step(error: BaseException) -> bool:
+    """Return True if a step raised `error` that optimizes by hand."""
+    return any(
+        frame.f_code.co_name == "training_step"
+        and getattr(_first_argument(frame), "automatic_optimization", True) is False
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def explain(error: BaseException) -> None:
@@ -87,6 +107,8 @@ def explain(error: BaseException) -> None:
         notes = [_OF_OPTIMIZERS.format(name) + of_losses]
     else:
         notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
+        if "got mixed torch.Tensor and DTensor" in str(error) and _is_of_manual_step(error):
+            notes = [_MANUAL_STEP]
     if isinstance(error, AssertionError) and _is_of_too_small_a_dataset(error):
         notes.append(
             "The dataset has fewer samples than there are data replicas; use fewer processes, a "

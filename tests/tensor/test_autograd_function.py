@@ -132,6 +132,18 @@ class InPlace(Function):
         return x.mul_(2)
 
 
+@allow_function
+class Scaled(Function):
+    @staticmethod
+    def forward(ctx, x, factor=2):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * ctx.factor, None
+
+
 CASES = {
     "input saved": (lambda x: Cube.apply(Cube.apply(x).sin()) * x, [SHAPE], {0: [1]}),
     "output saved": (lambda x: Exp.apply(x.sin()) * x, [SHAPE], {0: [1]}),
@@ -146,6 +158,8 @@ CASES = {
         [SHAPE, (3, 5), (3,)],
         {0: [1]},
     ),
+    "keywords after the context": (lambda x: Scaled.apply(x, factor=3) * x, [SHAPE], {0: [1]}),
+    "only keywords": (lambda x: Scaled.apply(x=x.sin()) * x, [SHAPE], {0: [1]}),
     "split weight": (
         lambda x, w, b: Linear.apply(x, w, b).tanh(),
         [SHAPE, (3, 5), (3,)],

@@ -196,6 +196,20 @@ def test_gradients():
 
 
 @pytest.mark.spmd(3)
+def test_gradients_of_rows_and_of_what_they_are_rows_of():
+    x = split(grad=True)
+    y = x * 2
+    row = y[3]
+    found = torch.autograd.grad(y.sin().sum() + row.cos().sum(), [row, y, x])
+    whole = FIELD.clone().requires_grad_()
+    double = whole * 2
+    part = double[3]
+    wanted = torch.autograd.grad(double.sin().sum() + part.cos().sum(), [part, double, whole])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(lightning_shard.gather(one), other)
+
+
+@pytest.mark.spmd(3)
 def test_an_autograd_function_takes_rows():
     x = split(grad=True)
     result = Cube.apply(x[4])

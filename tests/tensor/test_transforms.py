@@ -133,6 +133,7 @@ def check_transform(name, mesh, dims):
             "jacfwd of weights": lambda: jacfwd(of_weights)(w),
             "hessian": lambda: hessian(loss)(x_),
             "hessian of weights": lambda: hessian(of_weights)(w),
+            "jacfwd twice": lambda: jacfwd(jacfwd(of_weights))(w),
             "linearize": lambda: torch.func.linearize(f, x_)[1](v_),
             "vmap": lambda: vmap(lambda t: t.cumsum(1), in_dims=0, out_dims=1)(x_),
             "vmap of weights": lambda: vmap(lambda s: (x_ * s).sum())(w),
@@ -156,8 +157,8 @@ def dual(function, x, v):
 
 TRANSFORMS = (
     "grad|grad of weights|vjp|jvp by weights|jvp of jvp|jvp of grad|jacfwd|"
-    "jacrev|jacfwd of weights|hessian|hessian of weights|linearize|vmap|vmap of weights|"
-    "gradients of samples|vmap of jvp|value too|dual"
+    "jacrev|jacfwd of weights|hessian|hessian of weights|jacfwd twice|linearize|vmap|"
+    "vmap of weights|gradients of samples|vmap of jvp|value too|dual"
 ).split("|")
 
 

@@ -1,0 +1,38 @@
+"""The notes below errors name the way out of the case, and no other."""
+
+import pytest
+import torch
+
+from tests.trainer.featured import Featured, fit_sharded
+
+
+class ByHand(Featured):
+    """Writes into its parameters in a step, before the optimizer does."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.automatic_optimization = False
+        self.write = write
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            self.write(self.network[0].weight)
+        optimizer.step()
+
+
+@pytest.mark.spmd(2)
+def test_the_gradient_of_a_manual_step_is_a_shard():
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        fit_sharded(ByHand(lambda p: p.add_(p.grad)), (2,), strategy={"sharding": "full"})
+    assert caught.value.__notes__[0].startswith("In a manual step p is whole and p.grad is a shard")
+
+
+@pytest.mark.spmd(2)
+def test_a_refusal_of_ours_has_no_note_of_the_optimizer():
+    write = ByHand(lambda p: p.add_(p.grad.full_tensor()))
+    with pytest.raises(RuntimeError, match="sharding='none' keeps parameters whole") as caught:
+        fit_sharded(write, (2,), strategy={"sharding": "full"})
+    assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
