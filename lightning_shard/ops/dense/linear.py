@@ -9,8 +9,10 @@ rows of the queries.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from string import ascii_letters
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,7 +52,10 @@ def contract(
         output: The labels of the result.
     """
     first = next(o for o in operands if isinstance(o, Subdomain))
-    dims = _each_axis_once(_label_dims(operands, inputs), output)
+    kinds = tuple([o.layout if isinstance(o, Subdomain) else tuple(o.shape) for o in operands])
+    dims = _dims_of(kinds, tuple(inputs), output)
+    if dims is None:
+        raise split_differently(operands)
     grid = first.layout.grid
     parts: list[Tensor] = []
     for operand, labels in zip(operands, inputs, strict=True):
@@ -77,30 +82,37 @@ def contract(
     return first.like(result, layout) if layout.split_dims else result
 
 
-def _label_dims(operands: Sequence[Operand], inputs: Sequence[str]) -> dict[str, Dim]:
-    """The factors of each label: split if any operand is split there."""
+@lru_cache(maxsize=4096)
+def _dims_of(
+    kinds: tuple[Layout | tuple[int, ...], ...], inputs: tuple[str, ...], output: str
+) -> Mapping[str, Dim] | None:
+    """The factors of each label, every mesh axis splitting one label only, output labels first.
+
+    A label is split if any operand is split there; None if operands are split differently.
+
+    Args:
+        kinds: The layout of each split operand, and the shape of each plain one.
+        inputs: One label for each dim of each operand.
+        output: The labels of the result.
+    """
     dims: dict[str, Dim] = {}
-    for operand, labels in zip(operands, inputs, strict=True):
-        for d, label in enumerate(labels):
-            own = (
-                operand.layout.dims[d]
-                if isinstance(operand, Subdomain)
-                else (Factor(operand.shape[d]),)
-            )
+    for kind, labels in zip(kinds, inputs, strict=True):
+        is_split = isinstance(kind, Layout)
+        for rows, own, label in zip(
+            kind.shape if is_split else kind,
+            kind.dims if is_split else [(Factor(rows),) for rows in kind],
+            labels,
+            strict=True,
+        ):
             known = dims.setdefault(label, own)
             extent = math.prod(f.extent for f in known)
-            if not any(f.axes for f in known) or extent == 1 != operand.shape[d]:
-                dims[label] = own if operand.shape[d] != 1 or len(known) == 0 else known
-            elif any(f.axes for f in own) and operand.shape[d] == extent:
+            if not any(f.axes for f in known) or extent == 1 != rows:
+                dims[label] = own if rows != 1 or len(known) == 0 else known
+            elif any(f.axes for f in own) and rows == extent:
                 common = common_dim(known, own)
                 if common is None:
-                    raise split_differently(operands)
+                    return None
                 dims[label] = common
-    return dims
-
-
-def _each_axis_once(dims: dict[str, Dim], output: str) -> dict[str, Dim]:
-    """The labels' dims with every mesh axis splitting one label only, output labels first."""
     taken: set[int] = set()
     for label in dict.fromkeys((*output, *dims)):
         axes = {a for f in dims[label] for a in f.axes}
@@ -108,7 +120,7 @@ def _each_axis_once(dims: dict[str, Dim], output: str) -> dict[str, Dim]:
             dims[label] = (Factor(math.prod(f.extent for f in dims[label])),)
         else:
             taken |= axes
-    return dims
+    return MappingProxyType(dims)
 
 
 @implements(F.linear)

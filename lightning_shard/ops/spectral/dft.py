@@ -11,7 +11,8 @@ field.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
+from lightning_shard.processes.torch_private.internals import is_autocast
 from lightning_shard.processes.torch_private.typed import fft
 
 Frequencies = Sequence[int]  # a range or a tuple, since they are hashed
@@ -90,7 +92,7 @@ class _Analysis(Function):
     def forward(ctx: Any, x: Tensor, steps: Steps, real: bool) -> Tensor:
         ctx.plan = steps, real
         modes = x
-        with torch.autocast(x.device.type, enabled=False), _FullPrecision(x.device):
+        with _in_full_precision(x.device):
             for dim, transform in steps:
                 modes = (_fft if transform.fft else _product)(modes, dim, transform)
             return modes
@@ -109,7 +111,7 @@ class _Synthesis(Function):
     def forward(ctx: Any, modes: Tensor, steps: Steps, real: bool) -> Tensor:
         ctx.plan = steps, real
         x = modes
-        with torch.autocast(modes.device.type, enabled=False), _FullPrecision(modes.device):
+        with _in_full_precision(modes.device):
             for number in reversed(range(len(steps))):
                 dim, transform = steps[number]
                 inverse = _inverse_fft if transform.fft else _adjoint
@@ -267,17 +269,18 @@ def _runs(kept: Frequencies) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-class _FullPrecision:
-    """No TF32 while open; on CPU there is none."""
+def _in_full_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Neither autocast nor TF32 while open; nothing is opened where neither is on."""
+    shortened = device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
+    return _full_precision(device) if shortened or is_autocast() else nullcontext()
 
-    def __init__(self, device: torch.device) -> None:
-        self.active = device.type != "cpu"
 
-    def __enter__(self) -> None:
-        if self.active:
-            self.before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("highest")
-
-    def __exit__(self, *_: object) -> None:
-        if self.active:
-            torch.set_float32_matmul_precision(self.before)
+@contextmanager
+def _full_precision(device: torch.device) -> Generator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
