@@ -132,6 +132,18 @@ def test_kinds_of_convolutions_have_rates_of_their_own(
     assert ledger.seconds == pytest.approx(flops / rate)
 
 
+def test_a_stem_of_which_nothing_is_known_is_no_thin_convolution():
+    """On an H100 it would have taken half of the step of a ResNet-50."""
+    kernels = {"thin_convolution": {"float32": 1e6}, "convolution": {"float32": 9e6}}
+    ledger = Ledger(replace(DEVICE, kernels=kernels))
+    x, weight = torch.ones(1, 3, 16, 16), torch.ones(8, 3, 7, 7)
+    args = x, weight, None, [2, 2], [3, 3], [1, 1], False, [0, 0], 1
+    convolution = torch.ops.aten.convolution.default
+    y = convolution(*args)
+    ledger.note(convolution, args, {}, [x, weight], y)
+    assert ledger.seconds == pytest.approx(2 * weight.numel() * y[0, 0].numel() / 9e6)
+
+
 @pytest.mark.parametrize(("precision", "rate"), [("highest", 1e6), ("high", 8e6)])
 def test_products_in_tf32_take_the_rate_of_tf32(monkeypatch, precision, rate):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
