@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.trainer.featured import Featured, fit_sharded
+from tests.trainer.featured import Featured, fit_sharded, loader
+from tests.training import trainer
 
 
 class ByHand(Featured):
@@ -36,3 +38,20 @@ def test_a_refusal_of_ours_has_no_note_of_the_optimizer():
     with pytest.raises(RuntimeError, match="sharding='none' keeps parameters whole") as caught:
         fit_sharded(write, (2,), strategy={"sharding": "full"})
     assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+class Counts(Featured):
+    def test_step(self, batch, batch_idx):
+        with FlopCounterMode(display=False) as counter:
+            super().test_step(batch, batch_idx)
+        assert counter.get_total_flops() > 0
+
+
+@pytest.mark.spmd(2)
+def test_operations_counted_in_a_test_keep_its_other_numbers():
+    """Each rank would count its own rows, which is said; the number of one process is unknown."""
+    runner, alone = trainer((2,)), trainer((2,))
+    with pytest.warns(UserWarning, match="counts the rows of this rank"):
+        runner.test(Counts(), loader(4), verbose=False)
+    alone.test(Featured(), loader(4), verbose=False)
+    assert runner.callback_metrics == alone.callback_metrics
