@@ -33,6 +33,11 @@ _BY_MESSAGE = {
         "Or: torch.tensor was given sharded tensors, such as norms of gradients, which it cannot "
         "read: give it those of p.grad.full_tensor()."
     ),
+    "unable to lock file": (
+        "Another rank may have opened this file: the ranks of a domain hold one batch and run the "
+        "same hooks. Write it where self.trainer.is_global_zero, or put self.global_rank into its "
+        "name."
+    ),
     "FSDP does not support deepcopy": _WHOLE + (
         "Or: a module with shards cannot be copied, which a callback such as "
         "StochasticWeightAveraging does at the start of each stage; give the callback to the first "

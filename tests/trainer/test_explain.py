@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_shard.trainer.explain import explain
 from tests.trainer.featured import Featured, fit_sharded, loader
 from tests.training import trainer
 
@@ -38,6 +39,13 @@ def test_a_refusal_of_ours_has_no_note_of_the_optimizer():
     with pytest.raises(RuntimeError, match="sharding='none' keeps parameters whole") as caught:
         fit_sharded(write, (2,), strategy={"sharding": "full"})
     assert not any("optimizer" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_a_file_that_another_rank_has_opened():
+    error = BlockingIOError("Unable to synchronously create file (unable to lock file, errno = 11)")
+    explain(error)
+    (note,) = error.__notes__
+    assert "Write it where self.trainer.is_global_zero" in note
 
 
 class Counts(Featured):
