@@ -6,13 +6,12 @@
 The device is the fake XPU of the tests, which counts every storage in the memory of the host: peaks
 and bytes are those of a device, times are not. Peaks are MiB above parameters and gradients.
 "Saved" is `activation_offload`: what autograd keeps leaves, above a budget or all of it. "Paged"
-is the pager of tiles around the whole step, one rank; "tiles" are ranks in turns with it, with
-budgets and without. Needs a C++ compiler and a checkout.
+is the pager of tiles around the whole step, without tiles; "tiles" compute with it, with budgets
+and without. Needs a C++ compiler and a checkout.
 """
 
 import argparse
 import contextlib
-import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -31,13 +30,12 @@ from benchmarks.common import MIB, describe, table
 from benchmarks.memory import T5, Operator
 from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
-from lightning_shard import init_mesh, shard
+from lightning_shard import shard
 from lightning_shard.fsdp import offload
 from lightning_shard.fsdp.paging.memory import Memory
-from lightning_shard.fsdp.paging.pager import Pager
+from lightning_shard.fsdp.paging.pager import Pager, pager_of
 from lightning_shard.fsdp.paging.pages import Driver
-from lightning_shard.lab.simulate import in_turns
-from lightning_shard.lab.simulated.one_device import OneDevice
+from lightning_shard.tiles.tile_tensor import Tiles
 
 Step = Callable[[], Tensor]
 
@@ -78,22 +76,18 @@ def paged(net: nn.Module, budget: int | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def tiled(net: nn.Module, budget: int | None, tiles: int) -> Iterator[Any]:
-    """Compute each step by ranks in turns, which share the parameters."""
+    """Compute each step in tiles."""
     device = next(net.parameters()).device
-    shared = OneDevice(device, budget)
-    own = [copy.deepcopy(net, {id(p): p for p in net.parameters()}) for _ in range(tiles)]
+    pager = pager_of(device, budget or 0)
+    assert pager is not None
+    grid = Tiles((tiles,), pager)
 
     def step(x: Tensor) -> None:
-        def rank() -> None:
-            mesh = init_mesh({"domain": tiles}, device_type=device.type)
-            part = shard(x, mesh, 2).to(device)
-            own[torch.distributed.get_rank()](part).square().mean().backward()
+        net(shard(x, grid, 2).to(device)).square().mean().backward()
 
-        in_turns(rank, tiles, shared)
-
-    assert shared.pager is not None
-    pages = [shared.pager.pages]
+    pages = [pager.pages]
     yield step, lambda: pages
+    grid.close()
 
 
 def measured(name: str, resolution: int, way: Any, share: float | None, rounds: int) -> list[float]:
@@ -179,7 +173,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
     parser.add_argument("--resolution", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--tiles", type=int, default=0, help="also ranks in turns, so many")
+    parser.add_argument("--tiles", type=int, default=0, help="also in so many tiles")
     parser.add_argument("--overhead", action="store_true", help="only the cost of an operator")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
     from lightning_shard.fsdp.clip import clip_grad_norm_ as clip_grad_norm_
     from lightning_shard.fsdp.clip import clip_grad_value_ as clip_grad_value_
+    from lightning_shard.fsdp.in_tiles import in_tiles as in_tiles
     from lightning_shard.fsdp.materialize import deferred_parameters as deferred_parameters
     from lightning_shard.fsdp.no_sync import no_sync as no_sync
     from lightning_shard.fsdp.options import ShardingOptions as ShardingOptions
@@ -50,9 +51,7 @@ if TYPE_CHECKING:
     from lightning_shard.lab.result import Check as Check
     from lightning_shard.lab.search import best as best
     from lightning_shard.lab.simulate import simulate as simulate
-    from lightning_shard.lab.simulated.turns import StuckError as StuckError
     from lightning_shard.lab.tiled_strategy import TiledStrategy as TiledStrategy
-    from lightning_shard.lab.tiles import in_tiles as in_tiles
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from lightning_shard.points.neighbours import radius as radius
     from lightning_shard.processes.agreement import DisagreementError as DisagreementError
     from lightning_shard.processes.errors import LightningShardError as LightningShardError
+    from lightning_shard.processes.errors import StuckError as StuckError
     from lightning_shard.processes.launch import launch as launch
     from lightning_shard.processes.mesh import find_mesh as find_mesh
     from lightning_shard.processes.mesh import init_mesh as init_mesh
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from lightning_shard.tensor.placement import gather as gather
     from lightning_shard.tensor.placement import shard as shard
     from lightning_shard.tensor.tensor import DomainTensor as DomainTensor
+    from lightning_shard.tiles.tile_tensor import Tiles as Tiles
     from lightning_shard.trainer.callbacks.device_timer import DeviceTimer as DeviceTimer
     from lightning_shard.trainer.callbacks.epoch_report import EpochReport as EpochReport
     from lightning_shard.trainer.callbacks.predictions import PredictionWriter as PredictionWriter
@@ -129,6 +130,7 @@ __all__ = [
     "StuckError",
     "Subdomain",
     "TiledStrategy",
+    "Tiles",
     "UnsafeFileError",
     "UnsupportedOperationError",
     "VolumeDataset",
@@ -240,7 +242,7 @@ _MODULES = {
     # processes and meshes
     "launch": "processes.launch",
     "simulate": "lab.simulate",
-    "StuckError": "lab.simulated.turns",
+    "StuckError": "processes.errors",
     "start_process_group": "processes.start",
     "init_mesh": "processes.mesh",
     "find_mesh": "processes.mesh",
@@ -249,8 +251,9 @@ _MODULES = {
     "DisagreementError": "processes.agreement",
     "LightningShardError": "processes.errors",
     # one device, a field many times its memory
-    "in_tiles": "lab.tiles",
+    "in_tiles": "fsdp.in_tiles",
     "TiledStrategy": "lab.tiled_strategy",
+    "Tiles": "tiles.tile_tensor",
     # a step, rehearsed on this machine
     "check": "lab.compare",
     "certify": "lab.compare",

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import lightning_shard
 from lightning_shard import DomainTensor
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.tiles.tile_tensor import Tiles
 
 _MESHES: dict[Any, DeviceMesh] = {}
+_TILES: dict[tuple[int, ...], Tiles] = {}
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
@@ -24,11 +26,23 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return _MESHES[key]
 
 
+def tiles_of(*sizes: int) -> Tiles:
+    """Tiles of this process; made once."""
+    if sizes not in _TILES:
+        _TILES[sizes] = Tiles(sizes)
+    return _TILES[sizes]
+
+
+def _ranks(mesh: DeviceMesh | Tiles) -> int:
+    """Count the ranks, each of which starts the backward pass of its replica."""
+    return 1 if isinstance(mesh, Tiles) else dist.get_world_size()
+
+
 def assert_parity(
     function: Callable[..., Any],
     shapes: Sequence[Sequence[int]],
     split: dict[int, Sequence[int]],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Tiles,
     *,
     dtype: torch.dtype = torch.float64,
     make: Callable[[Sequence[int]], Tensor] = torch.randn,
@@ -42,7 +56,7 @@ def assert_parity(
         split: For each input to be split the dims that the mesh axes split; the others stay plain,
         as
             parameters do.
-        mesh: The domain mesh: all ranks.
+        mesh: The domain mesh: all ranks; or tiles of this process.
         dtype: Of the inputs.
         make: Makes an input of a shape.
         tolerance: Relative, where the function itself computes in a narrower dtype.
@@ -68,12 +82,13 @@ def assert_parity(
         torch.testing.assert_close(
             lightning_shard.gather(result).detach(), value.detach(), **_close(value, tolerance)
         )
-    ranks = dist.get_world_size()
+    ranks = _ranks(mesh)
     wholes = [lightning_shard.gather(r) for r in results]
     partial = _gradients(wholes, given, seeds)
     for i, (gradient, value) in enumerate(zip(partial, wanted, strict=True)):
         total = gradient.contiguous() / ranks  # every rank starts the backward of its replica
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+        if ranks > 1:
+            dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         torch.testing.assert_close(
             total,
             value,
@@ -86,7 +101,7 @@ def assert_parity_of_module(
     module: nn.Module,
     shapes: Sequence[int] | Sequence[Sequence[int]],
     dims: Sequence[int],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Tiles,
     **options: Any,
 ) -> None:
     """The same for an unmodified module: gradients of its inputs and of all its parameters."""
@@ -171,7 +186,7 @@ def assert_double_backward(
     function: Callable[..., Any],
     shapes: Sequence[Sequence[int]],
     split: dict[int, Sequence[int]],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Tiles,
     *,
     make: Callable[[Sequence[int]], Tensor] = torch.randn,
 ) -> None:
@@ -190,8 +205,9 @@ def assert_double_backward(
     found = torch.autograd.grad(penalty, given, allow_unused=True)
     for i, (gradient, value) in enumerate(zip(found, expected, strict=True)):
         total = torch.zeros_like(given[i]) if gradient is None else gradient.contiguous()
-        total = total / dist.get_world_size()
-        dist.all_reduce(total)
+        total = total / _ranks(mesh)
+        if _ranks(mesh) > 1:
+            dist.all_reduce(total)
         wanted_i = torch.zeros_like(inputs[i]) if value is None else value
         torch.testing.assert_close(
             total,

@@ -10,20 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import entries_of, is_graph, leaves_of, map_leaves, with_entries
-from lightning_shard.tensor.placement import shard
-from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tensor.local_mesh import LocalMesh
+from lightning_shard.tensor.placement import is_field, shard
 
 Dims = int | Sequence[int]
 ShardDims = Dims | Mapping[str, Dims | None] | None
 
 
-def shard_batch(batch: Any, mesh: DeviceMesh, shard_dims: ShardDims = None) -> Any:
+def shard_batch(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims = None) -> Any:
     """Split the fields of `batch` over the domain mesh; all else stays whole on every rank.
 
     Args:
         batch: Nested dicts, lists, tuples and dataclasses of tensors, equal on all ranks of the
             domain, or of parts that each rank has read for itself (`LocalPart`).
-        mesh: The domain mesh, of one or several axes.
+        mesh: The domain mesh, of one or several axes; or tiles of this process.
         shard_dims: None: of every floating-point tensor (B, C, *spatial) the first spatial dims,
             one for each mesh axis. An int, or one for each mesh axis: these dims of every
             floating-point tensor of 3 dims or more. In both cases a tensor of another dtype, or
@@ -119,7 +119,7 @@ class _Splitter:
         fields: The fields that are split, whose maps are split with them.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | LocalMesh
     shard_dims: ShardDims
     fields: tuple[_Field, ...] = ()
 
@@ -163,8 +163,9 @@ class _Splitter:
         return with_entries(graph, found)
 
 
-def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Tensor:
-    if isinstance(x, DomainTensor):
+def _split(x: Tensor | LocalPart, mesh: DeviceMesh | LocalMesh, dims: Dims, what: str) -> Tensor:
+    if is_field(x):
+        assert isinstance(x, Tensor)
         return x
     chosen, ndim = [dims] if isinstance(dims, int) else list(dims), len(x.shape)
     if any(not -ndim <= d < ndim for d in chosen):
@@ -172,4 +173,8 @@ def _split(x: Tensor | LocalPart, mesh: DeviceMesh, dims: Dims, what: str) -> Te
             f"shard_dims {chosen} of {what} must lie in its shape {tuple(x.shape)}; name dims "
             f"from 0 to {ndim - 1}."
         )
-    return x.split(mesh, dims) if isinstance(x, LocalPart) else shard(x, mesh, dims)
+    if isinstance(x, LocalPart):
+        if isinstance(mesh, LocalMesh):
+            raise ValueError(f"{what} was read in parts, of which one process reads one.")
+        return x.split(mesh, dims)
+    return shard(x, mesh, dims)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.forward_mode import refuse_tangent, with_tangent
+from lightning_shard.domain.local_group import rank_in, ranks_in
 from lightning_shard.domain.memory_format import empty, format_of, joined, owned
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_private.internals import in_memory
@@ -51,7 +52,7 @@ class Route:
 def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Bring the pieces of all ranks' rows along `dim` that `route` names, put together in order."""
     if not route.moves:
-        rank = dist.get_rank(group)
+        rank = rank_in(group)
         return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
     return _Exchange.apply(with_tangent(x), dim, route, group)
 
@@ -90,7 +91,7 @@ def transpose(
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Add `x` up over the ranks, on every rank."""
-    if dist.get_world_size(group) == 1:
+    if ranks_in(group) == 1:
         return x
     return _AllReduce.apply(with_tangent(x), group)
 
@@ -106,7 +107,7 @@ def all_reduce_extreme(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
 def of_all(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather the `part`s of all ranks, alike in shape, stacked in order, without a gradient."""
     refuse_tangent(part)
-    ranks, size = dist.get_world_size(group), part.numel()
+    ranks, size = ranks_in(group), part.numel()
     copies = part.detach().expand(ranks, *part.shape).reshape(-1).contiguous()
     return all_to_all(copies, [size] * ranks, [size] * ranks, group).view(ranks, *part.shape)
 
@@ -173,7 +174,7 @@ class _Transpose(Function):
     ) -> Tensor:
         ctx.plan, x = (join, split, join_sizes, split_sizes, group), in_memory(x)
         pieces = x.split_with_sizes(split_sizes, split)
-        mine = pieces[dist.get_rank(group)]
+        mine = pieces[rank_in(group)]
         sizes = [(n,) for n in join_sizes]
         received = _swap([(p,) for p in pieces], sizes, mine, join, group)
         return owned(joined([part for (part,) in received], join, format_of(x)), x)
@@ -217,7 +218,7 @@ def _swap(
 
     My own pieces stay where they are.
     """
-    rank = dist.get_rank(group)
+    rank = rank_in(group)
     mine = [
         piece
         for peer, parts in enumerate(pieces)

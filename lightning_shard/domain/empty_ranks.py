@@ -9,10 +9,10 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.align import all_gather_small
+from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
@@ -78,8 +78,7 @@ def written_alike(target: Subdomain, write: Callable[[], Any], index: Any = ...)
     raises = torch.tensor(error is not None, device=target.local.device)
     if bool(all_gather_small(target, everyone, raises).any()):
         group = target.domain.group(everyone)
-        told: list[Any] = [None] * group.size()
-        dist.all_gather_object(told, error and (type(error), str(error)), group=group)
+        told = gathered_objects(error and (type(error), str(error)), group)
         kind, text = next(each for each in told if each)
         raise error or (kind if kind in (IndexError, ValueError) else RuntimeError)(text)
     return result

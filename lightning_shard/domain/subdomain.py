@@ -1,5 +1,7 @@
 """Holds a rank's part of a split tensor, and the process groups that reach the other parts."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -14,10 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.domain.layout import Grid, Layout
 from lightning_shard.processes.subgroups import making_groups
 from lightning_shard.processes.torch_private.internals import flattened, storage_key, version_of
+from lightning_shard.processes.torch_private.typed import integers
 
 
 class Domain:
-    """The process groups of a domain mesh: one for each mesh axis, and one for all of them."""
+    """The process groups of a domain mesh: one for each mesh axis, and one for all of them.
+
+    Attributes:
+        grid: The sizes of the mesh, and the place of this rank.
+        writes_plain: False where another member of the domain, in the same process, writes the
+            plain tensors that a rule writes, such as running statistics.
+        has_graph: False where the graph of an operation is kept outside of its rule.
+    """
+
+    writes_plain = has_graph = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         coord = mesh.get_coordinate()
@@ -31,6 +43,31 @@ class Domain:
         if mesh.ndim > 1:
             with making_groups():
                 self._groups[tuple(range(mesh.ndim))] = flattened(mesh).get_group()
+
+    def decides(self, question: Callable[[], bool]) -> bool:
+        """Answer a question about memory, which all members of one process must answer alike."""
+        return question()
+
+    def drawing(
+        self, generator: torch.Generator | None, device: torch.device
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a rule draws numbers that all members draw alike.
+
+        Args:
+            generator: The generator; None: the default one of the device.
+            device: The device.
+        """
+        return nullcontext()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the domain in the default process group."""
+        return integers(self.mesh.mesh.flatten())
+
+    @property
+    def exchanges_on(self) -> str | None:
+        """The type of the device whose tensors the members exchange; None: of any."""
+        return self.mesh.device_type
 
     def group(self, axes: tuple[int, ...]) -> ProcessGroup:
         """Return the process group of these mesh axes: one axis, or all of them.

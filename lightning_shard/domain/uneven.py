@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise, product
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from lightning_shard.domain.comm import exchange
 from lightning_shard.domain.fetch import Segment, Span, route
 from lightning_shard.domain.layout import Grid, partition
+from lightning_shard.domain.local_group import gathered_objects, rank_in
 from lightning_shard.domain.subdomain import Domain
 
 
@@ -33,14 +33,7 @@ def exchange_rows(
     segments = [Segment(low, high, rank, 0) for rank, (low, high) in enumerate(owned) if low < high]
     source = tuple(sorted(segments, key=lambda s: s.low))
     needs = tuple(((low, high),) if low < high else () for low, high in wanted)
-    return exchange(x, dim, route(source, dist.get_rank(group), needs), group)
-
-
-def gathered_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Gather the `value` of each rank of the group, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return exchange(x, dim, route(source, rank_in(group), needs), group)
 
 
 def to_canonical(

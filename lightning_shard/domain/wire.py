@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.forward_mode import refuse_tangent
+from lightning_shard.domain.local_group import local, ranks_in
 from lightning_shard.domain.one_thread import check_thread
 from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
@@ -55,6 +56,9 @@ def all_to_all(
     refuse_tangent(outgoing)
     if is_traced():
         return _traced_all_to_all(outgoing, sizes, given, group.group_name, next_place())
+    here = local(group)
+    if here is not None:
+        return here.exchange(outgoing, sizes, given)
     _begin(group)
     return _all_to_all(outgoing, sizes, given, group)
 
@@ -65,6 +69,10 @@ def begin_all_to_all(
     """Begin the same, outside of graphs; the function returned waits for what comes."""
     assert not is_traced()
     refuse_tangent(outgoing)
+    here = local(group)
+    if here is not None:
+        arrived = here.exchange(outgoing, sizes, given)
+        return lambda: arrived
     _begin(group)
     incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
 
@@ -79,11 +87,13 @@ def begin_all_to_all(
 def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     """Replace `x` by the sum, maximum or minimum over the ranks."""
     refuse_tangent(x)
-    if dist.get_world_size(group) == 1:
+    if ranks_in(group) == 1:
         return
     if is_traced():
         name = next(name for name, reduction in _REDUCTIONS.items() if reduction == op)
         x.copy_(_traced_reduce(x, name, group.group_name, next_place()))
+    elif (here := local(group)) is not None:
+        here.reduce(x, op)
     else:
         _begin(group)
         dist.all_reduce(x, op, group=group)

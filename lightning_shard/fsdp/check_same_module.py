@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_shard.domain.uneven import gathered_objects
+from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.agreement import DisagreementError
 

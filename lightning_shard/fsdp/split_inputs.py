@@ -15,8 +15,9 @@ from lightning_shard.data.split import ShardDims, shard_batch
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
+from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import gather as gathered
-from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tensor.placement import is_field
 
 _VALUES = (bool, int, float, complex, str)
 
@@ -24,7 +25,7 @@ _VALUES = (bool, int, float, complex, str)
 @contextmanager
 def split_inputs(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | LocalMesh,
     shard_dims: ShardDims = None,
     *,
     methods: Sequence[str] = ("forward",),
@@ -38,7 +39,7 @@ def split_inputs(
 
     Args:
         module: A network, or what holds one and calls it, on the device of the mesh.
-        mesh: The domain mesh, of one or several axes.
+        mesh: The domain mesh, of one or several axes; or tiles of this process.
         shard_dims: None: of every floating-point argument (B, C, H, W, ...) the first spatial dims,
             one for each mesh axis. An int, or one for each mesh axis: these dims of every
             floating-point argument of 3 dims or more. A mapping: the dims of each argument by its
@@ -133,7 +134,7 @@ def _splitting(
 def _split(
     name: str,
     signature: inspect.Signature,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | LocalMesh,
     shard_dims: ShardDims,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -144,7 +145,8 @@ def _split(
     except TypeError as err:
         raise TypeError(f"{name}(): {err}") from None
     given = _by_name(bound)
-    if found := first_difference({key: _identities(v) for key, v in given.items()}, mesh):
+    identities = {key: _identities(v) for key, v in given.items()}
+    if not isinstance(mesh, LocalMesh) and (found := first_difference(identities, mesh)):
         ranks, argument = found
         raise DisagreementError(
             f"the ranks {ranks} share each call of {name}, but gave different values for the "
@@ -154,7 +156,7 @@ def _split(
     if isinstance(shard_dims, Mapping):
         shard_dims = {key: dims for key, dims in shard_dims.items() if key in given}
     split = shard_batch(given, mesh, shard_dims)
-    if not any(isinstance(x, DomainTensor) for value in split.values() for x in _leaves(value)):
+    if not any(is_field(x) for value in split.values() for x in _leaves(value)):
         raise ValueError(
             f"no tensor in the call of {name} was split, so each rank would compute the whole; of "
             f"the arguments {list(given)} name the dims to split, as in "
@@ -200,4 +202,4 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _gathered(leaf: Any) -> Any:
-    return gathered(leaf) if isinstance(leaf, DomainTensor) else leaf
+    return gathered(leaf) if is_field(leaf) else leaf

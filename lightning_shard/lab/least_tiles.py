@@ -139,8 +139,7 @@ def _needs(
     def needs(tiles: int) -> int:
         memory = predict(module, data, tiles=tiles, **options).memory
         memory += own if keeps_parameters else 0
-        # each tile begins with a copy of the module, and the batch is in memory as a whole
-        return memory if device.type != "cpu" else max(memory, tiles * own) + whole
+        return memory if device.type != "cpu" else memory + whole  # the batch is in memory, too
 
     return needs
 

@@ -16,13 +16,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp import choose_sharding
+from lightning_shard.fsdp.in_tiles import refuse_to_offload, sizes_of_tiles
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data, Stage, first_batches
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
-from lightning_shard.lab.tiles import refuse_to_offload, sizes_of_tiles
 from lightning_shard.lab.timeline import HOST_RATES, Replay
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
@@ -296,7 +296,7 @@ def predict(
             f"has {where.devices} devices; give a mesh of as many ranks."
         )
     options = ShardingOptions(
-        mode=sharding,
+        mode="none" if in_turns else sharding,  # tiles share the module's own parameters
         shard_size=where.per_node if sharding == "hybrid" and where is not None else None,
         activation_checkpointing=activation_checkpointing,
         activation_offload=activation_offload,

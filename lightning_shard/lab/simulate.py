@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from lightning_shard.lab.simulated.alone import AloneGroup, Listener
 from lightning_shard.lab.simulated.group import OpenCollectives, SimulatedGroup
-from lightning_shard.lab.simulated.one_device import OneDevice
-from lightning_shard.lab.simulated.replicas import Replicas
 from lightning_shard.lab.simulated.state import State
 from lightning_shard.lab.simulated.store import LoneStore, SimulatedStore, Values
 from lightning_shard.lab.simulated.turns import Turns
@@ -23,13 +21,6 @@ from lightning_shard.processes.torch_private.internals import backend_plugins, g
 
 _BACKEND = "threaded"  # the name by which torch tells apart meshes of ranks that are threads
 _running = False
-
-MakeTurns = Callable[[Sequence[Callable[[], Any]]], tuple[Turns, OpenCollectives]]
-
-
-def _on_cpu(bodies: Sequence[Callable[[], Any]]) -> tuple[Turns, OpenCollectives]:
-    turns = Turns([*bodies])
-    return turns, OpenCollectives(turns)
 
 
 def simulate(
@@ -123,52 +114,27 @@ def _run(
     args: tuple[Any, ...],
     group: Callable[..., SimulatedGroup],
     make_store: type[SimulatedStore],
-    make_turns: MakeTurns = _on_cpu,
-    devices: Sequence[str] = ("cpu",),
-    replicas: Replicas | None = None,
 ) -> list[Any]:
     if _running:
         raise RuntimeError(
-            "a simulation is running in this process, by `simulate` or by a call in tiles; call "
-            "the function itself, outside of `simulate` and `in_tiles`."
+            "a simulation is running in this process; call the function itself, outside of "
+            "`simulate`."
         )
-    written = Values() if replicas is None else replicas.values
+    written = Values()
 
     def body(rank: int) -> Any:
         store = make_store(written, rank - ranks[0], turns)
         dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=processes)
         return function(*copy.deepcopy(args))
 
-    turns, open_ones = make_turns([partial(body, rank) for rank in ranks])
+    turns = Turns([partial(body, rank) for rank in ranks])
     _begin_autograd()
     with _as_it_was():
         become_rank(0, processes, port=1)  # where nobody listens: the group is there already
-        local = ranks if replicas is None else replicas.become(os.environ)
-        names = ({"RANK": str(r), "LOCAL_RANK": str(n)} for r, n in zip(ranks, local, strict=True))
-        with _backend(partial(group, open_ones=open_ones), devices):
+        names = ({"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks)
+        with _backend(partial(group, open_ones=OpenCollectives(turns))):
             turns.run([State().as_rank(variables) for variables in names])
     return turns.values
-
-
-def in_turns(function: Callable[[], Any], processes: int, shared: OneDevice) -> list[Any]:
-    """Run ranks as `simulate` does, on a device that they share.
-
-    Args:
-        function: The function that each rank runs.
-        processes: Number of ranks of this process.
-        shared: The device.
-
-    Returns:
-        What each rank returned, in the order of the ranks.
-    """
-    kinds = list(dict.fromkeys(("cpu", shared.device.type)))
-    replicas = shared.replicas
-    all_ = processes if replicas is None else replicas.world_size
-    ranks = range(shared.first_rank, shared.first_rank + processes)
-    with shared.shared():
-        return _run(
-            ranks, all_, function, (), SimulatedGroup, SimulatedStore, shared.turns, kinds, replicas
-        )
 
 
 def _begin_autograd() -> None:
@@ -182,7 +148,7 @@ def _begin_autograd() -> None:
 
 
 @contextmanager
-def _backend(group: Callable[..., SimulatedGroup], devices: Sequence[str]) -> Generator[None]:
+def _backend(group: Callable[..., SimulatedGroup]) -> Generator[None]:
     """Let torch make the groups of simulated ranks, also where gloo is asked for by name."""
 
     def make(options: Any, _: Any) -> SimulatedGroup:
@@ -192,7 +158,7 @@ def _backend(group: Callable[..., SimulatedGroup], devices: Sequence[str]) -> Ge
     plugins = backend_plugins()
     before = dict(plugins)
     for name in (_BACKEND, "gloo"):
-        dist.Backend.register_backend(name, make, extended_api=True, devices=[*devices])
+        dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
     try:
         with groups_of_threads():
             yield

@@ -95,7 +95,7 @@ def large_target(x: Any, dim: int, sources: Sequence[Any]) -> Subdomain | None:
         or any(set(s.layout.axes()) - {*next(iter(axes))} for s in split)
     ):
         return None
-    if x.requires_grad or is_shared(x):
+    if split[0].domain.decides(lambda: x.requires_grad or is_shared(x)):
         return None
     layout = Layout.of(x.shape, {dim: axes.pop()}, split[0].layout.grid)
     return split[0].like(x, layout)

@@ -7,3 +7,7 @@ class LightningShardError(Exception):
     Each of them is also an error of Python's own kind, such as a ValueError, by which programs that
     do not know this package may catch it.
     """
+
+
+class StuckError(LightningShardError, RuntimeError):
+    """No simulated rank, or no tile, can go on; the message names what they wait for."""

@@ -32,8 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.domain import comm
 from lightning_shard.domain.layout import part_sizes
+from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.domain.subdomain import domain_of
-from lightning_shard.domain.uneven import check_parts, exchange_rows, gathered_objects, spans_of
+from lightning_shard.domain.uneven import check_parts, exchange_rows, spans_of
 from lightning_shard.processes.torch_private.typed import fft
 from lightning_shard.tensor import placement
 

@@ -12,6 +12,7 @@ from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.uneven import to_canonical
 from lightning_shard.tensor.autograd_function import install_functions
+from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
 from lightning_shard.tensor.rows import Rows
 from lightning_shard.tensor.scripted import install_scripted
 from lightning_shard.tensor.strangers import computes, dispatches
@@ -19,22 +20,25 @@ from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.tensor.transforms import install_transforms
 
 
-def shard(tensor: Tensor, mesh: DeviceMesh, dims: int | Sequence[int]) -> DomainTensor:
+def shard(tensor: Tensor, mesh: DeviceMesh | LocalMesh, dims: int | Sequence[int]) -> DomainTensor:
     """Split a tensor that every rank holds whole.
 
     Args:
         tensor: The full tensor, equal on all ranks of `mesh`.
-        mesh: The domain mesh, of one or several axes.
+        mesh: The domain mesh, of one or several axes; or tiles of this process.
         dims: The dim of the tensor that each mesh axis splits: an int for a mesh of one axis. All
             axes may split the same one.
 
     Returns:
-        The same values as a `DomainTensor`; each rank keeps a copy of its rows. Any extent can be
-        split over any number of ranks: rows are shared out as by `torch.tensor_split`.
+        The same values as a `DomainTensor`, or as a field in tiles; each rank keeps a copy of its
+        rows. Any extent can be split over any number of ranks: rows are shared out as by
+        `torch.tensor_split`.
 
     Raises:
         ValueError: `dims` does not fit the mesh or the tensor.
     """
+    if isinstance(mesh, LocalMesh):
+        return mesh.cut(tensor, dims)
     _install()
     domain = domain_of(mesh)
     layout = Layout.of(tensor.shape, splits_of(tensor.ndim, domain.grid.sizes, dims), domain.grid)
@@ -98,6 +102,8 @@ def gather(tensor: Tensor) -> Tensor:
     Differentiable: each rank's gradient of the full tensor is a partial one, which is added up and
     split again.
     """
+    if isinstance(tensor, LocalField):
+        return tensor.whole()
     if not isinstance(tensor, DomainTensor):
         return tensor
     part = tensor.subdomain
@@ -105,6 +111,18 @@ def gather(tensor: Tensor) -> Tensor:
     if part.local.device.type == "cpu" != travels_on:  # where Lightning puts predictions
         return gathered(replace(part, local=part.local.to(travels_on))).cpu()
     return gathered(part)
+
+
+def is_field(value: object) -> bool:
+    """Return whether a value is a split tensor, over ranks or in tiles."""
+    return isinstance(value, DomainTensor | LocalField)
+
+
+def dims_split_in(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dims along which a tensor is split; none of a plain one."""
+    if isinstance(tensor, LocalField):
+        return tensor.split_dims
+    return tensor.subdomain.layout.split_dims if isinstance(tensor, DomainTensor) else ()
 
 
 def unpack(tensor: DomainTensor) -> tuple[Tensor, Subdomain]:

@@ -133,7 +133,7 @@ def remember_index(call: tuple[Any, ...], result: Any) -> None:
     """Remember which `x[index]` some copied rows are; `call` is `x, index`."""
     if isinstance(result, Subdomain) and result.copied is not None:
         x, index = call
-        if isinstance(x, Subdomain) and _is_basic(index):
+        if isinstance(x, Subdomain) and is_basic(index):
             result.copied.taken = x.local, index, result.local
 
 
@@ -146,7 +146,7 @@ def is_own_copy(x: Any, index: Any, value: Any) -> bool:
     if copied is None or copied.taken is None or not isinstance(x, Subdomain):
         return False
     source, taken, rows = copied.taken
-    return source is x.local and rows is value.local and _is_basic(index) and taken == index
+    return source is x.local and rows is value.local and is_basic(index) and taken == index
 
 
 class _State:
@@ -213,7 +213,7 @@ def _kept(value: Any, found: Sequence[Rows]) -> Any:
 
 def _is_own(x: Any, index: Any, value: Any) -> bool:
     """Return whether `x[index] = value` assigns rows to where they were written to already."""
-    if not isinstance(value, Rows) or not _is_basic(index):
+    if not isinstance(value, Rows) or not is_basic(index):
         return False
     if isinstance(x, Rows):
         rows = x[index]
@@ -227,5 +227,6 @@ def _is_own(x: Any, index: Any, value: Any) -> bool:
 _BASIC = int | slice | NoneType | EllipsisType
 
 
-def _is_basic(index: Any) -> bool:
+def is_basic(index: Any) -> bool:
+    """Return whether an index has integers, slices, None and dots only, so that it gives a view."""
     return all(isinstance(i, _BASIC) for i in (index if isinstance(index, tuple) else (index,)))

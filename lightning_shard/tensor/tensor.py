@@ -187,7 +187,7 @@ def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             return on_whole_tensors(func, args, kwargs, DomainTensor)
         if error.is_named:
             raise
-        raise _refusal(func, [args, kwargs], str(error)) from error
+        raise refusal(func, [args, kwargs], str(error), DomainTensor) from error
     except RuntimeError as error:  # NotImplementedError among them
         if not (in_forward_mode() and any(words in str(error) for words in _NO_TANGENT)):
             raise
@@ -195,7 +195,7 @@ def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             "it has no forward mode in torch; torch.autograd.functional.jvp, which differentiates "
             "backwards twice, may serve it"
         )
-        raise _refusal(func, [args, kwargs], reason) from error
+        raise refusal(func, [args, kwargs], reason, DomainTensor) from error
 
 
 @untraced  # torch.compiler.disable, which would import the compiler here and now
@@ -205,29 +205,61 @@ def _dispatch_uncompiled(*call: Any) -> Any:
 
 def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Unwrap the split tensors, run the rule, wrap its results."""
-    if in_transform():
-        raise SplitInTransform
-    refuse_without_tangents()
-    rule = rule_for(func)
-    if rule is None or rule.checked:
-        refuse_wrong_call(func, args, kwargs, DomainTensor)
-    if kwargs:
-        args, kwargs = canonical_names(tuple(args), kwargs)
+    rule, args, kwargs = checked_call(func, args, kwargs, DomainTensor)
     if rule is not None and rule.composes:
-        return run_rule(rule, func, tuple(args), kwargs)
+        return run_rule(rule, func, args, kwargs)
     wrappers: dict[int, DomainTensor] = {}
     local_args = tuple([_unwrap(a, wrappers) for a in args])
     local_kwargs = {k: _unwrap(v, wrappers) for k, v in kwargs.items()} if kwargs else {}
     if domains_met.get():
         _note(wrappers)
-    for wrapper in wrappers.values():
-        if wrapper._part.lazy:
-            lazy = rule_for(func, lazy=True)
-            rule = lazy or rule
-            if lazy is None:
-                local_args = _read(local_args)
-                local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
-            break
+    parts = [wrapper._part for wrapper in wrappers.values()]
+    result = _wrap(on_parts(rule, func, local_args, local_kwargs, parts), wrappers)
+    if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
+        _show_requires_grad(args[0])
+    return result
+
+
+def checked_call(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], kind: type[Tensor]
+) -> tuple[Rule | None, tuple[Any, ...], dict[str, Any]]:
+    """Find the rule of a call, let torch check the call, and give its arguments torch's names."""
+    if in_transform():
+        raise SplitInTransform
+    refuse_without_tangents()
+    rule = rule_for(func)
+    if rule is None or rule.checked:
+        refuse_wrong_call(func, args, kwargs, kind)
+    if kwargs:
+        args, kwargs = canonical_names(tuple(args), kwargs)
+    return rule, tuple(args), kwargs
+
+
+def on_parts(
+    rule: Rule | None,
+    func: Function,
+    local_args: tuple[Any, ...],
+    local_kwargs: dict[str, Any],
+    parts: Sequence[Part],
+) -> Any:
+    """Run a rule on arguments with parts in the place of split tensors; return what it gives.
+
+    Args:
+        rule: The rule of the function, if it has one.
+        func: The function.
+        local_args: Its arguments.
+        local_kwargs: Its arguments by name.
+        parts: The parts among them.
+
+    Raises:
+        UnsupportedOperationError: There is no rule, or it does not serve this call.
+    """
+    if any(part.lazy for part in parts):
+        lazy = rule_for(func, lazy=True)
+        rule = lazy or rule
+        if lazy is None:
+            local_args = _read(local_args)
+            local_kwargs = {k: _read(v) for k, v in local_kwargs.items()}
     if rule is None:
         raise UnsupportedOperationError(
             "TorchScript asks no rule; give the module as it was before torch.jit"
@@ -236,14 +268,11 @@ def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         )
     writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule
-    if any(_leaves_empty(w._part) for w in wrappers.values()):
+    if any(_leaves_empty(part) for part in parts):
         run = _with_empty_ranks(run)
     result = run(rule, func, local_args, local_kwargs)
     if func is Tensor.__getitem__:
         remember_index(local_args, result)
-    result = _wrap(result, wrappers)
-    if func is Tensor.__setitem__ and isinstance(args[0], DomainTensor):
-        _show_requires_grad(args[0])
     return result
 
 
@@ -364,8 +393,18 @@ def _read(value: Any) -> Any:
     return value.read() if _is_part(value) else value
 
 
-def _refusal(func: Function, arguments: Any, reason: str) -> UnsupportedOperationError:
-    layouts = (t._part.layout for t in split_in(arguments, DomainTensor))
+def refusal(
+    func: Function, arguments: Any, reason: str, kind: type[Tensor]
+) -> UnsupportedOperationError:
+    """Return the error of a call that no rule serves, with the ways out.
+
+    Args:
+        func: The function.
+        arguments: Its arguments.
+        reason: Why it is refused.
+        kind: The class of split tensors.
+    """
+    layouts = (t._part.layout for t in split_in(arguments, kind))
     placements = "; ".join(dict.fromkeys(str(layout) for layout in layouts if layout))
     error = UnsupportedOperationError(
         f"cannot run {name_of(func)} on a tensor split over ranks ({placements}): {reason}. "

@@ -22,10 +22,13 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.domain.subdomain import Subdomain, domain_of
-from lightning_shard.domain.uneven import gathered_objects
 from lightning_shard.domain.wire import all_to_all, packed
 from lightning_shard.hosts import in_both_packages
+from lightning_shard.processes.narrow import is_list
+from lightning_shard.tensor.local_mesh import LocalField
+from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.host import callbacks_of, throughputs
 
@@ -136,9 +139,26 @@ def _count_replicas() -> None:
         if counted is not None and counted.world is dist.group.WORLD and counted.lasts():
             process_group = process_group or self.process_group or counted.group
             dist_sync_fn = dist_sync_fn or _states_of_replicas
+        elif dist_sync_fn is None and _holds_fields(self):
+            dist_sync_fn = _whole_states
         plain(self, dist_sync_fn, process_group, *args, **kwargs)
 
     Metric.sync = sync
+
+
+def _holds_fields(metric: Metric) -> bool:
+    """Return whether a state of a metric is a field in tiles, or a list of such."""
+    states = metric.metric_state.values()
+    return any(isinstance(x, LocalField) for s in states for x in (s if is_list(s) else [s]))
+
+
+def _whole_states(state: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the state of each process; of fields in tiles the whole of each."""
+    if isinstance(state, LocalField):
+        if dist.get_world_size(group) == 1:
+            return [state]
+        state = gather(state)
+    return gather_all_tensors(state, group)
 
 
 def _states_of_replicas(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

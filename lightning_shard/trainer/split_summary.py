@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tensor.placement import dims_split_in
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Announcements:
         before, self._guessed = self._guessed, {}
         for path, leaf in named_leaves(batch):
             if isinstance(leaf, Tensor):
-                dims = leaf.subdomain.layout.split_dims if isinstance(leaf, DomainTensor) else ()
+                dims = dims_split_in(leaf)
                 self._guessed[str((*path, 0)[0])] = _Guess(tuple(leaf.shape), dims)
         features = {n: 1 for n, g in self._guessed.items() if g.is_of_features(module)}
         if features and not before:
@@ -145,7 +145,7 @@ def split_summary(batch: Any) -> SplitSummary:
         if not isinstance(leaf, Tensor):
             continue
         name = ".".join(map(str, path)) or "batch"
-        dims = leaf.subdomain.layout.split_dims if isinstance(leaf, DomainTensor) else ()
+        dims = dims_split_in(leaf)
         if dims:
             split[name] = dims
         else:

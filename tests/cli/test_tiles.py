@@ -26,6 +26,7 @@ from tests.parity import assert_same
 HERE = __name__
 CONFIG = f"""\
 trainer:
+  max_epochs: 1
   accelerator: cpu
   logger: false
   enable_progress_bar: false

@@ -5,8 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +25,6 @@ from lightning_shard import (
     TiledStrategy,
     plan,
 )
-from lightning_shard.processes.torch_private.internals import new_world, own_world, use_world
 from tests import training
 from tests.parity import assert_same
 from tests.training import Fields, Losses, generator
@@ -124,20 +122,8 @@ def fit(workload: str, accelerator: str = "cpu", tiles: Any = None, **options: A
     return losses.values, module.state_dict()
 
 
-@contextmanager
-def alone() -> Generator[None]:
-    """Hide the process group of the tests' ranks, over which metrics of one process would meet."""
-    own = own_world()
-    use_world(new_world())
-    try:
-        yield
-    finally:
-        use_world(own)
-
-
 def compare(workload: str, accelerator: str, tiles: Any, **options: Any) -> None:
-    with alone():
-        wanted, one = fit(workload)
+    wanted, one = fit(workload)
     found, all_ = fit(workload, accelerator, tiles, **options)
     assert_same(torch.tensor(found), torch.tensor(wanted))
     assert all_.keys() == one.keys()

@@ -72,16 +72,28 @@ FAMILIES = {
 }
 
 
-def check(family: str, case: str, dims: Sequence[int], mesh: Sequence[int]) -> None:
-    """Outputs and gradients of a case equal those of one process."""
+def check(
+    family: str,
+    case: str,
+    dims: Sequence[int],
+    mesh: Sequence[int],
+    make: Callable[..., Any] = mesh_of,
+) -> None:
+    """Outputs and gradients of a case equal those of one process; `make` makes a mesh."""
     function, shapes = FAMILIES[family].case(case)
-    assert_parity(function, shapes, FAMILIES[family].split(case, dims), mesh_of(*mesh))
+    assert_parity(function, shapes, FAMILIES[family].split(case, dims), make(*mesh))
 
 
-def check_second_gradient(family: str, case: str, dims: Sequence[int], mesh: Sequence[int]) -> None:
+def check_second_gradient(
+    family: str,
+    case: str,
+    dims: Sequence[int],
+    mesh: Sequence[int],
+    make: Callable[..., Any] = mesh_of,
+) -> None:
     """So does the gradient of a squared gradient norm."""
     function, shapes = FAMILIES[family].case(case)
-    assert_double_backward(function, shapes, {0: dims}, mesh_of(*mesh))
+    assert_double_backward(function, shapes, {0: dims}, make(*mesh))
 
 
 def first_uses(family: str) -> Iterator[str]:

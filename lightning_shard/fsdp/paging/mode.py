@@ -13,7 +13,6 @@ from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
     FakeTensor,
     key_of_storage,
-    open_modes,
     schema_of,
     without_functions,
 )
@@ -206,8 +205,3 @@ class Exits(TorchFunctionMode):
 # these look at memory without an operator
 _LOOK = {Tensor.tolist, Tensor.__repr__, Tensor.__format__}
 _HAND_OUT = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
-
-
-def open_pagers() -> "list[Pager]":
-    """Return the pagers that see the operators of this thread."""
-    return [mode.pager for mode in open_modes() if isinstance(mode, Paging)]

@@ -8,14 +8,14 @@ when one hands over to another: with no budget all that is near then leaves.
 import threading
 from collections import deque
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_shard.fsdp.paging.fsdp_storages import hear_of_fsdp
-from lightning_shard.fsdp.paging.memory import Memory
+from lightning_shard.fsdp.paging.memory import FileMemory, Memory
 from lightning_shard.fsdp.paging.mode import Exits, Paging
 from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
 from lightning_shard.processes.torch_private.internals import (
@@ -59,7 +59,6 @@ class Pager:
         driver: Driver | None = None,
     ) -> None:
         """Know no storage yet."""
-        hear_of_fsdp()
         self.device, self.budget, self.small = with_index(device), budget, small
         memory = memory or Memory(pinned=self.device.type != "cpu")
         self.pages = Pages(self.device, memory, driver or Driver())
@@ -84,14 +83,22 @@ class Pager:
         """
         self._open += 1
         try:
-            with ExitStack() as stack:
-                stack.enter_context(Exits(self))
-                stack.enter_context(Paging(self))
+            with self.seeing():
                 yield
         finally:
             self._open -= 1
             if not self._open:
                 self._bring_all()
+
+    @contextmanager
+    def seeing(self) -> Generator[None]:
+        """See the operators of this thread while this is open; nothing comes back at its end."""
+        with Exits(self), Paging(self):
+            yield
+
+    def close(self) -> None:
+        """Bring back to the device all that lives, where anybody may read it."""
+        self._bring_all()
 
     def hand_over(self, rank: int, following: int) -> None:
         """Let another virtual rank run: what is near leaves, or may leave sooner.
@@ -119,23 +126,6 @@ class Pager:
                 page = self._page(tensor)
                 if page is not None:
                     self._use(page)
-
-    def know(self, tensor: Tensor) -> None:
-        """Know the memory of a tensor that was not made by an operator."""
-        with self._lock, without_modes():
-            large = tensor.device == self.device and tensor.untyped_storage().nbytes() >= self.small
-            if large and self._page(tensor) is None:
-                page = self.pages.note(tensor.untyped_storage())
-                page.rank, page.used = self.rank, self._clock
-                page.turn = self._turns.get(self.rank, 0)
-
-    def forget(self, tensor: Tensor) -> None:
-        """Know the memory of a tensor no more: its owner frees it, and may fill it again."""
-        with self._lock, without_modes():
-            page = self._page(tensor)
-            if page is not None:
-                page.is_leaving = False
-                self.pages.forget(page)
 
     def stay(self, *tensors: Tensor) -> None:
         """Bring tensors, and never send them away again: others keep their addresses."""
@@ -383,6 +373,37 @@ class Pager:
         return torch.empty(0, dtype=tensor.dtype).set_(
             held.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride()
         )
+
+
+def pager_of(
+    device: torch.device, budget: int | None = None, folder: str | Path | None = None
+) -> Pager | None:
+    """Return the pager of tiles on a device; None on a CPU without files, where nothing moves.
+
+    Args:
+        device: The device of all tiles.
+        budget: Bytes that may stay there beside those of before; 0: what a tile reads. None: half
+            of what is free on the device as this is called, if it tells that.
+        folder: A directory in whose files waits what is not there; None: the host's memory.
+
+    Raises:
+        ValueError: There is no such directory, or no file can be made in it.
+    """
+    memory = None if folder is None else FileMemory(folder)
+    if memory is None and device.type == "cpu":
+        return None
+    if budget is None and device.type != "cpu":
+        budget = _half_of_free(device)
+    return Pager(device, budget or None, memory)
+
+
+def _half_of_free(device: torch.device) -> int | None:
+    """Return the bytes that tiles may keep on a device; the rest is for workspaces of kernels."""
+    try:
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+    except (AttributeError, NotImplementedError, RuntimeError):  # a device that does not tell
+        return None
+    return int(free) // 2
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -6,7 +6,6 @@ collective returned, so that a rank may begin several before it waits for one.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,14 +16,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_shard.lab.simulated import collectives
-from lightning_shard.lab.simulated.replicas import Replicas
-from lightning_shard.lab.simulated.turns import Ready, Turns
+from lightning_shard.lab.simulated.turns import Turns
 
 # torch documents how to subclass neither; its signatures have changed between releases
 _AnyWork: Any = dist.Work
 _AnyGroup: Any = dist.ProcessGroup
-
-OnHost = Callable[[Any], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -35,10 +31,6 @@ class _Collective:
     brought: dict[int, Any] = field(default_factory=dict[int, Any])
     done: bool = False
 
-    def finish(self) -> None:
-        """Note that the results are there."""
-        self.done = True
-
 
 class OpenCollectives:
     """All collectives of a simulation that have begun and have not ended.
@@ -47,31 +39,12 @@ class OpenCollectives:
         turns: The ranks.
     """
 
-    def __init__(
-        self, turns: Turns, on_host: OnHost = nullcontext, replicas: Replicas | None = None
-    ) -> None:
-        """Begin without any.
-
-        Args:
-            turns: The ranks.
-            on_host: Gives what the ranks bring as tensors in which a collective is computed.
-            replicas: Other processes with ranks of the same world; None: there are none.
-        """
-        self.turns, self._on_host, self._replicas = turns, on_host, replicas
+    def __init__(self, turns: Turns) -> None:
+        """Begin without any, of these ranks."""
+        self.turns = turns
         self._open: dict[Any, _Collective] = {}
         self._sent = defaultdict[Any, list[tuple[_Collective, list[Tensor]]]](list)
         self._wanted = defaultdict[Any, list[tuple[_Collective, list[Tensor]]]](list)
-
-    def wait(self, rank: int, ready: Ready, what: str) -> None:
-        """Let others run until `ready()`, which the rank `rank` of all processes waits for."""
-        self.turns.wait(self._number(rank), ready, what)
-
-    def give_way(self, rank: int) -> None:
-        """Let others run, to which the rank `rank` of all processes gives way."""
-        self.turns.give_way(self._number(rank))
-
-    def _number(self, rank: int) -> int:
-        return rank if self._replicas is None else rank - self._replicas.first
 
     def bring(
         self, key: Any, group: Sequence[int], place: int, name: str, data: Any, compute: Any
@@ -85,44 +58,27 @@ class OpenCollectives:
                 f"{met.name}; all ranks of a group must call the same collectives in one order."
             )
         met.brought[place] = data
-        own = group if self._replicas is None else self._replicas.own(group)
-        if len(met.brought) < len(own):
+        if len(met.brought) < len(group):
             return met
         del self._open[key]
-        if self._replicas is not None and len(own) < len(group):
-            brought, met.brought = met.brought, {}
-            self._replicas.pend(key, name, brought, compute, self._on_host, met.finish)
-        else:
-            with torch.no_grad():
-                try:
-                    with self._on_host([met.brought[other] for other in range(len(group))]) as all_:
-                        compute(all_)
-                except RuntimeError as error:
-                    error.add_note(f"This is {name} of ranks {', '.join(map(str, group))}.")
-                    raise
-            met.brought.clear()
-            met.finish()
+        with torch.no_grad():
+            try:
+                compute([met.brought[other] for other in range(len(group))])
+            except RuntimeError as error:
+                error.add_note(f"This is {name} of ranks {', '.join(map(str, group))}.")
+                raise
+        met.brought.clear()
+        met.done = True
         return met
 
-    def pass_on(
-        self, key: Any, tensors: list[Tensor], pair: Sequence[int], *, sends: bool
-    ) -> _Collective:
-        """Send to a rank, or receive from it: the n-th send meets the n-th receive of one key.
-
-        Raises:
-            NotImplementedError: The pair of ranks is of two processes.
-        """
-        if self._replicas is not None and len({*map(self._replicas.process_of, pair)}) > 1:
-            raise NotImplementedError(
-                f"rank {pair[0]} sends to rank {pair[1]}, which is a tile of another replica; use "
-                "a collective of all ranks, such as all_gather."
-            )
+    def pass_on(self, key: Any, tensors: list[Tensor], *, sends: bool) -> _Collective:
+        """Send to a rank, or receive from it: the n-th send meets the n-th receive of one key."""
         met = _Collective("send" if sends else "recv")
         (self._sent if sends else self._wanted)[key].append((met, tensors))
         while self._sent[key] and self._wanted[key]:
             (given, parts), (taken, places) = self._sent[key].pop(0), self._wanted[key].pop(0)
-            with torch.no_grad(), self._on_host(list(zip(parts, places, strict=True))) as pairs:
-                for part, place in pairs:
+            with torch.no_grad():
+                for part, place in zip(parts, places, strict=True):
                     collectives.put(part, place)
             given.done = taken.done = True
         return met
@@ -162,12 +118,12 @@ class _Work(Handle):
         self._rank, self._met, self._what, self._open_ones = rank, met, what, open_ones
 
     def wait(self, timeout: Any = None) -> bool:
-        self._open_ones.wait(self._rank, lambda: self._met.done, self._what)
+        self._open_ones.turns.wait(self._rank, lambda: self._met.done, self._what)
         return True
 
     def is_completed(self) -> bool:
         if not self._met.done:
-            self._open_ones.give_way(self._rank)  # to those whom a loop would wait for
+            self._open_ones.turns.give_way(self._rank)  # to those whom a loop would wait for
         return self._met.done
 
     def is_success(self) -> bool:
@@ -327,7 +283,7 @@ class SimulatedGroup(_AnyGroup):
     def _pass_on(self, tensors: Any, route: tuple[int, int, int], *, sends: bool) -> Any:
         key = self._name, self._members, route
         sender, receiver = (self._members[place] for place in route[:2])
-        met = self._open_ones.pass_on(key, list(tensors), (sender, receiver), sends=sends)
+        met = self._open_ones.pass_on(key, list(tensors), sends=sends)
         what = f"{met.name} from rank {sender} to rank {receiver}"
         return self._work(met, what, tensors)
 

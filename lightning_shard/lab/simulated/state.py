@@ -94,20 +94,12 @@ def _all_attributes() -> list[_Attribute]:
 
 
 class State:
-    """The state of a process, taken from the rank that runs.
-
-    Attributes:
-        device: The device that all ranks share, whose random numbers are each rank's own; None for
-            the CPU.
-    """
-
-    device: torch.device | None = None
+    """The state of a process, taken from the rank that runs."""
 
     def __init__(self) -> None:
         self._world = own_world()
         self._random = random.getstate()
         self._torch = torch.get_rng_state()
-        self._of_device = None if self.device is None else _module().get_rng_state(self.device)
         self._dtype = torch.get_default_dtype()
         self._numpy = None if "numpy" not in sys.modules else _numpy().get_state()
         self._variables = {name: os.environ.get(name) for name in _VARIABLES}
@@ -126,8 +118,6 @@ class State:
         use_world(self._world)
         random.setstate(self._random)
         torch.set_rng_state(self._torch)
-        if self._of_device is not None:
-            _module().set_rng_state(self._of_device, self.device)
         torch.set_default_dtype(self._dtype)
         if self._numpy is not None:
             _numpy().set_state(self._numpy)
@@ -139,10 +129,6 @@ class State:
             attribute.use(value)
         with warnings.catch_warnings():
             pass  # which makes Python forget what it has decided by the filters of another rank
-
-
-def _module() -> Any:
-    return torch.get_device_module(State.device)
 
 
 def _numpy() -> Any:

@@ -17,44 +17,20 @@ _AnyStore: Any = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Values(dict[str, bytes]):
-    """Values that ranks have written, by name.
-
-    Attributes:
-        changes: Changes by the ranks of this process of which the others have not heard; None
-            where there are no others.
-    """
-
-    changes: list[tuple[str, str, Any]] | None = None
+    """Values that ranks have written, by name."""
 
     def put(self, key: str, value: bytes) -> None:
         """Write a value."""
-        self._change(("put", key, value))
+        self[key] = value
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
-        self._change(("add", key, amount))
+        self[key] = str(int(self.get(key, b"0")) + amount).encode()
         return int(self[key])
 
     def drop(self, key: str) -> bool:
         """Delete a value; return True if it was there."""
-        there = key in self
-        self._change(("drop", key, None))
-        return there
-
-    def change(self, changes: Sequence[tuple[str, str, Any]]) -> None:
-        """Change what other processes have changed."""
-        for kind, key, value in changes:
-            if kind == "put":
-                self[key] = value
-            elif kind == "add":
-                self[key] = str(int(self.get(key, b"0")) + value).encode()
-            else:
-                self.pop(key, None)
-
-    def _change(self, change: tuple[str, str, Any]) -> None:
-        self.change([change])
-        if self.changes is not None:
-            self.changes.append(change)
+        return self.pop(key, None) is not None
 
 
 class SimulatedStore(_AnyStore):

@@ -8,23 +8,13 @@ from typing import Any
 import torch
 
 from lightning_shard.lab.simulated.state import State
-from lightning_shard.processes.errors import LightningShardError
+from lightning_shard.processes.errors import StuckError
 
 Ready = Callable[[], bool]
-HandOver = Callable[[int, int], None]
-Meet = Callable[..., bool]
-
-
-class StuckError(LightningShardError, RuntimeError):
-    """No simulated rank can go on; the message names what each of them waits for."""
 
 
 class _OthersFailedError(BaseException):
     """Ends a rank after another one has failed; no code is meant to catch it."""
-
-
-def _nothing(rank: int, following: int) -> None:
-    """Let a rank hand over to another one without more."""
 
 
 class Turns:
@@ -38,25 +28,12 @@ class Turns:
         values: The values that the ranks returned.
     """
 
-    def __init__(
-        self,
-        bodies: list[Callable[[], Any]],
-        hand_over: HandOver = _nothing,
-        *,
-        cores: int = 1,
-        meet: Meet | None = None,
-    ) -> None:
+    def __init__(self, bodies: list[Callable[[], Any]]) -> None:
         """Begin without a rank that runs.
 
         Args:
             bodies: The functions that the ranks run.
-            hand_over: Is told the rank whose turn ends, and the one whose turn begins.
-            cores: The number of torch's threads with which each rank computes.
-            meet: Lets other processes tell what their ranks have done, once all ranks of this one
-                wait or have ended (`Replicas.meet`); None: there are no others.
         """
-        self._hand_over, self._cores, self._meet = hand_over, cores, meet
-        self._meetings = self._looking = 0
         self.values: list[Any] = [None] * len(bodies)
         self._bodies = bodies
         self._states: list[State] = []
@@ -116,7 +93,7 @@ class Turns:
             )
         while self._failure is None and not ready():
             self._waits[rank] = ready, what
-            following = self._following(rank)
+            following = self._next(rank)
             if following is None:
                 raise StuckError(self._all_that_wait())
             self._states[rank] = State()
@@ -126,23 +103,15 @@ class Turns:
             raise _OthersFailedError
 
     def give_way(self, rank: int) -> None:
-        """Let each other rank that can go on run once before this one; meet other processes."""
-        if self._meet is None:
-            asked = iter([False])
-            self.wait(rank, lambda: next(asked, True), "the others")
-            return
-        before = self._meetings
-        self._looking += 1
-        try:
-            self.wait(rank, lambda: self._meetings > before, "the others")
-        finally:
-            self._looking -= 1
+        """Let each other rank that can go on run once before this one."""
+        asked = iter([False])
+        self.wait(rank, lambda: next(asked, True), "the others")
 
     def _body(self, rank: int) -> None:
         self._wake[rank].acquire()
         try:
             if self._failure is None:
-                torch.set_num_threads(self._cores)
+                torch.set_num_threads(1)
                 with torch.autograd.set_multithreading_enabled(False):
                     self.values[rank] = self._bodies[rank]()
         except _OthersFailedError:
@@ -160,22 +129,12 @@ class Turns:
     def _following_one_that_ended(self, rank: int) -> int | None:
         following = None
         try:
-            following = self._following(rank)
+            following = self._next(rank)
             if following is None and any(self._waits):
                 raise StuckError(self._all_that_wait())
         except BaseException as error:
             self._failure = self._failure or (rank, error)
             following = self._next(rank)
-        return following
-
-    def _following(self, rank: int) -> int | None:
-        """The next rank that can go on, if need be after other processes have told what is new."""
-        while (following := self._next(rank)) is None and self._meet and self._failure is None:
-            has_ended = not any(self._waits)
-            waits = "" if has_ended else self._waiting()
-            if not self._meet(looks=self._looking > 0, has_ended=has_ended, waits=waits):
-                break
-            self._meetings += 1
         return following
 
     def _next(self, rank: int) -> int | None:
@@ -189,8 +148,6 @@ class Turns:
         return None
 
     def _go_on(self, rank: int, following: int) -> None:
-        if rank != following:
-            self._hand_over(rank, following)
         self._states[following].use()
         self._wake[following].release()
 

@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from lightning_shard.domain.comm import Route, add_to_owners, exchange
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.local_group import rank_in
 from lightning_shard.processes.torch_private.typed import typed_torch
 
 TILE = 2**20  # elements of a tile of weights: smaller ones take longer, larger ones memory
@@ -50,7 +51,7 @@ class Ring:
 
     def steps(self) -> Iterator[tuple[Span, Route]]:
         """Yield the keys that come next, in the order of their ranks, and their route."""
-        rank, ranks = dist.get_rank(self.group), len(self.counts)
+        rank, ranks = rank_in(self.group), len(self.counts)
         for step in range(ranks):
             owners = [(peer + step) % ranks for peer in range(ranks)]
             taken = [self._taken(peer, owner) for peer, owner in enumerate(owners)]
@@ -72,7 +73,7 @@ class Ring:
         """Mark the keys that come after each query; None without a causal order."""
         if self.queries is None or self.keys is None:
             return None
-        queries = self.queries[dist.get_rank(self.group)].narrow(0, *rows)
+        queries = self.queries[rank_in(self.group)].narrow(0, *rows)
         return self.keys.narrow(0, *columns).to(device) > queries.to(device)[:, None]
 
 

@@ -68,7 +68,7 @@ from lightning_shard.ops.attention.ring import Ring, ring_attention
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.dense.linear import einsum
 from lightning_shard.ops.elementwise.dropout import dropout
-from lightning_shard.ops.elementwise.random import is_exact, own_random_state
+from lightning_shard.ops.elementwise.random import alike, is_exact, own_random_state
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.internals import left_aligned
 
@@ -189,7 +189,9 @@ def _across_features(
     local = local * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     weights = _softmax(local, mask, is_causal=is_causal)
     if not is_split:
-        return _product("...qk,...kv->...qv", F.dropout(weights, dropout_p), v)
+        with alike(operands.owner, None, weights.device) if dropout_p else nullcontext():
+            weights = F.dropout(weights, dropout_p)
+        return _product("...qk,...kv->...qv", weights, v)
     split = scores.like(weights)
     return _product(
         "...qk,...kv->...qv", dropout(F.dropout, split, dropout_p) if dropout_p else split, v

@@ -96,8 +96,9 @@ def own_generator(x: Subdomain, generator: torch.Generator | None = None) -> tor
         raise UnsupportedOperationError(
             "it has no random numbers equal to those of one process, as use_exact_random asks for"
         )
-    device = "cpu" if generator is None else generator.device
-    seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    device = torch.device("cpu") if generator is None else generator.device
+    with alike(x, generator, device):
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
     place = x.layout.grid.index(x.layout.axes())
     return torch.Generator(x.local.device).manual_seed((seed + place * _SPREAD) % 2**63)
 
@@ -124,6 +125,13 @@ def own_random_state(x: Subdomain) -> Generator[None]:
         default.set_state(state)
 
 
+def alike(
+    x: Subdomain, generator: torch.Generator | None, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context for a draw that all members of the domain of `x` make alike."""
+    return x.domain.drawing(generator, device)
+
+
 def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) -> Tensor:
     """Draw this rank's part of the random numbers that `draw` writes into a tensor like `x`."""
     local = x.local.detach()
@@ -134,7 +142,8 @@ def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) ->
     _refuse_in_a_graph()
     order = sorted(range(x.ndim), key=lambda d: -local.stride(d))
     whole = torch.empty_permuted(x.shape, order, dtype=local.dtype, device=local.device)
-    draw(whole, generator)
+    with alike(x, generator, local.device):
+        draw(whole, generator)
     return take_part(whole, x.layout).clone(memory_format=torch.preserve_format)
 
 
@@ -223,7 +232,9 @@ def rrelu(
 ) -> Subdomain:
     """The slopes of negative elements are random; one process draws none for the others."""
     if training and _exact:
-        whole = torch.rrelu(gathered(x), lower, upper, True)
+        given = gathered(x)
+        with alike(x, None, given.device):
+            whole = torch.rrelu(given, lower, upper, True)
         numbers = take_part(whole, x.layout)
     elif training:
         slope = torch.empty_like(x.local).uniform_(lower, upper, generator=own_generator(x))
@@ -255,7 +266,9 @@ def _elementwise(
     first = next(o for o in operands if isinstance(o, Subdomain))
     if _exact:
         wholes = [gathered(o) if isinstance(o, Subdomain) else o for o in operands]
-        return first.like(take_part(draw(*wholes, generator), layout), layout)
+        with alike(first, generator, first.local.device):
+            numbers = draw(*wholes, generator)
+        return first.like(take_part(numbers, layout), layout)
     parts = [local_part(o, layout) if _is_tensor(o) else o for o in operands]
     own = own_generator(first.like(first.local, layout), generator)
     return first.like(draw(*parts, own), layout)

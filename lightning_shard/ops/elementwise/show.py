@@ -77,8 +77,10 @@ def values(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) ->
     """
     if not READS.get()(x):
         refuse_values(func)
-    local, device = x.local, x.domain.mesh.device_type
-    held = local.device.type == "cpu" != device  # x.cpu() of a device whose ranks talk
+    local, device = x.local, x.domain.exchanges_on
+    held = (
+        device is not None and local.device.type == "cpu" != device
+    )  # x.cpu() of a device whose ranks talk
     full = gathered(replace(x, local=local.to(device)) if held else x)
     result = func(full.to(local.device), *args, **kwargs)
     if func is not Tensor.tolist:

@@ -11,7 +11,7 @@ from lightning_shard.domain.align import sum_over, take_local, volume, whole
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.norm.groups import groups_of
 from lightning_shard.ops.norm.normalize import normalize_groups
@@ -54,7 +54,7 @@ def batch_norm(
     if running_mean is not None or running_var is not None:
         unbiased = variance * (count / max(count - 1, 1))
         for buffer, value in ((running_mean, mean), (running_var, unbiased)):
-            update_running(buffer, _all_channels(x, value), momentum)
+            update_running(x.domain, buffer, _all_channels(x, value), momentum)
     return x.like(result)
 
 
@@ -91,7 +91,7 @@ def instance_norm(
     for buffer, value in ((running_mean, mean), (running_var, unbiased)):
         if buffer is not None:
             total = sum_over(x, value.view(samples, channels).sum(0), [0])
-            update_running(buffer, _all_channels(x, total / x.shape[0]), momentum)
+            update_running(x.domain, buffer, _all_channels(x, total / x.shape[0]), momentum)
     return x.like(result)
 
 
@@ -116,9 +116,9 @@ def _all_channels(x: Subdomain, local: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_running(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
+def update_running(domain: Domain, buffer: Tensor | None, value: Tensor, momentum: float) -> None:
     """Move a running statistic towards `value` in place, on every rank alike."""
-    if buffer is not None:
+    if buffer is not None and domain.writes_plain:
         buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
 
 

@@ -16,7 +16,6 @@ from lightning_shard.ops.norm.batch_norm import update_running
 from lightning_shard.ops.norm.normalize import normalized
 from lightning_shard.ops.registry import implements
 from lightning_shard.processes.torch_private.internals import SyncBatchNorm
-from lightning_shard.processes.torch_private.typed import integers
 
 
 @implements(
@@ -35,7 +34,7 @@ def sync_batch_norm(
     world_size: int,
 ) -> Subdomain:
     """Normalize as `torch.nn.SyncBatchNorm` in training, with gradients of all ranks' losses."""
-    x, ranks = input, integers(input.domain.mesh.mesh.flatten())
+    x, ranks = input, input.domain.ranks
     if x.layout.axes(1):
         raise UnsupportedOperationError("sync batch norm over split channels (dim 1)")
     if not set(ranks) <= set(dist.get_process_group_ranks(group)):
@@ -54,6 +53,6 @@ def sync_batch_norm(
     count = counts / copies
     unbiased = variance.detach() * (count / (count - 1))
     for buffer, value in ((running_mean, mean.detach()), (running_var, unbiased)):
-        update_running(buffer, value, momentum)
+        update_running(x.domain, buffer, value, momentum)
     weight, bias = (None if v is None else v.view(shape) for v in (weight, bias))
     return x.like(normalized(x.local, mean.view(shape), variance.view(shape), weight, bias, eps))

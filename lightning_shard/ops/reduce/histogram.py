@@ -20,9 +20,10 @@ from lightning_shard.domain.align import (
 )
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.domain.masked_rows import chosen_by
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.uneven import exchange_rows, gathered_objects, spans_of
+from lightning_shard.domain.uneven import exchange_rows, spans_of
 from lightning_shard.ops.reduce.extreme import extreme
 from lightning_shard.ops.registry import composes, implements
 from lightning_shard.processes.torch_private.typed import typed_torch

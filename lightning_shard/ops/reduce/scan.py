@@ -48,8 +48,9 @@ def _scan(
     totals = one_of_each(
         x, d, total(x.local if dtype is None else x.local.to(dtype), d).to(local.dtype)
     )
+    # for the first rows it is empty, and its total joins nothing; yet its graph is the others'
     before = totals.narrow(d, 0, x.layout.grid.index(x.layout.axes(d)))
-    if not before.shape[d]:  # no carry, but part of the backward's collective
+    if not before.shape[d] and total is _LOG_SUM[0]:
         return x.like(local + before.sum(d, keepdim=True))
     return x.like(join(local, total(before, d).to(local.dtype)))
 

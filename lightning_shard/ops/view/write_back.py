@@ -55,8 +55,13 @@ def after_write(target: Subdomain) -> None:
     if target.copied is None:
         written_in_inference(target.local)
         return
-    links = _links(target.copied)
-    others = _untouched_by(target.copied)
+    with nullcontext() if target.domain.has_graph else torch.no_grad():
+        _write_back(target.copied)
+
+
+def _write_back(copied: Copied) -> None:
+    links = _links(copied)
+    others = _untouched_by(copied)
     for link in links:
         rows = link.rows
         empty = not (link.parent.local.numel() and rows.local.numel())
@@ -65,7 +70,7 @@ def after_write(target: Subdomain) -> None:
             value: Subdomain | Tensor = given if given.layout.split_dims else given.local
             assign = partial(setitem, Tensor.__setitem__, link.parent, link.index, value)
             written_alike(link.parent, assign, link.index)
-    written_in_inference(target.copied.source)
+    written_in_inference(copied.source)
     for link in (*links, *others):
         link.version = version_of(link.source)
 

@@ -436,6 +436,8 @@ def hooks_of(x: Any) -> tuple[Any, Any]:
 
 # the operator by which torch.tensor(x) copies a tensor
 copy_of_tensor: Any = torch.ops.aten._to_copy.default
+# the operator by which the anomaly mode looks for a NaN
+any_is_true: Any = torch.ops.aten._is_any_true.default
 # the operator by which Python reads the number of a tensor
 read_number: Any = torch.ops.aten._local_scalar_dense.default
 

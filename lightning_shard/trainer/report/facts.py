@@ -79,13 +79,15 @@ def without_forks(names: Iterable[str]) -> list[str]:
 def mesh_table(trainer: Trainer, module: LightningModule, split: str) -> list[str]:
     """Make a table of the processes, the mesh, the module and its precision."""
     strategy = trainer.strategy
-    tiles = vars(strategy).get("tiles")  # they take turns in this process, and may have ended
-    count = 1 if tiles else trainer.world_size
+    tiles, count = vars(strategy).get("tiles"), trainer.world_size
     rows: list[tuple[str, object]] = [("processes", f"{count} ({_device(trainer)})")]
     if isinstance(strategy, HybridShardStrategy):
         sizes = " x ".join(map(str, strategy.processes.domain_sizes))
         replicas = count // strategy.domain_size
-        mesh = ("tiles", sizes) if tiles else ("mesh", f"{replicas} data x {sizes} domain ranks")
+        if tiles:
+            mesh = "tiles", " x ".join(map(str, tiles))
+        else:
+            mesh = "mesh", f"{replicas} data x {sizes} domain ranks"
         rows.append(mesh)
         rows += [("batch", split)] if strategy.domain_size > 1 and split else []
         if strategy.hook_values is not None and strategy.hook_values.reads:

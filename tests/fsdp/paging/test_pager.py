@@ -16,7 +16,6 @@ from lightning_shard.fsdp.paging.memory import FileMemory, Memory
 from lightning_shard.fsdp.paging.pager import Pager
 from lightning_shard.processes.torch_private.internals import (
     FakeTensorMode,
-    internal,
     without_modes,
 )
 
@@ -211,35 +210,6 @@ def test_tolist_and_numbers_are_read():
         assert kept[3, 4].item() == wanted[3, 4].item()
         pager.hand_over(0, 1)
         assert str(kept) == f"{kept}" == str(wanted)
-
-
-def test_what_fsdp_gathers_may_leave_and_what_it_frees_is_forgotten():
-    alloc = internal("torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage")
-    path = "torch.distributed.fsdp._fully_shard._fsdp_param"
-    module = __import__(path, fromlist=["alloc_storage"])
-    pager = pager_of()
-    assert module.alloc_storage is not alloc  # told
-    with pager.paging():
-        gathered = torch.zeros(ROWS, 16)
-        pager.hand_over(0, 1)
-        assert is_away(gathered)
-        module.alloc_storage(gathered)
-        gathered.fill_(3)
-        pager.hand_over(1, 0)
-        assert is_away(gathered)
-        assert gathered.sum() == 3 * gathered.numel()
-        pager.hand_over(0, 1)
-        module.alloc_storage(gathered)  # which FSDP2 has not freed
-        assert gathered[0, 0] == 3
-        pager.hand_over(0, 1)
-        module.free_storage(gathered)
-        assert is_away(gathered)
-        assert not pager.pages.near
-        pager.hand_over(0, 1)
-        module.alloc_storage(gathered)
-        gathered.fill_(4)
-        pager.hand_over(0, 1)
-        assert gathered.sum() == 4 * gathered.numel()
 
 
 def test_an_owner_that_no_one_told_of():

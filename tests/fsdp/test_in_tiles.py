@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
 from lightning_shard import in_tiles, init_mesh, parallelize
 from lightning_shard.fsdp.recompute import compile_forward
-from lightning_shard.lab.simulate import in_turns
-from lightning_shard.lab.simulated.one_device import OneDevice
 from tests.double_fno import to_double
 from tests.parity import assert_same
 
@@ -88,11 +83,6 @@ def test_refuses_what_it_cannot() -> None:
         module.forward(x[0, 0])
     with torch.no_grad(), in_tiles(module, 2), pytest.raises(RuntimeError, match="channels"):
         module(x[:, :2])
-    said = "or by a call in tiles; call the function itself"
-    with torch.no_grad(), in_tiles(module, 2), in_tiles(module, 2):
-        with pytest.raises(RuntimeError, match=said) as refused:
-            module(x)
-        assert refused.type is RuntimeError
     with torch.no_grad():  # and it is the module that it was
         assert module(x)["field"].shape == (1, 2, 4, 4)
         with in_tiles(module, 12):  # more than rows
@@ -147,7 +137,7 @@ def test_own_random_numbers() -> None:
 
 
 class Fails(nn.Module):
-    """A network in whose second tile an error is raised."""
+    """A network that ends by an error, between operations or within one."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -156,22 +146,19 @@ class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
         y = y - y.mean()
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
-            raise self.error
-        return y - y.std()
+        raise self.error
 
 
 @pytest.mark.spmd(1, "xpu")
 def test_after_an_error() -> None:
-    """The module and the random numbers are as before, and the device computes."""
+    """The module is as before, and the device computes."""
     for error in (KeyError("mine"), KeyboardInterrupt()):
         module, x = Fails(error).to("xpu"), field(1, 3, 64, 64)
-        before = vars(module).copy(), torch.get_rng_state()
+        before = vars(module).copy()
         with torch.no_grad(), in_tiles(module, 4), pytest.raises(type(error)):
             module(x)
-        assert vars(module) == before[0]
-        assert torch.equal(torch.get_rng_state(), before[1])
-        assert module(x.to("xpu")).isfinite().all()
+        assert vars(module) == before
+        assert module.layer(x.to("xpu")).isfinite().all()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -217,40 +204,11 @@ def test_on_a_device() -> None:
         pairs += [(found[key], wanted[key]) for key in found] if not pairs else []
         for got, want in pairs:
             assert got.device.type == "cpu"
-            assert_same(got, want.cpu())
+            assert_same(got, want.cpu(), name)
         for value in on_device.values() if isinstance(on_device, dict) else [on_device]:
             assert value.device.type == "xpu"
             assert value.isfinite().all()
         assert drawn.isfinite().all()
-
-
-def _collectives() -> dict[str, Tensor]:
-    """Collectives of torch's two kinds, on tensors that the pager moves and that it leaves."""
-    rank, mesh = dist.get_rank(), init_mesh({"domain": dist.get_world_size()}, device_type="xpu")
-    found: dict[str, Tensor] = {}
-    for rows in (3, 4096):
-        own = torch.full((rows,), rank + 1.0, device="xpu")
-        sharded = DTensor.from_local(own, mesh, [Shard(0)])
-        found |= {
-            f"gathered {rows}": functional.all_gather_tensor(own, 0, dist.group.WORLD).cpu(),
-            f"summed {rows}": functional.all_reduce(own, "sum", dist.group.WORLD).cpu(),
-            f"whole {rows}": (sharded * 2).full_tensor().cpu(),
-        }
-        dist.all_reduce(own)
-        found[f"in place {rows}"] = own.cpu()
-    return found
-
-
-@pytest.mark.spmd(1, "xpu")
-def test_collectives_on_a_device() -> None:
-    """Those that run inside of an operator count no writes, and are written back all the same."""
-    for found in in_turns(_collectives, 2, OneDevice(torch.device("xpu"))):
-        for name, value in found.items():
-            rows = int(name.split()[-1])
-            each = torch.tensor([1.0, 2.0]).repeat_interleave(rows)
-            whole = {"gathered": each, "whole": each * 2}
-            wanted = whole.get(name.split()[0], torch.full((rows,), 3.0))
-            assert torch.equal(value, wanted), name
 
 
 @pytest.mark.slow
@@ -267,7 +225,7 @@ def test_peak_of_the_device() -> None:
             if run == "plain":
                 wanted = module(x.to("xpu")).cpu()
             else:
-                with in_tiles(module, 8):
+                with in_tiles(module, 8, tile_budget="0"):
                     assert_same(module(x), wanted)
         peaks.append((torch.xpu.max_memory_allocated() - base) / MIB)
     assert peaks[1] < 0.125 * peaks[0]

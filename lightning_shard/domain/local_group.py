@@ -1,0 +1,71 @@
+"""A group whose members are all in this process: the tiles of one device.
+
+What ranks ask `torch.distributed`, rules ask through the functions of this file and of wire.py. So
+they serve ranks and tiles alike.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class LocalGroup(ABC):
+    """Members that exchange tensors within one process.
+
+    Attributes:
+        rank: The place in the group of the member that holds this object.
+    """
+
+    rank: int
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the number of members."""
+
+    @abstractmethod
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], given: Sequence[int]) -> Tensor:
+        """Give each member its piece of `outgoing`, flat, and return the pieces that come.
+
+        Args:
+            outgoing: The pieces for all members, one after the other, of one dim.
+            sizes: The number of elements that come from each member.
+            given: The number of elements for each member.
+        """
+
+    @abstractmethod
+    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Replace `x` by the sum, maximum or minimum over the members."""
+
+    @abstractmethod
+    def objects(self, value: Any) -> list[Any]:
+        """Return the `value` of each member."""
+
+
+def local(group: Any) -> LocalGroup | None:
+    """Return a group of members of this process; None for a group of processes."""
+    return group if isinstance(group, LocalGroup) else None
+
+
+def rank_in(group: dist.ProcessGroup) -> int:
+    """Return the place of this rank, or of this tile, in its group."""
+    here = local(group)
+    return dist.get_rank(group) if here is None else here.rank
+
+
+def ranks_in(group: dist.ProcessGroup) -> int:
+    """Count the ranks, or the tiles, of a group."""
+    here = local(group)
+    return dist.get_world_size(group) if here is None else here.size()
+
+
+def gathered_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Gather the `value` of each rank of the group, on every rank."""
+    here = local(group)
+    if here is not None:
+        return here.objects(value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

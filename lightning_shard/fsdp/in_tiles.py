@@ -1,0 +1,193 @@
+"""Runs a module on one device in tiles, one after the other: exact, for fields of any size."""
+
+import functools
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.data.split import ShardDims
+from lightning_shard.data.tree import leaves_of, map_leaves
+from lightning_shard.fsdp.options import bytes_of
+from lightning_shard.fsdp.paging.pager import pager_of
+from lightning_shard.fsdp.recompute import is_compiled
+from lightning_shard.fsdp.split_inputs import split_inputs
+from lightning_shard.ops.elementwise.random import use_exact_random
+from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
+from lightning_shard.tiles.whole import gathered_tiles
+
+
+@contextmanager
+def in_tiles(
+    module: nn.Module,
+    tiles: int | str | Sequence[int],
+    shard_dims: ShardDims = None,
+    *,
+    methods: Sequence[str] = ("forward",),
+    device: torch.device | str | None = None,
+    tile_memory: str | Path | None = None,
+    tile_budget: str | None = None,
+    exact_random: bool = True,
+) -> Generator[None]:
+    """Compute the calls of a module in tiles on one device, one after the other, exactly.
+
+    The module's Python runs once, and each operation runs for all tiles, one after the other. While
+    one tile computes, what the others hold lies in the host's memory. So the device holds the
+    tensors of one operation of one tile, and the host about what the device would have held.
+    Results are those of the whole field, up to rounding.
+
+    The tensors of a call may lie on the host: each tile alone is moved to the device. Results lie
+    where the tensors lay.
+
+    Args:
+        module: A network on the device, which is called without gradients.
+        tiles: The number of tiles along the first spatial dim, or along each split dim, such as
+            `(2, 4)`.
+        shard_dims: The dims that are split; see `split_inputs`.
+        methods: The methods that are computed so, such as "encode" and "decode".
+        device: The device; by default that of the module's parameters.
+        tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
+        tile_budget: Bytes that tiles may have on the device, such as "8GB": only what is above
+            travels. By default half of what is free there; on a CPU, and for "0", all that a tile
+            holds leaves when another one has its turn.
+        exact_random: False lets each tile draw random numbers of its own, reproducibly, for tensors
+            that are split. By default it draws those of the whole tensor, which are then on the
+            device at once, and keeps its part; see `use_exact_random`.
+
+    Raises:
+        ValueError: `tiles` is no number from 1 on, or the module lacks a method, is compiled or has
+            sharded parameters. A call in which no tensor is split raises it, too.
+        RuntimeError: A call wants gradients.
+
+    Example:
+        >>> with torch.inference_mode(), in_tiles(network, 8):
+        ...     volume = network(volume)  # on the host, as large as it is
+    """
+    sizes = sizes_of_tiles(tiles)
+    _refuse(module)
+    where = _device_of(module) if device is None else torch.device(device)
+    budget = None if tile_budget is None else bytes_of(tile_budget, "tile_budget")
+    pager = pager_of(where, budget, tile_memory)
+    grid = Tiles(sizes, pager)
+    before = {name: vars(module)[name] for name in methods if name in vars(module)}
+    try:
+        for name in methods:
+            method = getattr(module, name, None)
+            if callable(method):  # else `split_inputs` says what is missing
+                setattr(module, name, _on_device(method, where))
+        with split_inputs(module, grid, shard_dims, methods=methods, gather=False):
+            for name in methods:
+                setattr(module, name, _whole(name, getattr(module, name), where, exact_random))
+            yield
+    finally:
+        for name in methods:
+            vars(module).pop(name, None)
+        vars(module).update(before)
+        grid.close()
+        if pager is not None:
+            pager.close()
+
+
+def _on_device(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a method that is given tensors on the device."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_leaves(lambda leaf: to_device(leaf, device), (args, kwargs))
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _whole(
+    name: str, method: Callable[..., Any], device: torch.device, exact_random: bool
+) -> Callable[..., Any]:
+    """Return a method whose results are whole, where the tensors of the call lay."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} was called in tiles, which keep no gradients; call it within "
+                "torch.inference_mode() or torch.no_grad()."
+            )
+        given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        place = device if any(x.device.type != "cpu" for x in given) else torch.device("cpu")
+        with use_exact_random(exact_random):
+            result = method(*args, **kwargs)
+        return map_leaves(lambda leaf: whole_at(leaf, place), result)
+
+    return call
+
+
+def to_device(leaf: Any, device: torch.device) -> Any:
+    """Return a tensor on the device; of a field each tile moves its own part."""
+    return leaf.to(device) if isinstance(leaf, Tensor) and leaf.device != device else leaf
+
+
+def whole_at(leaf: Any, device: torch.device) -> Any:
+    """Return the whole of a field, or a plain tensor, on a device; other leaves as they are."""
+    if isinstance(leaf, TileTensor):
+        return gathered_tiles(leaf, device)
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def refuse_to_offload(activation_offload: object) -> None:
+    """Refuse what would move tensors that tiles move already.
+
+    Raises:
+        ValueError: Activations are offloaded.
+    """
+    if activation_offload:
+        raise ValueError(
+            "activation_offload moves what tiles move already; leave it out, and give tile_budget, "
+            'such as "8GB", to keep so much of it on the device.'
+        )
+
+
+def sizes_of_tiles(tiles: int | str | Sequence[int]) -> tuple[int, ...]:
+    """Return the number of tiles along each split dim, also of "2x4".
+
+    Raises:
+        ValueError: They are no whole numbers from 1 on.
+    """
+    given: Any = tiles
+    if isinstance(given, str) and re.fullmatch(r"\d+(x\d+)*", given):
+        given = [int(size) for size in given.split("x")]
+    is_many = isinstance(given, Sequence) and not isinstance(given, str)
+    sizes = tuple[Any, ...](given if is_many else (given,))
+    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        raise ValueError(
+            f"tiles must be a number from 1 on, or one for each split dim, such as (2, 4); got "
+            f"{tiles!r}."
+        )
+    return sizes
+
+
+def _refuse(module: nn.Module) -> None:
+    """Refuse what hides its operators from the pager, or whose parameters are of other ranks."""
+    for part in module.modules():
+        # torch.compile(module) and module.compile() leave these
+        marks = [getattr(part, name, None) for name in ("_orig_mod", "_compiled_call_impl")]
+        if any(marks) or isinstance(part, torch.jit.ScriptModule) or is_compiled(part):
+            raise ValueError(
+                f"in_tiles must see each operator of {type(module).__name__}, but compiled code "
+                f"hides those of its {type(part).__name__}; give the network as it is before "
+                "torch.compile, torch.jit or compile_blocks."
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"in_tiles needs whole parameters, but {name!r} is sharded over processes; give "
+                "the network as it is before parallelize or fully_shard."
+            )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensors = (*module.parameters(), *module.buffers())
+    return next((x.device for x in tensors), torch.device("cpu"))

@@ -1,0 +1,358 @@
+"""Runs one job for each tile; where tiles exchange, one hands over to the next.
+
+The first tile runs in the caller's thread. Each other one has a thread of its own, which no code of
+a user ever sees. One of them runs at a time. A job that exchanged nothing for the first tile
+exchanges nothing for the others, which then run in the caller's thread as well.
+"""
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context, copy_context
+from typing import Any, Protocol
+
+import torch
+
+from lightning_shard.processes.errors import StuckError
+from lightning_shard.tiles.caller_modes import CallerModes
+
+Job = Callable[[int], None]
+
+
+class Mover(Protocol):
+    """Moves what tiles hold between a device and other memory."""
+
+    def seeing(self) -> AbstractContextManager[Any]:
+        """Return a context in which it sees each operator."""
+        ...
+
+    def hand_over(self, rank: int, following: int) -> None:
+        """Note that the turn of one tile ends, and that of another one begins."""
+        ...
+
+    def on_host(self, values: Any) -> AbstractContextManager[Any]:
+        """Return a context that gives tensors of the device as tensors of the host."""
+        ...
+
+    def stay(self, *tensors: torch.Tensor) -> None:
+        """Bring tensors, and never move them again."""
+        ...
+
+
+class _EndedError(BaseException):
+    """Ends the job of a tile after that of another one has failed."""
+
+
+class _Exchange:
+    """Keeps the values that the members of a group bring to one exchange.
+
+    Attributes:
+        kind: The name of the exchange.
+        values: The value of each member, in their order.
+        missing: The number of members that have not come.
+        results: The result of each member, once nobody is missing.
+    """
+
+    __slots__ = ("kind", "missing", "results", "values")
+
+    def __init__(self, members: int, kind: str) -> None:
+        self.kind = kind
+        self.values: list[Any] = [None] * members
+        self.missing = members
+        self.results: list[Any] = []
+
+
+class _Task:
+    """A job that waits in the threads of the other tiles, with the state of the caller."""
+
+    __slots__ = ("contexts", "job", "modes")
+
+    def __init__(self, job: Job, tiles: int) -> None:
+        context = copy_context()
+        self.job, self.modes = job, CallerModes()
+        self.contexts: list[Context] = [context.copy() for _ in range(tiles)]
+
+    def run(self, tile: int) -> None:
+        """Run the job for a tile, in its thread."""
+        self.contexts[tile].run(self._in_modes, tile)
+
+    def _in_modes(self, tile: int) -> None:
+        with self.modes.entered():
+            self.job(tile)
+
+
+class Crew:
+    """Runs the tiles of one device in turns.
+
+    Args:
+        tiles: The number of tiles.
+        mover: Moves tensors of waiting tiles to other memory; None: they stay.
+
+    Attributes:
+        exchanges: The number of values that tiles have brought to exchanges.
+        is_running: True while a job runs.
+        states: States of random generators before each draw of the job.
+        draws: The number of draws that each tile has made in the job.
+        answers: The decisions of rules of the job that depend on memory.
+        asked: The number of answers that each tile was given.
+    """
+
+    def __init__(self, tiles: int, mover: Mover | None = None) -> None:
+        self.tiles, self.exchanges, self.is_running = tiles, 0, False
+        self.mover = mover
+        self.states: list[tuple[torch.Tensor, ...]] = []
+        self.draws = [0] * tiles
+        self.answers: list[bool] = []
+        self.asked = [0] * tiles
+        self._wake = [threading.Lock() for _ in range(tiles)]
+        for lock in self._wake:
+            lock.acquire()
+        self._tasks: list[deque[_Task]] = [deque() for _ in range(tiles)]
+        self._waits: list[_Exchange | None] = [None] * tiles
+        self._open: dict[Any, _Exchange] = {}
+        self._failure: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self._current = 0
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread of the caller, while a job runs
+        _crews.add(self)
+
+    def run(self, job: Job) -> None:
+        """Run `job(tile)` for each tile, in their order up to what they exchange.
+
+        Raises:
+            BaseException: The error of the first tile that failed.
+            StuckError: Tiles exchange different things.
+        """
+        if self._owner == threading.get_ident():
+            raise RuntimeError(
+                "an operation on fields in tiles was called by code that runs within another one; "
+                "a rule is given the parts of one tile."
+            )
+        with self._lock:  # several threads of the caller take turns
+            self._owner = threading.get_ident()
+            try:
+                with nullcontext() if self.mover is None else self.mover.seeing():
+                    self._run(job)
+            finally:
+                self._owner = None
+
+    def _run(self, job: Job) -> None:
+        self.is_running, before = True, self.exchanges
+        self.states, self.draws = [], [0] * self.tiles
+        self.answers, self.asked = [], [0] * self.tiles
+        task = _Task(job, self.tiles)
+        for tasks in self._tasks[1:]:
+            tasks.append(task)
+        try:
+            job(0)
+            if self.exchanges == before:
+                for tile in range(1, self.tiles):
+                    self._tasks[tile].clear()
+                    self._note_turn(tile)
+                    job(tile)
+                self._note_turn(0)
+            else:
+                self._finish()
+        except BaseException as error:
+            self._end_all(error)
+            raise
+        finally:
+            self.is_running = False
+
+    def meet(
+        self,
+        key: Any,
+        members: Sequence[int],
+        place: int,
+        value: Any,
+        compute: Callable[[list[Any]], list[Any]],
+        kind: str,
+    ) -> Any:
+        """Bring a value, let the others go on until all have, and return what this member gets.
+
+        Args:
+            key: The name of the group.
+            members: The tiles of the group.
+            place: The member that calls.
+            value: Its value.
+            compute: A function from the values of all members to the result of each.
+            kind: The name of the exchange.
+
+        Raises:
+            StuckError: The tiles exchange different things.
+        """
+        self.exchanges += 1
+        if key not in self._open:
+            self._open[key] = _Exchange(len(members), kind)
+        exchange, tile = self._open[key], members[place]
+        if exchange.kind != kind:
+            raise StuckError(
+                f"tile {tile} calls {kind} where another one calls {exchange.kind}: a rule does "
+                "different things on them."
+            )
+        exchange.values[place] = value
+        exchange.missing -= 1
+        if not exchange.missing:
+            del self._open[key]
+            mover = self.mover
+            around = (
+                nullcontext(exchange.values) if mover is None else mover.on_host(exchange.values)
+            )
+            with torch.no_grad(), around as values:
+                exchange.results = compute(values)
+            exchange.values = []
+        self._waits[tile] = exchange
+        try:
+            while exchange.missing:
+                self._let_others_run(tile)
+        finally:
+            self._waits[tile] = None
+        result, exchange.results[place] = exchange.results[place], None
+        return result
+
+    # ---- turns
+
+    def _let_others_run(self, tile: int) -> None:
+        following = self._following(tile)
+        if following is None:
+            raise StuckError(
+                "the tiles cannot go on: an operation exchanges on some of them what it does not "
+                "exchange on others, as a second derivative may where tiles have no rows; take "
+                "fewer tiles."
+            )
+        self._switch(tile, following)
+        if self._failure is not None:
+            raise self._failure if tile == 0 else _EndedError
+
+    def _finish(self) -> None:
+        """Let the others end their jobs, after the first tile has ended its own."""
+        while (following := self._following(0)) is not None:
+            self._switch(0, following)
+            if self._failure is not None:
+                raise self._failure
+
+    def _following(self, tile: int) -> int | None:
+        """Return the next tile that can go on; after a failure all that wait can, to end."""
+        for step in range(1, self.tiles):
+            other = (tile + step) % self.tiles
+            exchange = self._waits[other]
+            if exchange is not None:
+                if not exchange.missing or (self._failure is not None and other):
+                    return other
+            elif self._tasks[other]:
+                return other
+        return None
+
+    def _switch(self, tile: int, following: int) -> None:
+        """Hand over, and wait until this tile has its turn again."""
+        self._begin_threads()
+        self._note_turn(following)
+        self._wake[following].release()
+        if tile:
+            self._wake[tile].acquire()
+            return
+        while True:
+            try:
+                self._wake[0].acquire()
+                return
+            except BaseException as error:  # Ctrl-C: the tile that runs goes on to where it waits
+                self._failure = self._failure or error
+
+    def _note_turn(self, following: int) -> None:
+        if self.mover is not None and following != self._current:
+            self.mover.hand_over(self._current, following)
+        self._current = following
+
+    def _begin_threads(self) -> None:
+        if not self._threads:
+            for tile in range(1, self.tiles):
+                thread = threading.Thread(
+                    target=_work, args=(weakref.ref(self), tile, self._wake[tile]), daemon=True
+                )
+                thread.name = f"tile {tile}"
+                self._threads.append(thread)
+                thread.start()
+
+    def work(self, tile: int) -> None:
+        """Run what waits for a tile, in its thread, and hand over."""
+        while self._tasks[tile]:
+            task = self._tasks[tile].popleft()
+            try:
+                task.run(tile)
+            except _EndedError:
+                pass  # the error is told by the tile that failed
+            except BaseException as error:
+                self._fail(error)
+        following = self._following(tile)
+        if following is None and self._waits[0] is not None and self._waits[0].missing:
+            self._fail(StuckError("the tiles cannot go on: one waits for what no other brings."))
+            following = self._following(tile)
+        following = following or 0
+        self._note_turn(following)
+        self._wake[following].release()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for tasks in self._tasks:
+            tasks.clear()
+
+    def _end_all(self, error: BaseException) -> None:
+        """End the jobs of all other tiles after one has failed."""
+        self._fail(error)
+        self._waits[0] = None
+        while (following := self._following(0)) is not None:
+            self._switch(0, following)
+        self._note_turn(0)
+        self._open.clear()
+        self._failure = None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads and not self.is_running:
+            threads, self._threads = self._threads, []
+            for lock in self._wake[1:]:
+                lock.release()
+            for thread in threads:
+                thread.join()
+
+    def forget_threads(self) -> None:
+        """Begin without threads, in the fork of a process."""
+        self._threads, self.is_running, self._owner = [], False, None
+        self._lock = threading.Lock()
+        self._waits = [None] * self.tiles
+        self._open.clear()
+        for tasks in self._tasks:
+            tasks.clear()
+
+    def __del__(self) -> None:
+        """Wake the threads, which end as their tiles are gone."""
+        for lock in self._wake[1 : len(self._threads) + 1]:
+            lock.release()
+
+
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _work(crew_ref: "weakref.ref[Crew]", tile: int, wake: Any) -> None:
+    """Run the thread of a tile until its crew is closed or gone."""
+    torch.set_num_threads(torch.get_num_threads())  # each thread of OpenMP has a number of its own
+    torch.autograd.set_multithreading_enabled(False).__enter__()
+    while True:
+        wake.acquire()
+        crew = crew_ref()
+        if crew is None or threading.current_thread() not in crew._threads:  # pyright: ignore
+            return
+        crew.work(tile)
+        del crew
+
+
+def _after_fork() -> None:
+    for crew in list(_crews):
+        crew.forget_threads()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,221 @@
+"""Leads every torch function of a field in tiles to its rule, once for all tiles."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.processes.torch_private.internals import (
+    accessors,
+    frame_callback,
+    untraced,
+    without_rules,
+)
+from lightning_shard.tensor.facts import FACTS, OF_WRAPPER, attributes_of
+from lightning_shard.tensor.gathering import split_in
+from lightning_shard.tensor.tensor import (
+    DomainTensor,
+    SplitInTransform,
+    refusal,
+)
+from lightning_shard.tiles.by_rule import by_rule
+from lightning_shard.tiles.operation import without_graph
+from lightning_shard.tiles.rows import TileRows, plain_rows
+from lightning_shard.tiles.tile_tensor import TileTensor
+from lightning_shard.tiles.views import (
+    fresh,
+    refuse_write,
+    show_view,
+)
+from lightning_shard.tiles.whole import gathered_tiles, swapped
+
+Function = Callable[..., Any]
+
+# autograd keeps these for the wrapper, as for any tensor
+_OF_GRAPH = attributes_of(
+    "is_leaf retains_grad output_nr _version grad grad_fn requires_grad _backward_hooks "
+    "_post_accumulate_grad_hooks grad_dtype"
+) | {
+    Tensor.retain_grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
+    accessors("grad").__set__,
+    accessors("grad").__delete__, accessors("requires_grad").__set__, Tensor.requires_grad_,
+    accessors("_backward_hooks").__set__,
+}  # fmt: skip
+_OF_PARTS = {Tensor.stride, Tensor.is_contiguous, Tensor.is_conj, torch.is_conj, Tensor.is_neg,
+             torch.is_neg, Tensor.is_pinned}  # fmt: skip
+_OF_HOST = {Tensor.numpy, Tensor.__array__, Tensor.tolist}
+_SHOWN = {Tensor.__repr__, Tensor.__str__}
+_RESHAPE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
+}
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+
+
+def run(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], types: Sequence[type] = ()
+) -> Any:
+    """Run a function of which fields in tiles are arguments."""
+    if TileRows in types:
+        args, kwargs = plain_rows(tuple(args)), plain_rows(kwargs)
+    if torch.compiler.is_compiling() or frame_callback() is not None:
+        return _run_uncompiled(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+@untraced
+def _run_uncompiled(*call: Any) -> Any:
+    return _run(*call)
+
+
+TileTensor.run = staticmethod(run)
+
+
+def _run(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if func in OF_WRAPPER:
+        with without_rules():
+            return func(*args, **kwargs)
+    if func in _OF_GRAPH:
+        return _of_graph(func, args, kwargs)
+    if func in _OF_PARTS:
+        shown = DomainTensor(without_graph(fresh(args[0])._part.read()))
+        return FACTS[func](func, shown, *args[1:], **kwargs)
+    if func in _BACKWARD:
+        return _backward(func, args, kwargs)
+    if func in _SHOWN:
+        return _shown(args[0])
+    if func in _OF_HOST:
+        result = func(gathered_tiles(args[0]), *args[1:], **kwargs)
+        if func is not Tensor.tolist:
+            result.flags.writeable = False  # a write into it would not reach the field
+        return result
+    if func in _RESHAPE:
+        return _reshaped(_RESHAPE[func], *args, **kwargs)
+    if func is accessors("data").__set__:
+        return _set_data(*args)
+    try:
+        if "out" in kwargs:
+            return _into_out(func, args, kwargs)
+        return by_rule(func, args, kwargs)
+    except UnsupportedOperationError as error:
+        if error.is_named:
+            raise
+        raise refusal(func, [args, kwargs], str(error), TileTensor) from error
+
+
+def _shown(x: TileTensor) -> str:
+    """Return the values of the whole field in words, and the tiles that it is cut into."""
+    dims = ", ".join(map(str, x.split_dims))
+    with torch.no_grad():
+        whole = gathered_tiles(x)
+    return f"{whole!r}, a field in {x.tiles.count} tiles along dim {dims}"
+
+
+def _into_out(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function with `out=`, which has no graph, and copy what it gives there."""
+    out = kwargs["out"]
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    if out is None:
+        return by_rule(func, args, rest)
+    given = [*split_in([args, rest, out], Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        raise RuntimeError(
+            "functions with out=... arguments don't support automatic differentiation, but one of "
+            "the arguments requires grad."
+        )
+    result = func(*args, **rest)
+    many = type(result) is not Tensor and not isinstance(result, TileTensor)
+    pairs = zip(result, out, strict=True) if many else [(result, out)]
+    for made, target in pairs:
+        if made.shape != target.shape or made.dtype != target.dtype:
+            raise UnsupportedOperationError(
+                f"out= must have the shape and the dtype of the result, {tuple(made.shape)} and "
+                f"{made.dtype}; it has {tuple(target.shape)} and {target.dtype}"
+            )
+        if isinstance(made, TileTensor) and not isinstance(target, TileTensor):
+            raise UnsupportedOperationError("out= is a plain tensor and the result is a field")
+        target.copy_(made)
+    kind: Any = type(result)
+    return kind(out) if many else out
+
+
+def _of_graph(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x = args[0] if args else None
+    if isinstance(x, TileTensor):
+        current = fresh(x)
+        if x.roots and func in (accessors("requires_grad").__get__,):
+            return any(root.input.requires_grad for root in x.roots)
+        if current is not x and func in _READ:
+            args = current, *args[1:]
+    with without_rules():
+        return func(*args, **kwargs)
+
+
+_READ = {accessors(name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+
+
+def _backward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function of autograd, which is given places of its graph instead of fields.
+
+    Without `__torch_function__` it would run hooks, and what the graph calls, without it as well.
+    """
+    bound = inspect.signature(func).bind(*args, **kwargs).arguments
+    if func is Tensor.backward:
+        func, first = torch.autograd.backward, bound.pop("self")
+        bound = {"tensors": first, "grad_tensors": bound.pop("gradient", None), **bound}
+    if bound.get("is_grads_batched"):
+        raise SplitInTransform
+    for name in ("tensors", "outputs", "inputs"):
+        if bound.get(name) is not None:
+            bound[name] = _places(bound[name])
+    return func(**bound)
+
+
+def _places(value: Any) -> Any:
+    if isinstance(value, TileTensor):
+        if value.roots:
+            raise UnsupportedOperationError(
+                "a spectrum that nobody has read has no place in the graph; take x.clone() of it"
+            )
+        with without_rules():
+            return get_gradient_edge(fresh(value))
+    if isinstance(value, Tensor):
+        return value
+    return [_places(each) for each in value]
+
+
+def _reshaped(view: Function, x: TileTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Change the shape in place: the same Python object holds what `view` gives from now on."""
+    refuse_write(x)
+    made = view(x, *args, **kwargs)
+    with without_rules():
+        if x.is_leaf and x.requires_grad:
+            if x.grad is not None:
+                raise UnsupportedOperationError(
+                    "a leaf that has a gradient cannot change its shape in place, since its "
+                    "gradient keeps the old one; set x.grad = None before"
+                )
+            made = made.detach().requires_grad_()
+        swapped(x, made)  # now `made` is the field as it was
+    x.view_of = None
+    show_view(x, made, functools.partial(_viewed, view, args, kwargs))
+    return x
+
+
+def _viewed(view: Function, args: Any, kwargs: Any, base: TileTensor) -> Any:
+    return view(base, *args, **kwargs)
+
+
+def _set_data(x: Tensor, value: Tensor) -> None:
+    """Take other values, without a graph; where the caller assigns `x.data`."""
+    if not isinstance(x, TileTensor) or x.shape != value.shape or x.dtype != value.dtype:
+        raise UnsupportedOperationError(
+            "a field in tiles takes data of its own shape and dtype only; make a new tensor"
+        )
+    with torch.no_grad():
+        Tensor.copy_(x, value)

@@ -1,0 +1,336 @@
+"""An operation on tiles: one node of the caller's graph, and a small graph of each tile within.
+
+A rule runs for each tile on tensors that hang on roots of their own. The caller's graph has one
+node for all of it. Its backward pass differentiates the small graphs, tile by tile, as the rules'
+adjoints say. So hooks, leaves, checkpoints and `torch.autograd.grad` of the caller see fields and
+plain tensors, each once, with the gradients of one process.
+
+What several tiles return becomes one tensor in one of three ways. The parts of a field stay parts.
+A plain tensor is equal on all tiles; each of them is given an equal share of its gradient, for the
+adjoints add them up (domain/comm.py). A `Partial` is added up here.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_shard.domain.align import local_part, take_part
+from lightning_shard.domain.comm import all_reduce
+from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.torch_private.internals import in_memory, in_transform, without_rules
+from lightning_shard.tensor.part import Part
+from lightning_shard.tensor.tensor import SplitInTransform
+from lightning_shard.tiles.places import SEED, Begin, Output, Partial, Place, Record, Root
+from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
+
+Compute = Callable[[int, list[Any]], Any]
+
+
+class _Operation(Function):
+    """The node of an operation in the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Record, outputs: list[Tensor], writes: int, *inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        if writes >= 0:
+            ctx.mark_dirty(inputs[writes])
+        held: Any = torch.empty(0)
+        held.record = record  # autograd frees it as it frees what other nodes have saved
+        ctx.save_for_backward(held)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if in_transform():
+            raise SplitInTransform
+        record = getattr(ctx.saved_tensors[0], "record", None)
+        if record is None:
+            raise RuntimeError(
+                "saved_tensors_hooks that copy what is saved do not reach what tiles save; leave "
+                "them out: tiles move their tensors themselves (tile_memory)."
+            )
+        return None, None, None, *_gradients(record, grads), *[None] * record.extra
+
+
+class Call:
+    """Runs an operation on tiles.
+
+    Args:
+        tiles: The tiles.
+        inputs: Fields and plain tensors, in the order in which `compute` is given their parts.
+        records: True if gradients are wanted.
+        target: The input that the operation writes.
+    """
+
+    def __init__(
+        self,
+        tiles: Tiles,
+        inputs: Sequence[Tensor],
+        *,
+        records: bool,
+        target: TileTensor | None = None,
+    ) -> None:
+        self.tiles, self.inputs, self.records, self.target = tiles, inputs, records, target
+        self.roots: list[Root] = []
+        self.outputs: list[Output] = []
+        self._root_of = [self._begun(each) if records else None for each in inputs]
+
+    def run(self, compute: Compute) -> list[Any]:
+        """Return what `compute` gives for each tile.
+
+        Args:
+            compute: Takes the number of a tile, and the tile's parts of `inputs`.
+        """
+        given: list[Any] = [None] * self.tiles.count
+
+        def job(tile: int) -> None:
+            with torch.set_grad_enabled(self.records):
+                given[tile] = compute(tile, self._locals_of(tile))
+
+        self.tiles.crew.run(job)
+        return given
+
+    def field(self, parts: Sequence[Part]) -> TileTensor:
+        """Return the field that tiles have given these parts of."""
+        if any(part.lazy for part in parts):
+            return TileTensor(self.tiles, parts, roots=tuple(self.roots))
+        read: list[Any] = list(parts)
+        made = TileTensor(self.tiles, [without_graph(part) for part in read])
+        self._add(made, [part.local for part in read], [part.layout for part in read])
+        return made
+
+    def plain(self, locals_: Sequence[Tensor]) -> Tensor:
+        """Return the plain tensor that all tiles have given."""
+        made = locals_[0].detach() if locals_[0].requires_grad else locals_[0]
+        self._keep(made)
+        self._add(made, locals_)
+        return made
+
+    def total(self, partials: Sequence[Partial]) -> Tensor | None:
+        """Return the sum of what tiles have given."""
+        locals_ = [p.local for p in partials]
+        given = [x for x in locals_ if x is not None]
+        if not given:
+            return None
+        mover = self.tiles.crew.mover
+        with torch.no_grad(), nullcontext() if mover is None else mover.seeing():
+            made = given[0].detach()
+            for number, local in enumerate(given[1:]):
+                made = made.add_(local) if number else made + local
+        self._keep(made)
+        self._add(made, locals_, is_partial=True)
+        return made
+
+    def whole(self, made: Tensor, parts: Sequence[Subdomain]) -> Tensor:
+        """Return a plain tensor into which tiles have written their rows."""
+        self._add(made, [part.local for part in parts], [part.layout for part in parts])
+        return made
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Let a tensor that the caller is given stay where it is."""
+        mover = self.tiles.crew.mover
+        if mover is not None:
+            mover.stay(tensor)
+
+    def written(self, locals_: Sequence[Tensor]) -> None:
+        """Note that the target was written; these tensors of small graphs have its memory."""
+        assert self.target is not None
+        self._add(self.target, locals_, [part.layout for part in self.target.parts])
+
+    def enter(self) -> None:
+        """Enter what the operation gave into the caller's graph."""
+        if not self.outputs:
+            return
+        tensors = [each.tensor for each in self.outputs]
+        inputs, writes = [root.input for root in self.roots], -1
+        target, extra = self.target, 0
+        if target is not None and any(t is target for t in tensors):
+            place = target.placed
+            writes = next((n for n, x in enumerate(inputs) if x is place), len(inputs))
+            extra = int(writes == len(inputs))
+            inputs[writes : writes + 1] = [target]
+        record = Record(self.tiles, self.roots, self.outputs, extra)
+        with torch.enable_grad(), without_rules():
+            _Operation.apply(record, tensors, writes, *inputs)
+        for output in self.outputs:
+            del output.tensor  # the graph must not keep what it gave
+        if writes >= 0 and target is not None:
+            target.placed = None
+
+    def _begun(self, tensor: Tensor) -> Root | None:
+        """Return a root for a tensor that requires a gradient; a lazy one brings its own."""
+        if not isinstance(tensor, TileTensor):
+            root = Root(tensor, self.tiles.count) if tensor.requires_grad else None
+        elif tensor.roots:
+            self.roots += [r for r in tensor.roots if all(r is not own for own in self.roots)]
+            return None
+        elif tensor.is_lazy or not tensor.has_gradient:
+            return None
+        else:
+            if tensor.placed is None:
+                with torch.enable_grad(), without_rules():
+                    tensor.placed = Place.apply(tensor)
+            assert tensor.placed is not None
+            root = Root(tensor.placed, self.tiles.count)
+            root.layouts = [part.layout for part in tensor.parts]
+        if root is not None:
+            self.roots.append(root)
+        return root
+
+    def _locals_of(self, tile: int) -> list[Any]:
+        """Return a tile's parts of the inputs, on roots where gradients are wanted."""
+        found: list[Any] = []
+        for tensor, root in zip(self.inputs, self._root_of, strict=True):
+            given: Any = tensor.parts[tile] if isinstance(tensor, TileTensor) else tensor
+            if root is not None:
+                given = _on_root(given, root, tile)
+            elif self.records and tensor is self.target and not given.lazy:
+                # it is written with a graph, which the caller's own tensor must not have
+                given = replace(given, local=given.local.detach())
+            found.append(given)
+        return found
+
+    def _add(
+        self,
+        tensor: Tensor,
+        locals_: Sequence[Tensor | None],
+        layouts: list[Any] | None = None,
+        *,
+        is_partial: bool = False,
+    ) -> None:
+        if not self.records or not any(x is not None and x.requires_grad for x in locals_):
+            return
+        output = Output(tensor, self.tiles.count)
+        output.layouts, output.is_partial = layouts, is_partial
+        for tile, local in enumerate(locals_):
+            if local is not None and local.requires_grad:
+                output.edges[tile] = get_gradient_edge(local)
+        self.outputs.append(output)
+
+
+def without_graph(part: Any) -> Any:
+    """Return a part whose rows have no graph."""
+    return replace(part, local=part.local.detach()) if part.local.requires_grad else part
+
+
+def _on_root(given: Any, root: Root, tile: int) -> Any:
+    is_part = isinstance(given, Subdomain)
+    begun: Any = Begin.apply(SEED, given.local if is_part else given)
+    root.edges[tile] = get_gradient_edge(begun)
+    return replace(given, local=begun) if is_part else begun
+
+
+def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Differentiate the small graphs; with a graph of its own if the caller wants one."""
+    tiles, creates = record.tiles, torch.is_grad_enabled()
+    chosen = [n for n, grad in enumerate(grads) if grad is not None]
+    if not chosen:
+        return [None] * len(record.roots)
+    fields = [_as_field(tiles, grads[n], record.outputs[n].layouts) for n in chosen]
+    call = Call(tiles, fields, records=creates)
+    call.roots += record.roots  # to which the small graphs go on
+
+    def compute(tile: int, locals_: list[Any]) -> list[Any]:
+        ends: list[GradientEdge] = []
+        seeds: list[Tensor] = []
+        for n, local in zip(chosen, locals_, strict=True):
+            output = record.outputs[n]
+            edge = output.edges[tile]
+            if edge is None:
+                continue
+            ends.append(edge)
+            if output.layouts is not None:
+                layout = output.layouts[tile]
+                seed, count = local_part(local.read(), layout), len(_copies(layout))
+                seeds.append(
+                    seed / tiles.count * layout.grid.parts(layout.axes()) if count else seed
+                )
+            else:
+                seeds.append(local if output.is_partial else local / tiles.count)
+        starts: Any = [root.edges[tile] for root in record.roots]
+        found: Sequence[Tensor | None] = [None] * len(starts)
+        if ends:
+            found = torch.autograd.grad(
+                ends, starts, seeds, retain_graph=True, create_graph=creates, allow_unused=True
+            )
+        return [_arrived(root, tile, x, tiles) for root, x in zip(record.roots, found, strict=True)]
+
+    made: list[Tensor | None] = []
+    for root, each in zip(record.roots, zip(*call.run(compute), strict=True), strict=True):
+        if root.layouts is None:
+            made.append(call.total(each))
+        else:
+            made.append(_field_of(call, each, root.layouts))
+    call.enter()
+    return made
+
+
+def _copies(layout: Layout) -> list[int]:
+    """Return the axes of the grid along which tiles hold the same rows."""
+    axes = layout.axes()
+    return [axis for axis in range(len(layout.grid.sizes)) if axis not in axes]
+
+
+def _arrived(root: Root, tile: int, found: Tensor | None, tiles: Tiles) -> Any:
+    """Return the gradient that a tile has of a root; what has the same rows is added up."""
+    found = None if found is None else in_memory(found)
+    if root.layouts is None:
+        return Partial(found)
+    layout = root.layouts[tile]
+    for axis in _copies(layout):
+        if found is None:
+            found = torch.zeros(
+                layout.local_shape, dtype=root.input.dtype, device=root.input.device
+            )
+        found = all_reduce(found, tiles.domains[tile].group((axis,)))
+    return found
+
+
+def _field_of(
+    call: Call, locals_: Sequence[Tensor | None], layouts: Sequence[Layout]
+) -> TileTensor | None:
+    """Return the field of these rows; a tile that has none has zeros."""
+    like = next((x for x in locals_ if x is not None), None)
+    if like is None:
+        return None
+    filled = [
+        like.new_zeros(layout.local_shape) if x is None else x
+        for x, layout in zip(locals_, layouts, strict=True)
+    ]
+    parts = map(Subdomain, filled, layouts, call.tiles.domains)
+    return call.field([*parts])
+
+
+def _as_field(tiles: Tiles, grad: Any, layouts: Sequence[Layout] | None) -> Tensor:
+    """Return the gradient of a field as a field: a plain one is cut."""
+    if layouts is None or isinstance(grad, TileTensor):
+        return grad
+    return cut_as(grad, tiles, layouts)
+
+
+def cut_as(tensor: Tensor, tiles: Tiles, layouts: Sequence[Layout]) -> TileTensor:
+    """Cut a whole tensor into tiles, each of which gets a copy of its rows.
+
+    Args:
+        tensor: The whole tensor.
+        tiles: The tiles.
+        layouts: The layout of each tile.
+    """
+    call = Call(tiles, [tensor], records=torch.is_grad_enabled() and tensor.requires_grad)
+
+    def compute(tile: int, locals_: list[Any]) -> Subdomain:
+        part = take_part(locals_[0], layouts[tile])
+        stored = torch.contiguous_format if part.is_contiguous() else torch.preserve_format
+        rows = part.clone(memory_format=stored)
+        return Subdomain(rows, layouts[tile], tiles.domains[tile])
+
+    made = call.field(call.run(compute))
+    call.enter()
+    return made

@@ -1,0 +1,102 @@
+"""Holds the places of an operation in the caller's graph, and in the small one of each tile."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
+    from lightning_shard.domain.layout import Layout
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Holds a tile's part of a sum over the tiles; None stands for zeros."""
+
+    local: Tensor | None
+
+
+class Root:
+    """Holds an input at which a small graph of each tile begins.
+
+    Attributes:
+        input: The caller's tensor, or one without memory that has its place in the graph.
+        edges: Where the gradient of each tile arrives.
+        layouts: The layout of a field on each tile; None of a plain tensor.
+    """
+
+    __slots__ = ("edges", "input", "layouts")
+
+    def __init__(self, input: Tensor, tiles: int) -> None:  # noqa: A002 - autograd's word
+        self.input = input
+        self.edges: list[GradientEdge | None] = [None] * tiles
+        self.layouts: list[Layout] | None = None
+
+
+class Output:
+    """Holds a tensor that an operation gives.
+
+    Attributes:
+        tensor: The caller's tensor.
+        edges: The place of each tile's tensor in the small graphs; None without a gradient.
+        layouts: The layout of a field on each tile; None of a plain tensor.
+        is_partial: True for a sum over the tiles.
+    """
+
+    __slots__ = ("edges", "is_partial", "layouts", "tensor")
+
+    def __init__(self, tensor: Tensor, tiles: int) -> None:
+        self.tensor, self.is_partial = tensor, False
+        self.edges: list[GradientEdge | None] = [None] * tiles
+        self.layouts: list[Layout] | None = None
+
+
+class Record:
+    """Keeps the places of an operation in the graphs, for its backward pass.
+
+    Attributes:
+        extra: The number of inputs after those of the roots, which get no gradient.
+    """
+
+    __slots__ = ("extra", "outputs", "roots", "tiles")
+
+    def __init__(self, tiles: Tiles, roots: list[Root], outputs: list[Output], extra: int) -> None:
+        self.tiles, self.roots, self.extra = tiles, roots, extra
+        self.outputs = outputs
+
+
+SEED = torch.zeros((), requires_grad=True)  # lets small graphs begin at tensors that are no leaves
+
+
+class Begin(Function):
+    """Begins a small graph: the tensor itself, which may be written in place."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, x: Tensor) -> Tensor:
+        """Return a tensor of the same memory."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Refuse to go on: a small graph ends at its roots."""
+        raise AssertionError("a small graph ends at its roots")
+
+
+class Place(Function):
+    """A tensor without memory that has the place of a field in the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: TileTensor) -> TileTensor:
+        """Return a field without parts."""
+        return TileTensor(x.tiles, [], like=x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradient as it is."""
+        return grads[0]

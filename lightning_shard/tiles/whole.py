@@ -1,0 +1,85 @@
+"""Cuts tensors into tiles, and puts fields in tiles together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import gathered
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.layout import Layout, splits_of
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.tiles.operation import Call, cut_as
+from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
+from lightning_shard.tiles.views import fresh
+
+
+def cut(tiles: Tiles, tensor: Tensor, dims: int | Sequence[int]) -> TileTensor:
+    """Cut a tensor into tiles.
+
+    Args:
+        tiles: The tiles.
+        tensor: The whole tensor.
+        dims: The dim that each axis of their grid splits: an int for one axis.
+
+    Raises:
+        ValueError: `dims` does not fit the tiles or the tensor.
+    """
+    layouts = [
+        Layout.of(tensor.shape, splits_of(tensor.ndim, tiles.sizes, dims), domain.grid)
+        for domain in tiles.domains
+    ]
+    return cut_as(tensor, tiles, layouts)
+
+
+def gathered_tiles(field: TileTensor, device: torch.device | None = None) -> Tensor:
+    """Return the whole tensor of a field; a gradient of it is cut into tiles again.
+
+    Args:
+        field: The field.
+        device: Where the whole tensor lies; by default where the field is.
+    """
+    field = fresh(field)
+    layout = field.parts[0].layout
+    records = torch.is_grad_enabled() and (bool(field.roots) or field.has_gradient)
+    call = Call(field.tiles, [field], records=records)
+    if layout is None or any(len(dim) > 1 for dim in layout.dims):  # a view that joined dims
+        made = call.plain(call.run(lambda _, locals_: gathered(locals_[0].read())))
+        call.enter()
+        return made if device is None else made.to(device)
+    made = torch.empty(field.shape, dtype=field.dtype, device=device or field.device)
+
+    def compute(tile: int, locals_: list[Any]) -> Subdomain:
+        part = locals_[0].read()
+        with torch.no_grad():
+            made[rows_of(part.layout)] = part.local
+        return part
+
+    parts = call.run(compute)
+    made = call.whole(made, parts)
+    call.enter()
+    return made
+
+
+TileTensor.cut, TileTensor.join = staticmethod(cut), staticmethod(gathered_tiles)
+
+
+def rows_of(layout: Layout) -> tuple[slice, ...]:
+    """Return the rows of the whole tensor that a part has."""
+    bounds = [
+        dim[0].bounds(layout.grid) if dim[0].axes else (0, dim[0].extent) for dim in layout.dims
+    ]
+    return tuple(slice(low, high) for low, high in bounds)
+
+
+def swapped(plain: Tensor, made: TileTensor) -> Tensor:
+    """Let the caller's plain tensor, the same Python object, be a field from now on."""
+    try:
+        torch.utils.swap_tensors(plain, made)
+    except RuntimeError as error:
+        raise UnsupportedOperationError(
+            "a plain tensor that autograd has saved cannot take rows of a field; make it like the "
+            "field (torch.zeros_like)"
+        ) from error
+    return plain

@@ -1,0 +1,216 @@
+"""The caller's graph of fields in tiles: hooks, leaves, checkpoints, Functions, views."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_shard
+from lightning_shard.domain.errors import UnsupportedOperationError
+from tests.parity import assert_same, tiles_of
+
+
+def field(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
+        nn.Conv2d(4, 3, 3, padding=1),
+    ).double()  # fmt: skip
+
+
+def cut(x: Tensor, tiles: int = 3) -> Tensor:
+    return lightning_shard.shard(x, tiles_of(tiles), 2)
+
+
+class Square(torch.autograd.Function):
+    """A Function of a user, which nobody has allowed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+def hooked(net: nn.Module, x: Tensor) -> Tensor:
+    """A hook of a field doubles its gradient, one of a weight halves its own, each called once."""
+    calls: list[tuple[int, ...]] = []
+
+    def double(gradient: Tensor) -> Tensor:
+        calls.append(tuple(gradient.shape))
+        return gradient * 2
+
+    y = net[0](x)
+    y.register_hook(double)
+    net[3].weight.register_hook(lambda gradient: gradient / 2)
+    loss = net[3](torch.tanh(y)).square().mean()
+    loss.register_hook(lambda gradient: gradient * 3)
+    loss.backward()
+    assert calls == [tuple(y.shape)]
+    return loss
+
+
+def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+    calls: list[int] = []
+
+    def block(y: Tensor) -> Tensor:
+        calls.append(1)
+        return net(F.dropout(y, 0.2))
+
+    found: Any = checkpoint(block, x, use_reentrant=False)
+    loss = found.square().mean()
+    loss.backward()
+    assert len(calls) == 2  # forward, and once in backward
+    return loss
+
+
+def custom(net: nn.Module, x: Tensor) -> Tensor:
+    loss = Square.apply(net(x)).mean()
+    loss.backward()
+    return loss
+
+
+def twice(net: nn.Module, x: Tensor) -> Tensor:
+    """Two backward passes through one graph."""
+    y = net(x)
+    y.square().mean().backward(retain_graph=True)
+    loss = y.abs().mean()
+    loss.backward()
+    return loss
+
+
+def penalty(net: nn.Module, x: Tensor) -> Tensor:
+    y = net[0](x)
+    (gradient,) = torch.autograd.grad(net[3](torch.tanh(y)).square().sum(), y, create_graph=True)
+    loss = gradient.square().mean()
+    loss.backward()
+    return loss
+
+
+def gated(net: nn.Module, x: Tensor) -> Tensor:
+    """A plain tensor that comes of a field, and goes back into it."""
+    y = net(x)
+    gate = torch.sigmoid(y.mean((2, 3), keepdim=True))
+    gate.retain_grad()
+    loss = (y * gate).square().mean()
+    loss.backward()
+    assert gate.grad is not None
+    return loss + gate.grad.sum()
+
+
+def of_a_leaf(net: nn.Module, x: Tensor) -> Tensor:
+    leaf = x.detach().clone().requires_grad_()
+    net(leaf).square().mean().backward()
+    assert leaf.grad is not None
+    assert leaf.is_leaf
+    return leaf.grad.square().sum()
+
+
+def written(net: nn.Module, x: Tensor) -> Tensor:
+    """Writes through views, of which others are used afterwards."""
+    y = net(x) * 1
+    top, rest = y[:, :, :4], y[:, :, 2:]
+    top.mul_(2)
+    y[:, 0] += 1
+    y[:, :, 5].zero_()
+    rest[:, 1].square_()
+    loss = (top.sin() * 2).mean() + rest.cos().mean() + y.square().mean()
+    loss.backward()
+    return loss
+
+
+def assembled(net: nn.Module, x: Tensor) -> Tensor:
+    """Fields that are written into a plain tensor."""
+    out = torch.zeros(2, *x.shape, dtype=x.dtype)
+    out[0] = net(x)
+    out[1] = x * 2
+    loss = out.square().mean()
+    loss.backward()
+    return loss
+
+
+PROGRAMS: list[Callable[[Any, Tensor], Tensor]] = [
+    hooked, checkpointed, custom, twice, penalty, gated, of_a_leaf, written, assembled,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("tiles", [1, 3, 11])
+def test_equals_one_process(program: Any, tiles: int) -> None:
+    if (program, tiles) == (penalty, 11):
+        pytest.skip("second derivatives on tiles without rows are refused, as tested below")
+    one, many, x = network(), network(), field(2, 3, 10, 7)
+    torch.manual_seed(5)
+    wanted = program(one, x)
+    torch.manual_seed(5)
+    with lightning_shard.use_exact_random():
+        found = program(many, cut(x, tiles))
+    assert type(found) is Tensor
+    assert_same(found.detach(), wanted.detach())
+    for (name, p), q in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None and q.grad is not None:
+            assert_same(q.grad, p.grad, name)
+    for (name, b), c in zip(one.named_buffers(), many.buffers(), strict=True):
+        assert_same(c.double(), b.double(), name)
+
+
+def test_a_graph_is_freed_after_backward() -> None:
+    loss = network()(cut(field(1, 3, 9, 5))).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_refuses_what_it_does_not_serve() -> None:
+    x = cut(field(1, 3, 9, 5)).requires_grad_()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable"):
+        x[:, 1:].add_(1)
+    with pytest.raises(ValueError, match="fields in different tiles"):
+        x + cut(field(1, 3, 9, 5), 2)
+    with pytest.raises(UnsupportedOperationError, match=r"cannot run torch\.linalg\.svdvals"):
+        torch.linalg.svdvals(x)
+    loss = (x * 2).sum()
+    with pytest.raises(RuntimeError, match="inside a function transform"):
+        torch.autograd.grad(loss, x, torch.ones(3, dtype=x.dtype), is_grads_batched=True)
+    pack: Any = lambda t: t.clone()  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        loss = (x * x).sum()
+    with pytest.raises(RuntimeError, match="saved_tensors_hooks that copy"):
+        loss.backward()
+
+
+def test_second_derivatives_on_tiles_without_rows_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="second derivative may where tiles have no rows; take"):
+        penalty(network(), cut(field(2, 3, 10, 7), 11))
+    assert penalty(network(), cut(field(2, 3, 10, 7), 3)).isfinite()  # the tiles can go on
+
+
+def test_is_a_tensor_of_one_process() -> None:
+    x = field(1, 3, 9, 5)
+    y = cut(x)
+    assert y.shape == x.shape
+    assert y.stride() == x.stride()
+    assert (y.numpy() == x.numpy()).all()
+    assert y.tolist() == x.tolist()
+    assert float(y.sum()) == pytest.approx(float(x.sum()))
+    assert torch.equal(lightning_shard.gather(copy.deepcopy(y)), x)
+    with pytest.raises(TypeError, match=r"pickle lightning_shard\.gather"):
+        copy.copy(y).__reduce_ex__(2)
+    assert "3 tiles" in repr(y)
+    y.data = cut(x * 2)
+    assert torch.equal(lightning_shard.gather(y), x * 2)
