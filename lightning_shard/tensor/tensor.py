@@ -373,7 +373,8 @@ def _refuse_memory(*_: Any) -> Any:
 
 # also within `allow_gather`: the memory of a gathered copy is gone, or a write into it is lost
 for _function in ("data_ptr", "const_data_ptr", "is_set_to", "storage", "untyped_storage"):
-    FACTS[getattr(Tensor, _function)] = _refuse_memory
+    if hasattr(Tensor, _function):  # torch 2.11 lacks const_data_ptr
+        FACTS[getattr(Tensor, _function)] = _refuse_memory
 
 
 def _show_requires_grad(tensor: DomainTensor) -> None:
