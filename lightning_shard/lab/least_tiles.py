@@ -3,7 +3,7 @@
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,15 +150,6 @@ def _copied(data: Any, module: LightningModule, stage: Stage) -> Any:
     if isinstance(data, DataLoader):
         return data
     return module.train_dataloader() if data is None and stage == "fit" else data
-
-
-def data_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the data module, or else the first loader, among the arguments of a Trainer."""
-    given = [*args, *kwargs.values()]
-    for kind in (LightningDataModule, DataLoader):
-        if found := [x for x in given if isinstance(x, kind)]:
-            return found[0]
-    return None
 
 
 def free_memory(device: torch.device, tile_memory: str | None) -> tuple[int, str]:

@@ -26,7 +26,7 @@ from lightning_shard.fsdp.paging.pager import Pager, pager_of
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
 from lightning_shard.tiles.tile_tensor import Tiles
-from lightning_shard.trainer.host import ParallelStrategy
+from lightning_shard.trainer.host import ParallelStrategy, data_of_stage
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
@@ -123,7 +123,7 @@ class TiledStrategy(HybridShardStrategy):
         options = self.sharding_options
         assert trainer.state.fn is not None
         self.chosen = least_tiles(
-            self._module, getattr(trainer, "datamodule", None), self.root_device, self.tile_memory,
+            self._module, data_of_stage(trainer), self.root_device, self.tile_memory,
             self.tile_budget, stage=_STAGES[trainer.state.fn], shard_dims=self.shard_dims,
             sharding=options.mode, precision=trainer.precision,
             activation_checkpointing=options.activation_checkpointing,
@@ -134,6 +134,10 @@ class TiledStrategy(HybridShardStrategy):
         )  # fmt: skip
         self.tiles = (int(most),)
         rank_zero_info(str(self.chosen))
+
+    def _options_alike(self) -> dict[str, str]:
+        tiles = "auto" if self._is_auto else "x".join(map(str, self.tiles))
+        return {"the number of tiles": tiles} | super()._options_alike()
 
     @override
     def batch_to_device(

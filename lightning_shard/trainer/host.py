@@ -83,6 +83,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 
 # Without its name `torch` Lightning's `grad_norm` cannot be given one that reads shards.
 from lightning.pytorch.utilities import grads
@@ -319,6 +320,19 @@ def meet_at(environment: LightningEnvironment, port: int) -> None:
 def throughputs(monitor: ThroughputMonitor) -> list[Any]:
     """Give the counters of a monitor, of which each multiplies by a number of processes."""
     return list(monitor._throughputs.values())
+
+
+def data_of_stage(trainer: Trainer) -> Any:
+    """Return the data module or the loader of a stage; None where the module has the loaders.
+
+    Without it `TiledStrategy("auto")` cannot read a batch of the loader that `fit` was given.
+    """
+    data = getattr(trainer, "datamodule", None)
+    if data is not None:
+        return data
+    loop: Any = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else trainer._active_loop
+    source = loop._data_source.instance
+    return None if isinstance(source, LightningModule) else source
 
 
 def follow_reductions(

@@ -139,6 +139,8 @@ def _count_replicas() -> None:
         if counted is not None and counted.world is dist.group.WORLD and counted.lasts():
             process_group = process_group or self.process_group or counted.group
             dist_sync_fn = dist_sync_fn or _states_of_replicas
+        elif dist_sync_fn is None and dist.is_initialized() and dist.get_world_size() == 1:
+            dist_sync_fn = _own_state
         elif dist_sync_fn is None and _holds_fields(self):
             dist_sync_fn = _whole_states
         plain(self, dist_sync_fn, process_group, *args, **kwargs)
@@ -152,11 +154,14 @@ def _holds_fields(metric: Metric) -> bool:
     return any(isinstance(x, LocalField) for s in states for x in (s if is_list(s) else [s]))
 
 
+def _own_state(state: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the state of the one process, on whatever device it is."""
+    return [state]
+
+
 def _whole_states(state: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the state of each process; of fields in tiles the whole of each."""
     if isinstance(state, LocalField):
-        if dist.get_world_size(group) == 1:
-            return [state]
         state = gather(state)
     return gather_all_tensors(state, group)
 

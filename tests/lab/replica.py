@@ -19,11 +19,11 @@ class Module(LightningModule):
         self.layer, self.fault = torch.nn.Conv2d(1, 1, 3, padding=1), fault
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.fault == "kill" and batch_idx == 1 and self.global_rank == 3:
+        if self.fault == "kill" and batch_idx == 1 and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "raise" and batch_idx == 1 and self.global_rank >= 2:
+        if self.fault == "raise" and batch_idx == 1 and self.global_rank == 1:
             raise LookupError("a mistake of the module")
-        if self.fault == "stop" and batch_idx == 1 and self.global_rank == 2:
+        if self.fault == "stop" and batch_idx == 1 and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return self.layer(batch).square().mean()
 

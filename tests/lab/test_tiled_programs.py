@@ -3,13 +3,14 @@
 import logging
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,6 @@ from lightning_shard import (
 )
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.processes.torch_private.internals import new_world, own_world, use_world
 from lightning_shard.tensor.placement import is_field
 from tests import training
 from tests.lab.test_tiled_training import QUIET, Plain, Stranger, loader, picture
@@ -247,20 +247,6 @@ def test_draws_the_numbers_of_one_process() -> None:
 @pytest.mark.spmd(1, "xpu")
 def test_draws_the_numbers_of_one_process_on_a_device() -> None:
     assert_random("xpu")
-
-
-@contextmanager
-def one_process() -> Generator[None]:
-    """Hide from a rank of the tests that there are others."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    with mock.patch.dict(os.environ, kept, clear=True):
-        own = own_world()
-        use_world(new_world())
-        try:
-            yield
-        finally:
-            use_world(own)
 
 
 class Seen(Callback):
@@ -519,23 +505,30 @@ def test_asks_for_more_tiles_where_memory_ends() -> None:
     run([4])
 
 
+def half_in_tiles(folder: str) -> None:
+    """Train an epoch in tiles, and two in one process; write a checkpoint, and the weights."""
+    data = DataLoader(Fields(picture, 4), 2, shuffle=True)
+    torch.manual_seed(5)
+    runner = Trainer(accelerator="cpu", strategy=TiledStrategy(3), max_epochs=1, **QUIET)
+    runner.fit(Stranger(), data)
+    runner.save_checkpoint(f"{folder}/half.ckpt")
+    torch.manual_seed(5)
+    whole = Stranger()
+    Trainer(accelerator="cpu", max_epochs=2, **QUIET).fit(whole, data)
+    torch.save(whole.state_dict(), f"{folder}/whole.pt")
+
+
 @computed_once
 def _half_in_tiles() -> Any:
-    """Train an epoch in tiles; return its checkpoint, and the weights of two in one process."""
-    folder = Path(tempfile.mkdtemp())
-    data = DataLoader(Fields(picture, 4), 2, shuffle=True)
-    with one_process():
-        torch.manual_seed(5)
-        runner = Trainer(accelerator="cpu", strategy=TiledStrategy(3), max_epochs=1, **QUIET)
-        runner.fit(Stranger(), data)
-        runner.save_checkpoint(folder / "half.ckpt")
-        torch.manual_seed(5)
-        whole = Stranger()
-        Trainer(accelerator="cpu", max_epochs=2, **QUIET).fit(whole, data)
-    return str(folder / "half.ckpt"), whole.state_dict()
+    """Run `half_in_tiles` in a process of its own, which is no rank of the tests."""
+    folder = tempfile.mkdtemp()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    program = f"from tests.lab import test_tiled_programs as t; t.half_in_tiles({folder!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=kept, check=True)
+    return f"{folder}/half.ckpt", torch.load(f"{folder}/whole.pt")
 
 
-@pytest.mark.slow
 @pytest.mark.spmd(2)
 def test_goes_on_on_two_ranks() -> None:
     path, whole = _half_in_tiles()

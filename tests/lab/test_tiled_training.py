@@ -2,13 +2,11 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -368,10 +366,8 @@ def test_refuses_what_it_cannot() -> None:
         TiledStrategy(0)
     with pytest.raises(ValueError, match="do not go with domain_parallel_size; leave it out"):
         TiledStrategy(2, domain_parallel_size=2)
-    with pytest.raises(ValueError, match="1 process; use devices=2, or leave out data_parallel_"):
+    with pytest.raises(ValueError, match="not the 1 process; use data_parallel_size 1 or auto"):
         train(Stranger(), TiledStrategy(2, data_parallel_size=2))
-    with pytest.raises(ValueError, match=r'"hybrid" spreads .* take "full" or "none"'):
-        TiledStrategy(2, sharding="hybrid")
     with pytest.raises(ValueError, match="compile_blocks hides from tiles"):
         TiledStrategy(2, sharding=ShardingOptions(compile_blocks=True))
     with pytest.raises(ValueError, match=r'leave it out, and give tile_budget, such as "8GB"'):
@@ -382,16 +378,8 @@ def test_refuses_what_it_cannot() -> None:
         TiledStrategy(2, tile_memory="/nowhere/at/all")
     with pytest.raises(ValueError, match=r"tile_budget must be a size such as \"8GB\""):
         TiledStrategy(2, tile_budget="much")
-    with (
-        mock.patch.object(sys, "ps1", ">>> ", create=True),
-        pytest.raises(ValueError, match="take turns on one device; use devices=1, or start a scr"),
-    ):
-        train(Stranger(), devices=2)
-    with pytest.raises(RuntimeError, match=r"return new tensors, such as x / 2 for x.div_"):
-        train(InPlace())
-    with pytest.raises(TypeError, match=r"cannot be copied \(cannot pickle.*make it in setup"):
-        train(Locked())
-    train(Unlocked())  # the way out
+    train(InPlace())  # hooks write into the batch once
+    train(Locked())  # nothing is copied
     with pytest.raises(LookupError, match="a mistake of the module"):
         train(Broken())
     train(Stranger(), TiledStrategy(3), max_steps=2, fast_dev_run=True)

@@ -22,6 +22,7 @@ from lightning_shard.ops.spectral.canvas import Canvas
 from lightning_shard.processes.torch_private.internals import in_transform
 from lightning_shard.tensor.placement import from_local
 from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 
 
 def avoid_whole_fields(root: nn.Module, mesh: DeviceMesh | None = None) -> None:
@@ -79,6 +80,9 @@ class _LazyCanvas:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; its spectrum of zeros is a `Canvas`."""
         run = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(x, TileTensor):
+            with _ComplexZerosAreCanvases(x.tiles):
+                return run(x, *args, **kwargs)
         if isinstance(x, DomainTensor):
             with _ComplexZerosAreCanvases():
                 return run(x, *args, **kwargs)
@@ -98,6 +102,10 @@ def _is_traced() -> bool:
 class _ComplexZerosAreCanvases(TorchFunctionMode):
     """Inside, `torch.zeros` of a complex dtype allocates nothing."""
 
+    def __init__(self, tiles: Tiles | None = None) -> None:
+        super().__init__()
+        self._tiles = tiles
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -105,5 +113,9 @@ class _ComplexZerosAreCanvases(TorchFunctionMode):
         dtype = kwargs.get("dtype")
         if func is torch.zeros and dtype is not None and dtype.is_complex and len(args) == 1:
             device = torch.device(kwargs.get("device") or "cpu")
-            return DomainTensor(Canvas.of(tuple(args[0]), dtype, device), device)
+            count = 1 if self._tiles is None else self._tiles.count
+            canvases = [Canvas.of(tuple(args[0]), dtype, device) for _ in range(count)]
+            if self._tiles is not None:
+                return TileTensor(self._tiles, canvases)
+            return DomainTensor(canvases[0], device)
         return func(*args, **kwargs)
