@@ -360,7 +360,7 @@ def _reshaped(view: Function, func: Function, tensor: Any, *args: Any, **kwargs:
     if is_trained:  # as under torch.no_grad() in torch, the tensor stays a leaf that is trained
         made = made.detach().requires_grad_()
     otherwise = "a tensor that autograd has saved cannot change its shape in place"
-    return _swapped(tensor, made, otherwise)
+    return swapped(tensor, made, otherwise)
 
 
 for _name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"):
@@ -445,7 +445,7 @@ def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
             "a plain tensor that autograd has saved cannot take split rows; make it like the split "
             "tensor (torch.zeros_like)"
         )
-        return _swapped(value.plain, DomainTensor(value.part), otherwise)
+        return swapped(value.plain, DomainTensor(value.part), otherwise)
     return DomainTensor(value) if _is_part(value) else value
 
 
@@ -454,8 +454,12 @@ def _is_part(value: Any) -> TypeGuard[Part]:
     return hasattr(type(value), "lazy")
 
 
-def _swapped(tensor: Tensor, made: Tensor, otherwise: str) -> Tensor:
-    """Let the caller's tensor, the same Python object, be the one that was made from now on."""
+def swapped(tensor: Tensor, made: Tensor, otherwise: str) -> Tensor:
+    """Let the caller's tensor, the same Python object, be the one that was made from now on.
+
+    Raises:
+        UnsupportedOperationError: Something in torch holds the tensor; `otherwise` is the sentence.
+    """
     try:
         torch.utils.swap_tensors(tensor, made)
     except RuntimeError as error:

@@ -10,13 +10,13 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.ops.become import Became, is_shared
 from lightning_shard.ops.registry import Rule, changes_first, run_rule
 from lightning_shard.processes.torch_private.internals import accessors, in_transform
-from lightning_shard.tensor.tensor import checked_call, on_parts
+from lightning_shard.tensor.tensor import checked_call, on_parts, swapped
 from lightning_shard.tiles.call_inputs import Inputs
 from lightning_shard.tiles.operation import Call
 from lightning_shard.tiles.results import Results
 from lightning_shard.tiles.tile_tensor import TileTensor
 from lightning_shard.tiles.views import note_views, note_write, refuse_write, renew
-from lightning_shard.tiles.whole import gathered_tiles, swapped
+from lightning_shard.tiles.whole import gathered_tiles
 
 Function = Callable[..., Any]
 
@@ -110,7 +110,12 @@ def _into_plain(
     made = call.field([each.part for each in given]) if became else call.plain(given)
     call.enter()
     if isinstance(made, TileTensor) and not shared:
-        swapped(plain, made)
+        swapped(
+            plain,
+            made,
+            "a plain tensor that autograd has saved cannot take rows of a field; make it like the "
+            "field (torch.zeros_like)",
+        )
     else:
         plain.copy_(gathered_tiles(made) if isinstance(made, TileTensor) else made)
     return None if func is Tensor.__setitem__ else plain

@@ -68,16 +68,15 @@ class _Exchange:
 class _Task:
     """A job that waits in the threads of the other tiles, with the state of the caller."""
 
-    __slots__ = ("contexts", "job", "modes")
+    __slots__ = ("context", "job", "modes")
 
-    def __init__(self, job: Job, tiles: int) -> None:
-        context = copy_context()
+    def __init__(self, job: Job) -> None:
         self.job, self.modes = job, CallerModes()
-        self.contexts: list[Context] = [context.copy() for _ in range(tiles)]
+        self.context: Context = copy_context()
 
     def run(self, tile: int) -> None:
         """Run the job for a tile, in its thread."""
-        self.contexts[tile].run(self._in_modes, tile)
+        self.context.copy().run(self._in_modes, tile)
 
     def _in_modes(self, tile: int) -> None:
         with self.modes.entered():
@@ -144,7 +143,7 @@ class Crew:
         self.is_running, before = True, self.exchanges
         self.states, self.draws = [], [0] * self.tiles
         self.answers, self.asked = [], [0] * self.tiles
-        task = _Task(job, self.tiles)
+        task = _Task(job)
         for tasks in self._tasks[1:]:
             tasks.append(task)
         try:

@@ -22,6 +22,7 @@ from lightning_shard.tensor.tensor import (
     DomainTensor,
     SplitInTransform,
     refusal,
+    swapped,
 )
 from lightning_shard.tiles.by_rule import by_rule
 from lightning_shard.tiles.operation import without_graph
@@ -32,7 +33,7 @@ from lightning_shard.tiles.views import (
     refuse_write,
     show_view,
 )
-from lightning_shard.tiles.whole import gathered_tiles, swapped
+from lightning_shard.tiles.whole import gathered_tiles
 
 Function = Callable[..., Any]
 
@@ -201,7 +202,8 @@ def _reshaped(view: Function, x: TileTensor, *args: Any, **kwargs: Any) -> Tenso
                     "gradient keeps the old one; set x.grad = None before"
                 )
             made = made.detach().requires_grad_()
-        swapped(x, made)  # now `made` is the field as it was
+        # afterwards `made` is the field as it was
+        swapped(x, made, "a tensor that autograd has saved cannot change its shape in place")
     x.view_of = None
     show_view(x, made, functools.partial(_viewed, view, args, kwargs))
     return x

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import refuse_stale
 from lightning_shard.processes.torch_private.internals import storage_key, without_rules
+from lightning_shard.tensor.tensor import swapped
 from lightning_shard.tiles.tile_tensor import TileTensor, View
 
 Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
@@ -68,13 +68,12 @@ def renew(x: TileTensor) -> None:
     view, made = x.view_of, fresh(x)
     if view is None or made is x:
         return
-    try:
-        torch.utils.swap_tensors(x, made)
-    except RuntimeError as error:
-        raise UnsupportedOperationError(
-            "a view of a field that was written since, and that autograd has saved, cannot be "
-            "written; take the view again after the write"
-        ) from error
+    swapped(
+        x,
+        made,
+        "a view of a field that was written since, and that autograd has saved, cannot be "
+        "written; take the view again after the write",
+    )
     x.view_of = View(view.base, view.again)
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.align import gathered
-from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout, splits_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.tiles.operation import Call, cut_as
@@ -71,15 +70,3 @@ def rows_of(layout: Layout) -> tuple[slice, ...]:
         dim[0].bounds(layout.grid) if dim[0].axes else (0, dim[0].extent) for dim in layout.dims
     ]
     return tuple(slice(low, high) for low, high in bounds)
-
-
-def swapped(plain: Tensor, made: TileTensor) -> Tensor:
-    """Let the caller's plain tensor, the same Python object, be a field from now on."""
-    try:
-        torch.utils.swap_tensors(plain, made)
-    except RuntimeError as error:
-        raise UnsupportedOperationError(
-            "a plain tensor that autograd has saved cannot take rows of a field; make it like the "
-            "field (torch.zeros_like)"
-        ) from error
-    return plain
