@@ -1,11 +1,13 @@
 """Finds the batches on which each step of a module is rehearsed."""
 
+import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.narrow import is_list
@@ -25,6 +27,21 @@ STEPS: dict[Stage, tuple[str, str]] = {
 
 class NotRehearsedError(LightningShardError):
     """A step cannot be rehearsed; the message says why."""
+
+
+def copy_of(module: LightningModule) -> LightningModule:
+    """Return a deep copy of a module that shares its datasets, whose open files have no copy."""
+    return copy.deepcopy(
+        module, {id(x): x for x in _held([vars(part) for part in module.modules()])}
+    )
+
+
+def _held(value: Any) -> Iterator[Dataset[Any] | DataLoader[Any]]:
+    if isinstance(value, Dataset | DataLoader):
+        yield value
+    elif type(value) in (list, tuple, dict):
+        for each in value.values() if type(value) is dict else value:
+            yield from _held(each)
 
 
 def has_own_loaders(module: LightningModule, data: Data, stage: Stage) -> bool:

@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp import offload as offload
 from lightning_shard.fsdp import plain_gradients
+from lightning_shard.lab.batches import copy_of
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
@@ -190,7 +191,7 @@ class _Body:
                 stack.enter_context(replaced(nn.Module, "_apply", _apply))
             stack.enter_context(self.mode)
             with fake_copies(self.mode) if self._is_fake else ExitStack():
-                module, data = copy.deepcopy(given.module), copy.copy(given.data)
+                module, data = copy_of(given.module), copy.copy(given.data)
             self._ledger.leave_out([*given.module.parameters(), *given.module.buffers()])
             if data is not None:  # it was set up for its batch, and could read files here
                 for hook in ("prepare_data", "setup"):

@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.data.tree import leaves_of, map_leaves
-from lightning_shard.lab.batches import STEPS, Stage
+from lightning_shard.lab.batches import STEPS, Stage, copy_of
 from lightning_shard.lab.simulate import simulate
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.nearest import nearest
@@ -111,7 +111,7 @@ def on_each_rank(function: Callable[[Task], T], task: Task) -> list[T]:
 
 
 def _on_rank(function: Callable[[Task], T], task: Task) -> T:
-    module, data = copy.deepcopy(task.module), copy.copy(task.data)  # its datasets may be files
+    module, data = copy_of(task.module), copy.copy(task.data)  # its datasets may be files
     replica = dist.get_rank() // max(1, math.prod(task.mesh[1:]))
     batches = [share(batch, replica, *task.mesh[:1]) for batch in task.batches]
     return function(replace(task, module=module, data=data, batches=batches))
