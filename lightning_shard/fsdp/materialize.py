@@ -131,8 +131,8 @@ def materialize(
                     moved[p] = nn.Parameter(torch.empty_like(p, device=place), p.requires_grad)
                 own_parameters(module)[name] = moved[p]
         for name, buffer in own_buffers(module).items():
-            if buffer is not None and buffer.is_meta:
-                own_buffers(module)[name] = torch.empty_like(buffer, device=device)
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=device))
     unmade, first = set(moved.values()), dict[nn.Parameter, nn.Module]()
     for module in wanted:
         _reset_whole(module, device, unmade, first)
@@ -194,7 +194,7 @@ def _needs_reset(module: nn.Module, from_file: bool) -> bool:
     """Return True if `module` itself holds tensors that only a reset gives values."""
     own = [*own_parameters(module).values(), *own_buffers(module).values()]
     if from_file:
-        own = [own_buffers(module)[name] for name in unsaved_buffers(module)]
+        own = [own_buffers(module).get(name) for name in unsaved_buffers(module)]
     return any(t is not None and t.is_meta for t in own)
 
 

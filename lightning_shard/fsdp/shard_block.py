@@ -6,6 +6,7 @@ Parameters of a group must have one dtype; those of another one stay whole (plai
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,12 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lightning_shard.data.tree import map_leaves
+from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.fsdp.blocks import can_be_gathered
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.device import device_of
 from lightning_shard.processes.torch_private.internals import is_view, own_parameters
 from lightning_shard.tensor.placement import pack, unpack
 from lightning_shard.tensor.tensor import DomainTensor
+
+SHOWS_WHOLE = ContextVar("SHOWS_WHOLE", default=False)  # True within `whole_parameters`
 
 
 def shard_block(
@@ -174,6 +179,12 @@ def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
     local = LocalTensors()
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if in_forward_mode() and torch.is_grad_enabled() and not SHOWS_WHOLE.get():
+            raise UnsupportedOperationError(
+                f"{class_name(block)}, whose parameters are sharded, ran in forward mode, as by "
+                "torch.func.jvp; FSDP2 would not reduce the gradients of a loss of tangents: keep "
+                "parameters whole with sharding='none', or take no gradients (torch.no_grad())"
+            )
         if torch.is_inference_mode_enabled():  # tensors that FSDP2 made in it could not be trained
             with torch.inference_mode(False):
                 cast("FSDPModule", block).unshard()

@@ -44,7 +44,7 @@ from lightning_shard.processes.torch_private.internals import (
     own_buffers,
     own_parameters,
     tree_leaves,
-    tree_map,
+    tree_map_only,
 )
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
@@ -197,7 +197,7 @@ class _Body:
                 for hook in ("prepare_data", "setup"):
                     setattr(data, hook, _nothing)
             if self._is_fake:
-                batch = tree_map(_as_fake, batch)
+                batch = tree_map_only(object, _as_fake, batch)
             task = replace(given, module=module, data=data, batches=[batch])
             if task.stage == "fit":
                 train(task, 1, self._recorder.cut, self.follower, warm_up=1)
@@ -403,12 +403,12 @@ def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
     """Do `Module._apply` without a write into memory, which fake parameters do not have."""
     for module in self.modules() if recurse else (self,):
         for own in (own_parameters(module), own_buffers(module)):
-            kept: Any = own
             for name, old in [(name, x) for name, x in own.items() if x is not None]:
                 new = change(old.detach())
                 if (new.dtype, new.device) != (old.dtype, old.device):
                     is_parameter = isinstance(old, nn.Parameter)
-                    kept[name] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                    made = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                    setattr(module, name, made)
     return self
 
 

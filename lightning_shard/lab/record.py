@@ -21,12 +21,11 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_shard.checkpoint.state import full_module_state
-from lightning_shard.data.tree import leaves_of
+from lightning_shard.data.tree import leaves_of, named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab.run import Task, on_each_rank, run_here
 from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.narrow import is_mapping
-from lightning_shard.processes.torch_private.internals import keystr, tree_flatten_with_path
 from lightning_shard.tensor import autograd_function, gathering
 from lightning_shard.tensor.escape import allow_gather
 from lightning_shard.tensor.placement import gather
@@ -234,8 +233,8 @@ class _Recorder(Callback):
         """Keep what the step returned for the batch of a loader."""
         self._found.split = split_summary(batch)
         of_loader = f" of loader {dataloader_idx}" if dataloader_idx else ""
-        for path, leaf in tree_flatten_with_path(outputs)[0]:
-            name = f"output{of_loader}{keystr(path)}"
+        for path, leaf in named_leaves(outputs):
+            name = f"output{of_loader}" + "".join(f"[{key!r}]" for key in path)
             if isinstance(leaf, Tensor):
                 self._values[name] = gather(leaf).detach().cpu().clone()
             elif isinstance(leaf, bool | int | float | str):

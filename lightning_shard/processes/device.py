@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_shard.processes.torch_private.internals import internal
-
 ONECCL = "oneccl_bindings_for_pytorch"
 
 COLLECTIVE_KERNELS = ("nccl", "oneccl")  # how their names begin in a trace of a device
@@ -195,6 +193,6 @@ def let_gloo_stand_beside(device_type: str) -> None:
     only; on Intel GPUs `new_group(backend="gloo")` would raise, in Lightning's `prepare_data` too
     (https://github.com/pytorch/pytorch/issues/162237, open with torch 2.15).
     """
-    known = internal("torch.distributed.Backend.backend_capability")[dist.Backend.GLOO]
+    known = dist.Backend.backend_capability[dist.Backend.GLOO]
     if device_type not in known:
         known.append(device_type)

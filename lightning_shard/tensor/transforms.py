@@ -34,7 +34,6 @@ from lightning_shard.processes.torch_private.internals import (
     tree_map_only,
     tree_unflatten,
 )
-from lightning_shard.tensor.tangents_of_blocks import hook_tangents_of_blocks
 from lightning_shard.tensor.tensor import DomainTensor, SplitInTransform, domains_met, meet
 
 Function = Callable[..., Any]
@@ -52,7 +51,6 @@ def install_transforms() -> None:
         "linearize": _linearize_for,
     }.items():
         replace_internal(_EAGER + name, make)
-    hook_tangents_of_blocks()
     torch.func.linearize = _linearize_for(torch.func.linearize)
     replace_internal("torch._functorch.apis.vmap_impl", _vmap_for)
 

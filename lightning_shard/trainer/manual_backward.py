@@ -18,16 +18,23 @@ from torch.optim import Optimizer
 from lightning_shard.fsdp.shard_block import sharded_modules
 from lightning_shard.fsdp.step_writes import GATHERED, Gathered
 from lightning_shard.ops.elementwise.whole_gradients import are_alike, mark_of
-from lightning_shard.processes.torch_private.internals import give_up_whole
 
 
 class ManualBackward:
     """Makes the backward passes of one module; it is built before the module's first step."""
 
-    def __init__(self, root: FSDPModule, optimizers: Iterable[Optimizer]) -> None:
-        """Follow `optimizers`, which hold parameters of `root` or of what lies in it."""
+    def __init__(
+        self, root: FSDPModule, optimizers: Iterable[Optimizer], *, stay_whole: bool
+    ) -> None:
+        """Follow the optimizers of a module.
+
+        Args:
+            root: The module.
+            optimizers: They hold parameters of `root` or of what lies in it.
+            stay_whole: True if the parameters of all blocks stay whole until backward.
+        """
         assert isinstance(root, nn.Module)
-        self.root = root
+        self.root, self._stay_whole = root, stay_whole
         self.optimized = {p for o in optimizers for g in o.param_groups for p in g["params"]}
         self.names = {name for name, p in root.named_parameters() if p in self.optimized}
         self.trained = self.names
@@ -130,8 +137,13 @@ class ManualBackward:
         self._take_what_was_changed()
 
     def _gather_again(self) -> None:
-        for module in sharded_modules(self.root):  # not reshard(), which waits for a backward pass
-            give_up_whole(module)
+        for module in sharded_modules(self.root):
+            # else reshard() waits for a backward pass where parameters stay whole until then
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+            module.set_reshard_after_forward(
+                module is not self.root and not self._stay_whole, recurse=False
+            )
         self.root.unshard()
         for name, p in self.root.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
             if name in self.names & self.trained and p not in self.optimized:

@@ -69,7 +69,7 @@ class Steps:
         if module.automatic_optimization:
             return
         if isinstance(module, FSDPModule):
-            self._manual = ManualBackward(module, optimizers)
+            self._manual = ManualBackward(module, optimizers, stay_whole=self._whole_until_backward)
         elif self.plain is not None:
             self.plain.watches_assigned = True
             for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""A step of MeanFlow under the strategy: a jvp of blocks that FSDP2 shards, then backward."""
+"""A step of MeanFlow under the strategy: a jvp of blocks, then backward; shards refuse it."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch import nn
 from torch.func import jvp
 from torch.utils.data import DataLoader
 
+from lightning_shard import UnsupportedOperationError
 from lightning_shard.checkpoint.state import full_module_state
 from tests.parity import assert_same
 from tests.tensor.test_transforms import Net, mean_flow
@@ -81,3 +82,10 @@ def test_a_step_equals_one_process(run_each):
         },
     )
     run_each(4, check_step, {"2x2": {"domain": (2,), "replicas": 2}})
+
+
+@pytest.mark.spmd(2)
+def test_sharded_blocks_refuse_it():
+    fit = trainer((2,), strategy={"sharding": "full", "min_num_params": 1}).fit
+    with pytest.raises(UnsupportedOperationError, match=r"forward mode.*sharding='none'"):
+        fit(MeanFlow(), DataLoader(samples(), 2))

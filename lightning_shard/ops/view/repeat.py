@@ -26,7 +26,6 @@ from lightning_shard.ops.registry import implements, listed
 from lightning_shard.ops.view.aligned import Operand, as_split, brought
 from lightning_shard.ops.view.index import chosen_rows
 from lightning_shard.ops.view.reshape import flatten, unsqueeze
-from lightning_shard.processes.torch_private.internals import meshgrid as meshgrid_of_cpp
 from lightning_shard.processes.torch_private.typed import integers, typed_torch
 
 
@@ -134,7 +133,7 @@ def broadcast_tensors(func: Callable[..., Any], *tensors: Any) -> tuple[Subdomai
     return tuple(spread(o, layout, owner) for o in operands)
 
 
-@implements(torch.meshgrid, meshgrid_of_cpp)
+@implements(torch.meshgrid)
 def meshgrid(
     func: Callable[..., Any], *tensors: Any, indexing: str | None = None
 ) -> tuple[Subdomain, ...]:

@@ -12,10 +12,9 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.index import chosen_rows, strided
-from lightning_shard.processes.torch_private.internals import functions_of_cpp
 
 
-@implements(F.pad, functions_of_cpp.pad)
+@implements(F.pad)
 def pad(
     func: Callable[..., Any],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.autograd.forward_ad
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 # name -> what breaks without it; a name may have another in some releases, after a bar
 INTERNALS = {
     # dispatch of split tensors (tensor/tensor.py)
     "torch.Tensor._make_wrapper_subclass": "a split tensor has a shape and no memory",
-    "torch._C.DisableTorchFunctionSubclass": "facts of the wrapper are read without a rule",
-    "torch._C.TensorBase": "getters and setters of requires_grad and grad_fn are told apart",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "rules are not traced by torch.compile",
     "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
     "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
@@ -44,10 +43,7 @@ INTERNALS = {
     "torch.utils._python_dispatch.TorchDispatchMode": "compiled blocks call no others",
     # the table of rules (ops)
     "torch._C._jit_get_all_schemas": "pointwise functions are found by their tag",
-    "torch._ops.OpOverload": "operators of torch.ops are named in messages",
-    "torch._ops.OpOverloadPacket": "pointwise functions are found by their tag",
     "torch._C._nn": "pad and the activations of C++ have rules",
-    "torch._C._VariableFunctions.meshgrid": "torch.meshgrid has a rule",
     "torch._is_all_true": "torch.distributions checks its arguments by it",
     "torch._make_dual": "dual tensors of forward mode are split",
     "torch._unpack_dual": "the same",
@@ -64,13 +60,9 @@ INTERNALS = {
     "torch._subclasses.fake_tensor.FakeCopyMode": "a step is predicted without numbers",
     # autograd.Functions (tensor/autograd_function.py)
     "torch.autograd.Function._backward_cls": "a Function's node of the graph is known by its class",
-    "torch.autograd.function.BackwardCFunction": "a Function's own backward runs inside ours",
     "torch.nn.modules._functions.SyncBatchNorm": "nn.SyncBatchNorm has a rule",
     "torch.nn.modules._functions.BackwardHookFunction": "full backward hooks see split tensors",
-    "torch.utils.checkpoint.CheckpointFunction": "reentrant checkpoints take split tensors",
     # TorchScript (tensor/scripted.py)
-    "torch.jit.ScriptFunction": "functions of TorchScript are called on split tensors",
-    "torch._C.ScriptMethod": "a module of TorchScript is refused by a sentence of its own",
     # forward mode and torch.func (domain/forward_mode.py, tensor/transforms.py)
     "torch.autograd.forward_ad._current_level": "collectives carry tangents where others do",
     "torch._C._is_fwd_grad_enabled": "the same",
@@ -94,26 +86,15 @@ INTERNALS = {
         "parameters that a rank has not used get zero gradients",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward":
         "the same",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded":
-        "a step that has had no backward pass keeps the weights from before its optimizer's step",
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook":
-        "gradients through tangents are reduced",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
-    "._register_post_backward_hook": "the same",
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_backward": "the same",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs":
-        "whole parameters outside of steps have the precision in which they are kept",
     "torch.Tensor._backward_hooks":
         "hooks of whole parameters see the mean; those of shards, which FSDP2 drops, are refused",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
     "torch.distributed.tensor._redistribute.redistribute_local_tensor":
         "a rank that reads shards alone ends",
-    "torch.distributed.tensor.DTensor": "`p.data = value` of a shard is refused",
     "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
         "numbers that are read from shards are refused",
     "torch.autograd._engine_run_backward": "gradients of parameters inside of steps are whole",
     "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
-    "torch.nn.Module._buffers": "a module's own buffers leave the meta device",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
     "torch.nn.Module._apply": "a module moves to its device, but for what is on the meta device",
     "torch.Tensor._base": "a view of a parameter is told from other tensors",
@@ -121,49 +102,26 @@ INTERNALS = {
     # tensors that are away from the device (fsdp/paging)
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack":
         "a pager is told which memory FSDP2 frees itself",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage": "the same",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.free_storage": "the same",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.alloc_storage": "the same",
     "torch.overrides._get_current_function_mode_stack":
         "a mode around tiles, which their threads do not have, is refused",
-    "torch.utils._device.DeviceContext": "a default device around tiles is not",
-    "torch._C.DispatchKey.ADInplaceOrView": "writes of functional collectives are seen",
     "torch._C._dispatch_tls_is_dispatch_key_excluded": "the same",
     "torch._C._dispatch_tls_set_dispatch_key_excluded": "the same",
-    "torch._C.DisableTorchFunction": "a pager looks at tensors without being called for it",
     # containers of tensors: batches, and what modules and steps return
-    "torch.utils._pytree.keystr": "a tensor of a batch is called by its place",
     "torch.utils._pytree.tree_flatten": "blocks take and return split tensors in containers",
-    "torch.utils._pytree.tree_flatten_with_path": "batches are split, and described",
-    "torch.utils._pytree.tree_leaves": "batches are counted, and looked through",
-    "torch.utils._pytree.tree_map": "blocks take and return split tensors in containers",
-    "torch.utils._pytree.tree_map_only": "predictions are moved to the CPU",
     "torch.utils._pytree.tree_unflatten": "blocks take and return split tensors in containers",
     "torch.utils.data._utils.collate.default_collate_fn_map": "DataLoaders batch slabs",
     # processes
     "torch.distributed.device_mesh.DeviceMesh._flatten": "all axes of a mesh have one group",
     "torch.distributed.distributed_c10d._get_default_store": "ranks report failures to each other",
-    "torch.distributed.distributed_c10d._world.pg_map": "a fork forgets its parent's groups",
     "torch.distributed.ProcessGroup._get_backend": "meshes are made where a group cannot be split",
-    "torch.distributed.ProcessGroup.bound_device_id":
-        "meshes are made where a group cannot be split",
-    "torch.distributed.Backend.backend_capability": "gloo stands beside xccl",
     "torch.distributed.distributed_c10d._get_default_group": "modules' collectives count replicas",
     "torch.distributed.distributed_c10d._rank_not_in_group": "modules' collectives count replicas",
-    "torch.distributed.distributed_c10d._world.pg_group_ranks":
-        "modules' collectives number replicas from 0",
     "torch.ScriptObject._type": "collectives of a step that some ranks do not run are refused",
     "torch.distributed._functional_collectives._resolve_group|_resolve_group_name":
         "modules' functional collectives count replicas",
     # ranks that are threads (lab/simulated)
-    "torch.distributed.distributed_c10d._world": "a simulated rank has its own process groups",
-    "torch.distributed.distributed_c10d._pg_map": "the same",
-    "torch.distributed.distributed_c10d._pg_names": "the same",
-    "torch.distributed.distributed_c10d._pg_group_ranks": "the same",
-    "torch.distributed.distributed_c10d._pg_backend_config": "the same",
-    "torch.distributed.distributed_c10d._group_count": "the same",
-    "torch.distributed.distributed_c10d._tags_to_pg": "the same",
-    "torch.distributed.distributed_c10d._pg_to_tag": "the same",
+    "torch.distributed.distributed_c10d._world":  # it has pg_map, pg_names and pg_group_ranks
+        "a simulated rank, or a fork, has its own process groups; replicas are numbered from 0",
     "torch.distributed.Backend._plugins": "simulated ranks have groups of their own backend",
     "torch._C._distributed_c10d._set_thread_isolation_mode": "threads have groups of one name",
 }  # fmt: skip
@@ -216,7 +174,6 @@ def internal(path: str) -> Any:
 
 make_wrapper: Callable[..., Any] = internal("torch.Tensor._make_wrapper_subclass")
 _forbid: Callable[[int, str], None] = internal("torch._C._set_storage_data_ptr_access_error_msg")
-without_rules: Callable[[], Any] = internal("torch._C.DisableTorchFunctionSubclass")
 frame_callback: Callable[[], Any] = internal("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 untraced: Callable[..., Any] = internal("torch._compile._disable_dynamo")
 views_replayed: Callable[[bool], Any] = internal(
@@ -229,7 +186,6 @@ functions_of_cpp: Any = internal("torch._C._nn")
 make_dual: Callable[..., Tensor] = internal("torch._make_dual")
 unpack_dual: Callable[..., tuple[Tensor, Tensor | None]] = internal("torch._unpack_dual")
 is_all_true: Callable[[Tensor], Tensor] = internal("torch._is_all_true")
-meshgrid: Callable[..., Any] = internal("torch._C._VariableFunctions.meshgrid")
 left_aligned: Callable[..., Any] = internal("torch._nested_tensor_from_mask_left_aligned")
 in_transform: Callable[[], bool] = internal("torch._C._are_functorch_transforms_active")
 # torch has no types for its functions
@@ -247,40 +203,43 @@ open_modes: Callable[[], list[Any]] = internal(
 open_function_modes: Callable[[], list[Any]] = internal(
     "torch.overrides._get_current_function_mode_stack"
 )
-DeviceContext: Any = internal("torch.utils._device.DeviceContext")
-without_functions: Callable[[], Any] = internal("torch._C.DisableTorchFunction")
 DispatchMode: Any = internal("torch.utils._python_dispatch.TorchDispatchMode")
-BackwardNode: Any = internal("torch.autograd.function.BackwardCFunction")
-Operator: Any = internal("torch._ops.OpOverload")
-OperatorPacket: Any = internal("torch._ops.OpOverloadPacket")
 SyncBatchNorm: Any = internal("torch.nn.modules._functions.SyncBatchNorm")
 BackwardHookFunction: Any = internal("torch.nn.modules._functions.BackwardHookFunction")
-CheckpointFunction: Any = internal("torch.utils.checkpoint.CheckpointFunction")
-ScriptFunction: Any = internal("torch.jit.ScriptFunction")
-ScriptMethod: Any = internal("torch._C.ScriptMethod")
+
+# public names, of which pyright knows no type
+without_rules: Callable[[], Any] = torch.DisableTorchFunctionSubclass  # pyright: ignore
+without_functions: Callable[[], Any] = torch.DisableTorchFunction  # pyright: ignore
+BackwardNode: Any = torch.autograd.function.BackwardCFunction
+CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
+ScriptFunction: Any = torch.ScriptFunction
+ScriptMethod: Any = torch.ScriptMethod  # pyright: ignore
+Operator: Any = type(torch.ops.aten.add.Tensor)
+OperatorPacket: Any = type(torch.ops.aten.add)
 
 
 def accessors(name: str) -> Any:
     """Find the descriptor of a tensor's attribute; `__torch_function__` is given its methods."""
-    return internal("torch._C.TensorBase").__dict__[name]
+    return getattr(Tensor, name)
 
 
 if TYPE_CHECKING:  # pyright reads their types here
-    from torch.utils._pytree import keystr as keystr
     from torch.utils._pytree import tree_flatten as tree_flatten
-    from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
-    from torch.utils._pytree import tree_leaves as tree_leaves
-    from torch.utils._pytree import tree_map as tree_map
-    from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 else:
-    keystr = internal("torch.utils._pytree.keystr")
     tree_flatten = internal("torch.utils._pytree.tree_flatten")
-    tree_flatten_with_path = internal("torch.utils._pytree.tree_flatten_with_path")
-    tree_leaves = internal("torch.utils._pytree.tree_leaves")
-    tree_map = internal("torch.utils._pytree.tree_map")
-    tree_map_only = internal("torch.utils._pytree.tree_map_only")
     tree_unflatten = internal("torch.utils._pytree.tree_unflatten")
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """List the leaves of containers that torch knows as trees."""
+    return tree_flatten(tree)[0]
+
+
+def tree_map_only(kind: type[Any], function: Callable[[Any], Any], tree: Any) -> Any:
+    """Build a tree again with `function` of each leaf of a class in its place."""
+    leaves, structure = tree_flatten(tree)
+    return tree_unflatten([function(x) if isinstance(x, kind) else x for x in leaves], structure)
 
 
 def dual_level() -> int:
@@ -311,10 +270,9 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Give the dict in which a module holds its own buffers; an entry can be replaced."""
-    assert "torch.nn.Module._buffers" in INTERNALS
-    return module._buffers
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's own buffers by name; one is replaced by `setattr`."""
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
@@ -366,7 +324,7 @@ def version_of(x: Tensor) -> int:
 @contextmanager
 def counting_writes() -> Generator[None]:
     """Let writes be counted while open, also inside of an operator, where torch counts none."""
-    key = internal("torch._C.DispatchKey.ADInplaceOrView")
+    key = torch.DispatchKey.ADInplaceOrView  # pyright: ignore
     change = internal("torch._C._dispatch_tls_set_dispatch_key_excluded")
     before = internal("torch._C._dispatch_tls_is_dispatch_key_excluded")(key)
     change(key, False)
@@ -399,19 +357,6 @@ def parameter_groups(module: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
     groups = [state._fsdp_param_group] if groups is None else groups
     return [group for group in groups if group is not None]
-
-
-def give_up_whole(module: Any) -> None:
-    """Let a sharded module have its shards, also where FSDP2 keeps the whole until backward."""
-    for group in parameter_groups(module):
-        internal(
-            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded"
-        )(group)
-
-
-def pre_backward_of(state: Any) -> Callable[[Tensor], Tensor]:
-    """Return FSDP2's hook that gathers a block's parameters before its backward pass."""
-    return state._pre_backward
 
 
 def gather_of(group: Any) -> Any:
@@ -496,7 +441,8 @@ def set_data_of_dtensors(check: Callable[[Any, Any], None]) -> None:
         check(tensor, value)
         plain.__set__(tensor, value)
 
-    internal("torch.distributed.tensor.DTensor").data = property(plain.__get__, change)
+    vars_of: Any = DTensor
+    vars_of.data = property(plain.__get__, change)
 
 
 def gathered_by(module: Any) -> list[Any]:
@@ -504,42 +450,9 @@ def gathered_by(module: Any) -> list[Any]:
     return [record for group in parameter_groups(module) for record in group.fsdp_params]
 
 
-# fields of FSDP2's record of a parameter that depend on the dtype in which it is gathered
-_OF_GATHERED_DTYPE = ("param_dtype", "init_dtype_attrs", "all_gather_outputs", "_unsharded_param")
-
-
-@contextmanager
-def gathered_as_kept(module: Any) -> Generator[None]:
-    """Let FSDP2, while open, gather for `module` in the dtype of the shards, and cast nothing.
-
-    The parameters must be sharded when this begins and when it ends.
-    """
-    state = module._get_fsdp_state()
-    for group in parameter_groups(module):
-        group.lazy_init()  # it sets these dtypes
-    cast = [record for record in gathered_by(module) if record.param_dtype is not None]
-    policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
-    _swap(cast)
-    try:
-        yield
-    finally:
-        _swap(cast)
-        state._mp_policy = policy
-
-
-def _swap(records: list[Any]) -> None:
-    """Take the memory of the other dtype; each keeps its own, which holds nothing meanwhile."""
-    for record in records:
-        held = vars(record)
-        other = held.pop("_of_other_dtype", None)
-        if other is None:
-            other = {"param_dtype": None, "init_dtype_attrs": _keep, "all_gather_outputs": []}
-        now = {name: held.pop(name) for name in _OF_GATHERED_DTYPE if name in held}
-        held.update(other, _of_other_dtype=now)
-
-
-def _keep(_: MixedPrecisionPolicy) -> None:
-    """Leave the dtypes, which FSDP2 would set again from its policy."""
+def gathers_cast(module: Any) -> bool:
+    """Return True if FSDP2 gathers parameters of `module` in another dtype than that of shards."""
+    return module._get_fsdp_state()._mp_policy.param_dtype is not None
 
 
 def module_of(record: Any) -> Any:
@@ -557,21 +470,14 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     return internal("torch.distributed.device_mesh.DeviceMesh._flatten")(mesh, name)
 
 
-def _of_this_rank(path: str) -> Any:
-    """Find the object of a name, anew each time: simulated ranks have objects of their own."""
-    assert path in INTERNALS, path
-    return _find(path)
-
-
 def open_groups() -> dict[Any, Any]:
     """Give all process groups of this process, with their stores."""
-    return _of_this_rank("torch.distributed.distributed_c10d._world.pg_map")
+    return own_world().pg_map
 
 
 def number_in_group(group: dist.ProcessGroup) -> None:
     """Call the ranks of the group by their number in it, also as `src` and `dst`."""
-    ranks = _of_this_rank("torch.distributed.distributed_c10d._world.pg_group_ranks")
-    ranks[group] = {rank: rank for rank in range(group.size())}
+    own_world().pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
 
 
 def replace_internal(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -606,7 +512,7 @@ def group_of_collective(args: Sequence[Any]) -> dist.ProcessGroup | None:
 
 
 def _names_of_groups() -> list[str]:
-    return list(internal("torch.distributed.distributed_c10d._world").pg_names.values())
+    return list(own_world().pg_names.values())
 
 
 def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -614,24 +520,30 @@ def splits(group: dist.ProcessGroup, device: torch.device) -> bool:
     return internal("torch.distributed.ProcessGroup._get_backend")(group, device).supports_splitting
 
 
-# variables of distributed_c10d that know the process groups of this process
-_WORLD = ("_world", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config",
-          "_group_count", "_tags_to_pg", "_pg_to_tag")  # fmt: skip
+def own_world() -> Any:
+    """Return the object by which torch knows the process groups of this process.
+
+    It is found anew each time, since simulated ranks have objects of their own.
+    """
+    return _find("torch.distributed.distributed_c10d._world")
 
 
-def own_world() -> dict[str, Any]:
-    """Give what torch knows of the process groups of this process."""
-    return {name: _of_this_rank(f"torch.distributed.distributed_c10d.{name}") for name in _WORLD}
-
-
-def use_world(world: dict[str, Any]) -> None:
+def use_world(world: Any) -> None:
     """Let torch know other process groups; of `new_world()` none."""
-    vars(_find("torch.distributed.distributed_c10d")).update(world)
+    vars(_find("torch.distributed.distributed_c10d"))["_world"] = world
 
 
-def new_world() -> dict[str, Any]:
-    """Return what torch knows where there are no process groups."""
-    return {name: type(value)() for name, value in own_world().items()}
+# properties of torch's object whose values are variables of the module, and how each begins
+_OF_MODULE = {"pg_map": dict, "pg_names": dict, "pg_group_ranks": dict, "pg_backend_config": dict,
+              "group_count": int, "tags_to_pg": dict, "pg_to_tag": dict}  # fmt: skip
+
+
+def new_world() -> Any:
+    """Return an object as `own_world` does that knows no process groups and holds its own."""
+    kind: Any = type("OwnWorld", (type(own_world()),), dict.fromkeys(_OF_MODULE))
+    made = kind()
+    vars(made).update({name: begin() for name, begin in _OF_MODULE.items()})
+    return made
 
 
 def backend_plugins() -> dict[str, Any]:
