@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
     from lightning_shard.checkpoint.weights import load_weights as load_weights
     from lightning_shard.checkpoint.weights import save_weights as save_weights
+    from lightning_shard.data.field_sink import FieldSink as FieldSink
     from lightning_shard.data.readers.field_dataset import FieldDataset as FieldDataset
     from lightning_shard.data.readers.field_file import FieldFile as FieldFile
     from lightning_shard.data.readers.field_file import write_fields as write_fields
+    from lightning_shard.data.readers.pictures import ImageFile as ImageFile
     from lightning_shard.data.readers.series_dataset import SeriesDataset as SeriesDataset
     from lightning_shard.data.readers.series_file import SeriesFile as SeriesFile
     from lightning_shard.data.readers.series_file import open_series as open_series
@@ -110,7 +112,9 @@ __all__ = [
     "EpochReport",
     "FieldDataset",
     "FieldFile",
+    "FieldSink",
     "HybridShardStrategy",
+    "ImageFile",
     "Layout",
     "LightningShardError",
     "Prediction",
@@ -208,9 +212,11 @@ _MODULES = {
     # files of fields, of which a rank reads its part
     "slab_of": "data.slab",
     "Slab": "data.slab",
+    "FieldSink": "data.field_sink",
     "FieldDataset": "data.readers.field_dataset",
     "FieldFile": "data.readers.field_file",
     "write_fields": "data.readers.field_file",
+    "ImageFile": "data.readers.pictures",
     "SeriesDataset": "data.readers.series_dataset",
     "SeriesFile": "data.readers.series_file",
     "open_series": "data.readers.series_file",

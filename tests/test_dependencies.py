@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
     "neuralop transformers torchvision tokenizers zarr h5py scipy sklearn matplotlib threadpoolctl "
-    "tltorch tensorly xarray nibabel"
+    "tltorch tensorly xarray nibabel tifffile"
 ).split()
 
 # docs/devices.md says in which orders of imports Lightning knows the names

@@ -11,6 +11,11 @@ OPTIONS = {  # those that LightningCLI does not have: the value, and what it doe
     ),
     "tile_memory": ("DIR", "waiting tiles lie in files of DIR, not in the host's memory"),
     "tile_budget": ("SIZE", "bytes of tiles that stay on the device, such as 8GB; others travel"),
+    "output": (
+        "PATH",
+        "where predictions go: *.zarr, *.h5, *.nii.gz, *.tif, or a folder; by default the folder "
+        "predictions beside the logs",
+    ),
     "test_after_fit": ("BOOL", "test the final weights when fit ends"),
     "report": ("BOOL", "write report.html into the log directory; true by default"),
     "profile": ("BOOL", "record three steps of all ranks, and print where the time goes"),
@@ -83,7 +88,12 @@ examples
   {program} fit --model my_pkg.Module --data my_pkg.Data --trainer.devices 2
   {program} fit --config tfno_darcy --tiles 8
 """,
-    **dict.fromkeys(("validate", "test", "predict"), EVALUATION),
+    **dict.fromkeys(("validate", "test"), EVALUATION),
+    "predict": EVALUATION.replace(
+        "the model.",
+        "the model, and writes what predict_step\nreturns, each sample once, in the order of the "
+        "dataset.",
+    ).replace("last.ckpt\n", "last.ckpt --output out.zarr\n"),
     "check": """\
 usage: {program} check --config FILE [options of fit]
 
@@ -220,6 +230,7 @@ def page(command: str) -> str:
             subsequent_indent=24 * " ",
         )
         for name, (value, text) in OPTIONS.items()
-        if command == "fit" or name.startswith("tile")
+        if name.startswith("tile")
+        or (command == "predict" if name == "output" else command == "fit")
     )
     return PAGES.get(command, FIRST).format(program=PROGRAM, command=command, own=own).rstrip()

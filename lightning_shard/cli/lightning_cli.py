@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -26,7 +27,7 @@ from lightning_shard.cli.help import OPTIONS, PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_a_failure, words_of_an_interrupt
-from lightning_shard.cli.tiles import TYPES, builder, check_tiles
+from lightning_shard.cli.tiles import TYPES, builder, check_output, check_tiles
 from lightning_shard.cli.usage import (
     ENV_PREFIX,
     UsageError,
@@ -38,10 +39,11 @@ from lightning_shard.cli.usage import (
 )
 from lightning_shard.lab.predict_in_tiles import predicting
 from lightning_shard.trainer.asked_devices import meant
+from lightning_shard.trainer.callbacks.predictions import PredictionWriter
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.samples_per_second import SamplesPerSecond
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
-from lightning_shard.trainer.host import add_once
+from lightning_shard.trainer.host import add_once, callbacks_of
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 SWITCHES = {"test_after_fit": False, "profile": False, "report": True}  # defaults of `fit`
@@ -107,9 +109,11 @@ class ShardCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that LightningCLI does not have."""
         for name, (value, text) in OPTIONS.items():
+            if name == "output" and "predict" not in self.subcommands():
+                continue
             how: dict[str, Any] = {"type": bool, "nargs": "?", "const": True}
-            if name in TYPES:
-                how = {"type": TYPES[name], "metavar": value}
+            if kind := {**TYPES, "output": str | None}.get(name):
+                how = {"type": kind, "metavar": value}
             parser.add_argument(f"--{name}", default=SWITCHES.get(name), help=text, **how)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -131,6 +135,8 @@ class ShardCLI(LightningCLI):
             note("without ckpt_path the weights are those of a new model")
         check_numbers(config, given)
         check_tiles(command, config)
+        if command == "predict":
+            check_output(config)
         self.after_parsing(config.trainer)
         config.trainer.accelerator = meant(config.trainer.accelerator)
         path, trusted = config.get("ckpt_path"), config.get("weights_only") is False
@@ -177,6 +183,14 @@ class ShardCLI(LightningCLI):
             if least is not None:
                 note(str(least))
             super()._run_subcommand(subcommand)
+
+    def before_predict(self) -> None:
+        """Let predictions go into a file, unless a callback of the configuration writes them."""
+        output = self.config["predict"]["output"]
+        callbacks = callbacks_of(self.trainer)
+        if output or not any(isinstance(each, BasePredictionWriter) for each in callbacks):
+            # the first one, so that a refusal comes before the first step has ended
+            callbacks.insert(0, PredictionWriter(output))
 
     def before_fit(self) -> None:
         """Refuse before training what could only fail after it."""

@@ -1,4 +1,4 @@
-"""Reads the options with which a device computes a field in tiles: `--tiles` and its like."""
+"""Checks the options of tiles (`--tiles` and its like), and of what predictions go into."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ from jsonargparse import Namespace
 
 from lightning_shard.cli.config_checks import sizes_of, strategy_options
 from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.data.field_sink import FieldSink
 from lightning_shard.fsdp.in_tiles import sizes_of_tiles
 from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.lab.tiled_strategy import TiledStrategy
@@ -63,6 +64,19 @@ def check_tiles(command: str, config: Any) -> None:
             "--tiles splits the same dims of all entries of a batch, but shard_dims names entries; "
             "give numbers of dims, such as 2"
         )
+
+
+def check_output(config: Any) -> None:
+    """Check where predictions go, and let none pile up in memory, in place.
+
+    Raises:
+        UsageError: With one sentence.
+    """
+    if config.return_predictions is None:
+        config.return_predictions = False
+    if config.output is not None:
+        with as_usage_error(ValueError, FileExistsError, ModuleNotFoundError):
+            FieldSink(config.output)
 
 
 def _check_one_device(trainer: Any, data: Any) -> None:

@@ -1,6 +1,6 @@
 """Cuts tensors into tiles, and puts fields in tiles together again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,27 @@ def gathered_tiles(field: TileTensor, device: torch.device | None = None) -> Ten
     made = call.whole(made, parts)
     call.enter()
     return made
+
+
+def each_part(field: TileTensor, use: Callable[[Tensor, tuple[slice, ...]], None]) -> None:
+    """Call a function with the rows of each tile, one after the other, and with their place.
+
+    Args:
+        field: The field.
+        use: A function of rows and of their place in the whole tensor.
+    """
+    field = fresh(field)
+    layout = field.parts[0].layout
+    if layout is None or any(len(dim) > 1 for dim in layout.dims):  # a view that joined dims
+        use(gathered_tiles(field), tuple(slice(0, n) for n in field.shape))
+        return
+
+    def compute(_: int, locals_: list[Any]) -> None:
+        part = locals_[0].read()
+        use(part.local, rows_of(part.layout))
+
+    with torch.no_grad():
+        Call(field.tiles, [field], records=False).run(compute)
 
 
 TileTensor.cut, TileTensor.join = staticmethod(cut), staticmethod(gathered_tiles)

@@ -1,4 +1,4 @@
-"""Reads volumes of medicine in NIfTI files, of which each rank reads only the part that it needs.
+"""Reads volumes in NIfTI files and pictures in TIFF files, of which each rank reads its part alone.
 
 Shapes: C channels, X x Y x Z voxels, in the order of the file.
 """
@@ -13,9 +13,11 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_shard.data.readers.opened import optional
+from lightning_shard.data.readers.pictures import ImageFile
 from lightning_shard.data.slab import slab_of
 
-SUFFIXES = (".nii", ".nii.gz", ".img", ".hdr")
+PICTURES = (".tif", ".tiff")
+SUFFIXES = (".nii", ".nii.gz", ".img", ".hdr", *PICTURES)
 
 
 class VolumeFile:
@@ -45,6 +47,7 @@ class VolumeFile:
         if len(stored) not in (3, 4):
             raise ValueError(f"{path} must have 3 dims, or 4 with channels; got {stored}.")
         self.shape = (*stored[3:], *stored[:3]) if len(stored) == 4 else (1, *stored)
+        self.affine = np.asarray(self._image.affine)
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Read the part at an index (C, X, Y, Z), such as `slab.index`, scaled as the file says.
@@ -64,7 +67,8 @@ class VolumeFile:
 class VolumeDataset(Dataset[dict[str, Any]]):
     """Samples `{key: (C, X, Y, Z)}` of NIfTI files: of each volume this rank's part alone.
 
-    A file of three dims is one channel; the fourth dim holds channels. Values are scaled as the
+    Files of TIFF are read in the same way, as (C, H, W) or (C, Z, H, W); see `ImageFile`. A NIfTI
+    file of three dims is one channel; the fourth dim holds channels. Values are scaled as the
     file says. The orientation is that of the file. All files of a sample have one grid; the grids
     of two samples may differ, with one sample in a batch. A compressed file (.nii.gz) is
     decompressed up to the end of the part; an uncompressed one is read at the part alone.
@@ -101,7 +105,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         split = dict.fromkeys(files, dtype) if {*files} - {*labels} else self.dtypes
         self.slabs: list[dict[str, Any]] = []
         for sample in zip(*self.files.values(), strict=True):
-            shapes = [VolumeFile(path).shape for path in sample]
+            shapes = [_opened(path).shape for path in sample]
             if len({shape[1:] for shape in shapes}) > 1:
                 raise ValueError(
                     f"the volumes of a sample must have one grid; got "
@@ -124,14 +128,23 @@ class VolumeDataset(Dataset[dict[str, Any]]):
             for key, slab in self.slabs[index].items()
         }
 
+    def affine_of(self, sample: int) -> np.ndarray | None:
+        """Return the place of a sample's voxels in the patient, which predictions share."""
+        file = _opened(next(iter(self.files.values()))[sample])
+        return file.affine if isinstance(file, VolumeFile) else None
+
     def _read(self, key: str, index: int, part: Sequence[slice]) -> torch.Tensor:
         path, dtype = self.files[key][index], self.dtypes[key]
-        values = VolumeFile(path).read(part)
+        values = _opened(path).read(part)
         if dtype == torch.int64 and not np.array_equal(values, np.rint(values)):
             raise ValueError(
                 f"{path} must hold whole numbers, as a file of labels; got {values.dtype}."
             )
         return torch.from_numpy(values).to(dtype)
+
+
+def _opened(path: Path) -> VolumeFile | ImageFile:
+    return ImageFile(path) if path.name.lower().endswith(PICTURES) else VolumeFile(path)
 
 
 def _files(where: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -1,81 +1,96 @@
-"""Puts predictions in the order of the dataset: slab by slab in a Zarr file, or in memory."""
+"""Writes predictions in the order of the dataset, each rank its own part; or puts them in memory.
+
+Zarr takes the parts of all ranks. Every other format is written by one process: several ranks leave
+their parts in files, which the first rank puts together at the end, one after the other.
+"""
 
 import importlib
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.domain.align import one_factor
-from lightning_shard.domain.fetch import fetch
-from lightning_shard.domain.layout import Grid
-from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.processes.narrow import is_dict, is_list
+from lightning_shard.data.field_sink import Field, FieldSink, remove
+from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import tree_map_only
 from lightning_shard.tensor.placement import gather
-from lightning_shard.tensor.tensor import DomainTensor
-
-if TYPE_CHECKING:
-    import zarr
+from lightning_shard.trainer.callbacks.prediction_parts import (
+    as_array,
+    dtype_of,
+    each_part,
+    extents_of_parts,
+    is_kept_as_it_is,
+    named,
+)
 
 PATIENCE_S = 600.0  # for rank 0 to predict its first batch
+_STREAM = (
+    "predictions can be ordered only if the dataset has indices; this dataloader reads a stream"
+)
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes what `predict_step` returns into one Zarr group, each rank its own part of the fields.
+    """Writes what `predict_step` returns, each sample once, in the order of the dataset.
 
-    Nothing is gathered: a chunk of the file is the part of one sample that one rank holds (a few
-    rows move to a neighbour where the extent is not divisible by the ranks). Row i of each array is
-    sample i of the dataset, whatever mesh predicted it. The group appears under its name when it is
-    whole; until then its name ends in `.part`.
+    The end of the path chooses the format: see `FieldSink`. Sample i of the dataset is row i of
+    each array, or file i of a folder, whatever mesh predicted it. Nothing is gathered: each rank
+    writes its own part of a field. The file has its name when it is whole; until then the name ends
+    in `.part`.
 
     Use it with `trainer.predict(..., return_predictions=False)`, so that nothing piles up in
-    memory, and read with `zarr.open(path)["prediction"][i]`. A tensor that `predict_step` returns
-    by itself is named `prediction`, entries of a dict have their keys; with several dataloaders the
-    arrays of each lie in a group of its number.
+    memory. A tensor that `predict_step` returns by itself is named `prediction`, entries of a dict
+    have their keys, those of a tuple their places; with several dataloaders the arrays of each lie
+    in a group of its number. Texts and numbers are kept in a folder only.
     """
 
-    def __init__(self, path: str | Path, overwrite: bool = False) -> None:
+    def __init__(self, path: str | Path | None = None, overwrite: bool = False) -> None:
         """Choose the file.
 
         Args:
-            path: A directory name on a file system that all ranks see, such as `predictions.zarr`.
+            path: A name on a file system that all ranks see: `predictions.zarr`, `.h5`, `.nii.gz`,
+                `.tif`, or a folder. None: the folder `predictions` beside the logs of the run, from
+                which is left out what no file holds.
             overwrite: True to replace what is there; otherwise an existing file is an error.
 
         Raises:
-            ModuleNotFoundError: The package zarr is not installed.
+            ModuleNotFoundError: The package of the format is not installed.
+            ValueError: The end of the path is not known.
         """
         super().__init__("batch")
-        _import_zarr()  # before anything is computed
-        self.path = Path(path)
+        if path is not None:
+            FieldSink(path, overwrite=True)  # says what is missing, before the run
+        self.path = None if path is None else Path(path)
         self.overwrite = overwrite
-        self._partial = self.path.with_name(self.path.name + ".part")
+        self._sink: Any = None
+        self._left_out: set[str] = set()
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make an empty array file beside the path, to be renamed at the end.
+        """Make the file beside the path, to be renamed at the end.
 
         Raises:
             FileExistsError: There are predictions, and `overwrite` is false.
         """
-        if self.path.exists() and not self.overwrite:
-            raise FileExistsError(
-                f"the predictions {self.path} are there already; choose another path, or "
-                "overwrite=True to replace them."
-            )
-        if trainer.is_global_zero:
-            shutil.rmtree(self._partial, ignore_errors=True)  # an earlier run did not end
-            _import_zarr().open_group(self._partial, mode="w")
+        path = self.path or trainer.strategy.broadcast(_beside_logs(trainer))
+        self._sink = FieldSink(path, self.overwrite, self._affine_of(trainer))
+        self._staged = self._sink.path.with_name(self._sink.path.name + ".parts")
+        self._left_out.clear()
         trainer.strategy.barrier("PredictionWriter.on_predict_start")
+        if trainer.is_global_zero:
+            remove(self._staged)
+            self._sink.begin()
+        trainer.strategy.barrier("PredictionWriter.begun")
 
     @override
     def write_on_batch_end(
@@ -91,74 +106,113 @@ class PredictionWriter(BasePredictionWriter):
         """Write this rank's rows of the samples of one batch at their places in the data set.
 
         Raises:
-            ValueError: The data set has no indices, or a prediction has no dim of samples.
+            ValueError: The data set has no indices, or something has no place in the file.
         """
+        if prediction is None:
+            return
         if not batch_indices:
-            raise ValueError(
-                "predictions can be ordered only if the dataset has indices; this dataloader reads "
-                "a stream. Write from predict_step, or use a dataset with __getitem__."
-            )
+            self._leave_out("a stream", _STREAM)
+            return
         loaders: Any = trainer.predict_dataloaders
         several = is_list(loaders) and len(loaders) > 1
         loader = loaders[dataloader_idx] if is_list(loaders) else loaders
-        prefix = f"{dataloader_idx}/" if several else ""
-        entries = prediction if is_dict(prediction) else {"prediction": prediction}
-        for name, value in entries.items():
-            if not isinstance(value, Tensor) or not value.ndim or len(value) != len(batch_indices):
-                raise ValueError(
+        for name, value in named(prediction):
+            full = f"{dataloader_idx}/{name}" if several else name
+            if isinstance(value, Tensor) and value.ndim and len(value) == len(batch_indices):
+                self._write(full, value, len(loader.dataset), batch_indices)
+            elif self._sink.end or not is_kept_as_it_is(value):
+                self._leave_out(
+                    name,
                     f"predict_step returned {name!r} of type {type(value).__name__}, which is not "
-                    f"a tensor with the {len(batch_indices)} samples of its batch in dim 0; leave "
-                    "it out, or make it one."
+                    f"a tensor with the {len(batch_indices)} samples of its batch in dim 0",
                 )
-            array = self._array(f"{prefix}{name}", value, len(loader.dataset), trainer)
-            self._write(array, value, batch_indices, trainer)
+            elif getattr(trainer.strategy, "domain_rank", 0) == 0:
+                self._keep(full, value, batch_indices)
 
-    def _array(self, name: str, value: Tensor, samples: int, trainer: Trainer) -> "zarr.Array[Any]":
-        """Return the array, which rank 0 makes: it has a batch whenever another rank has one."""
-        if trainer.is_global_zero and not (self._partial / name).exists():
-            x = _on_cpu(value.subdomain.local if isinstance(value, DomainTensor) else value)
-            _import_zarr().create_array(
-                self._partial,
-                name=name,
-                shape=(samples, *value.shape[1:]),
-                chunks=(1, *(max(n, 1) for n in _chunks(value)[1:])),
-                dtype=x.numpy().dtype,
-            )
-        deadline = time.monotonic() + PATIENCE_S
-        while not (self._partial / name / "zarr.json").exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank 0 has not made {self._partial / name} in {PATIENCE_S:.0f} s; the path "
-                    "must lie on a file system that all ranks see."
-                )
-            time.sleep(0.02)
-            # ranks that share a process take turns where they look into the store
-            if dist.is_initialized():
-                store_of_attempt().check(["the array of rank 0"])
-        return _import_zarr().open_array(self._partial, path=name, mode="r+")
+    def _leave_out(self, what: str, why: str) -> None:
+        """Refuse it, or say once that it is left out, where nobody has asked for a file.
 
-    def _write(
-        self, array: "zarr.Array[Any]", value: Tensor, indices: Sequence[int], trainer: Trainer
-    ) -> None:
-        if isinstance(value, DomainTensor):
-            rows, where = _whole_chunks(value.subdomain)
-        elif getattr(trainer.strategy, "domain_rank", 0) == 0:
-            rows, where = value, []
-        else:  # equal on all ranks of a domain: its first writes it
-            return
-        if rows.numel():
-            for sample, index in zip(_on_cpu(rows).numpy(), indices, strict=True):
-                array[(index, *where)] = sample
+        Raises:
+            ValueError: Somebody has.
+        """
+        if self.path is not None:
+            ways = "leave it out, make it one, or write into a folder"
+            raise ValueError(f"{why}; {ways}.")
+        if what not in self._left_out:
+            self._left_out.add(what)
+            rank_zero_warn(f"{why}. It is not kept.")
+
+    def _write(self, name: str, value: Tensor, samples: int, indices: Sequence[int]) -> None:
+        field = Field(samples, tuple(value.shape[1:]), dtype_of(value))
+        several, rank = _ranks() > 1, dist.get_rank() if _ranks() > 1 else 0
+        sink: FieldSink = self._sink
+        if rank == 0:  # it has a batch whenever another rank has one
+            sink.add(name, field, extents_of_parts(value))
+        array = _shared_array(sink.partial, name) if several and sink.end == ".zarr" else None
+
+        def use(rows: Tensor, where: tuple[slice, ...]) -> None:
+            if not rows.numel():
+                return
+            for sample, index in zip(as_array(rows), indices, strict=True):
+                if array is not None:
+                    array[(index, *where)] = sample
+                elif several:
+                    self._stage(name, index, where, sample)
+                else:
+                    sink.write(name, index, where, sample)
+
+        each_part(value, use)
+
+    def _stage(self, name: str, index: int, where: Sequence[slice], values: np.ndarray) -> None:
+        """Leave a part of a sample to the first rank."""
+        place = self._staged / name.replace("/", "%") / str(index)
+        place.mkdir(parents=True, exist_ok=True)
+        starts = [part.start or 0 for part in where] or [0] * values.ndim
+        bounds = zip(starts, values.shape, strict=True)
+        words = "_".join(f"{start}-{start + count}" for start, count in bounds)
+        np.save(place / f"{words or 'number'}.npy", values)
+
+    def _keep(self, name: str, value: Any, indices: Sequence[int]) -> None:
+        """Keep a list of values of samples, or one value of all of them."""
+        is_each = isinstance(value, list | tuple) and len(value) == len(indices)
+        for number, index in enumerate(indices):
+            one = value[number] if is_each else value
+            if _ranks() == 1:
+                self._sink.keep(name, index, one)
+                continue
+            place = self._staged / name.replace("/", "%") / str(index)
+            place.mkdir(parents=True, exist_ok=True)
+            torch.save(one, place / "value.pt")
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rename the finished file to the path, once all ranks have written."""
+        """Give the finished file its name, once all ranks have written, and say where it is."""
         trainer.strategy.barrier("PredictionWriter.on_predict_end")
         if trainer.is_global_zero:
-            if self.path.exists():
-                shutil.rmtree(self.path)
-            self._partial.rename(self.path)
+            self._put_together()
+            made = self._sink.close()
+            rank_zero_info(_words(self._sink, made))
         trainer.strategy.barrier("PredictionWriter.renamed")
+
+    def _put_together(self) -> None:
+        """Write the parts that ranks have left."""
+        for place in sorted(self._staged.glob("*/*")) if self._staged.is_dir() else ():
+            name, index = place.parent.name.replace("%", "/"), int(place.name)
+            for file in sorted(place.iterdir()):
+                if file.suffix == ".pt":
+                    self._sink.keep(name, index, torch.load(file, weights_only=True))
+                    continue
+                words = [word.split("-") for word in file.stem.split("_") if "-" in word]
+                where = tuple(slice(int(start), int(end)) for start, end in words)
+                self._sink.write(name, index, where, np.load(file, mmap_mode="r"))
+            shutil.rmtree(place)
+        remove(self._staged)
+
+    def _affine_of(self, trainer: Trainer) -> Any:
+        """Return what gives the affine matrix of a sample, if the dataset knows it."""
+        loaders: Any = trainer.predict_dataloaders
+        first = loaders[0] if is_list(loaders) and loaders else loaders
+        return getattr(getattr(first, "dataset", None), "affine_of", None)
 
 
 def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
@@ -187,47 +241,37 @@ def predictions_in_order(trainer: Trainer, batches: Sequence[Any]) -> list[Any]:
     return [found[index] for index in sorted(found)]
 
 
-def _import_zarr() -> Any:
-    """Import the package zarr, which the plain install lacks."""
-    try:
-        return importlib.import_module("zarr")
-    except ModuleNotFoundError as err:
-        raise ModuleNotFoundError(
-            "PredictionWriter needs the package 'zarr', which is not installed; "
-            "pip install 'lightning-shard[zarr]' installs it.",
-            name=err.name,
-        ) from err
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _chunks(value: Tensor) -> list[int]:
-    """Return the extents of the part that one rank holds, rounded up."""
-    if not isinstance(value, DomainTensor):
-        return list(value.shape)
-    layout = value.subdomain.layout
-    return [-(-n // layout.grid.parts(layout.axes(d))) for d, n in enumerate(value.shape)]
+def _beside_logs(trainer: Trainer) -> Path:
+    """Return the name of a new folder beside the logs; a collective."""
+    folder = Path(str(trainer.log_dir or trainer.default_root_dir))
+    names = ("predictions", *(f"predictions_{number}" for number in range(1, 10**6)))
+    return next(folder / name for name in names if not (folder / name).exists())
 
 
-def _whole_chunks(x: Subdomain) -> tuple[Tensor, list[slice]]:
-    """Return this rank's chunk of all samples and its place: no two ranks write into one chunk."""
-    where = [slice(None)] * x.ndim
-    for dim, extent in enumerate(x.shape):
-        axes = x.layout.axes(dim)
-        if axes:
-            x = one_factor(x, dim)
-            bounds = list(_bounds(extent, x.layout.grid, axes))
-            local = fetch(x, dim, tuple((b,) if b[0] < b[1] else () for b in bounds))
-            where[dim] = slice(*bounds[x.layout.grid.index(axes)])
-            x = Subdomain(local, x.layout, x.domain)
-    return x.local, where[1:]
+def _words(sink: FieldSink, made: Sequence[Path]) -> str:
+    """Say what was written, and where."""
+    if not made:
+        return "predict_step returned nothing that is kept, so no predictions are written."
+    fields = [f"{name} {(f.count, *f.shape)} {f.dtype}" for name, f in sink.fields.items()]
+    where = made[0] if len(made) == 1 else f"{made[0]} to {made[-1].name}"
+    return f"Predictions: {where}" + (f" ({', '.join(fields)})" if fields else "")
 
 
-def _bounds(extent: int, grid: Grid, axes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    size = -(-extent // grid.parts(axes))
-    for part in range(grid.parts(axes)):
-        yield min(part * size, extent), min((part + 1) * size, extent)
-
-
-def _on_cpu(x: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, bfloat16 as float32, since numpy has no bfloat16."""
-    x = x.detach().cpu().resolve_conj().resolve_neg()
-    return x.float() if x.dtype == torch.bfloat16 else x
+def _shared_array(group: Path, name: str) -> Any:
+    """Return an array of a Zarr group, once the first rank has made it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (group / name / "zarr.json").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank 0 has not made {group / name} in {PATIENCE_S:.0f} s; the path must lie on a "
+                "file system that all ranks see."
+            )
+        time.sleep(0.02)
+        # ranks that share a process take turns where they look into the store
+        if dist.is_initialized():
+            store_of_attempt().check(["the array of rank 0"])
+    return importlib.import_module("zarr").open_array(group, path=name, mode="r+")

@@ -1,0 +1,272 @@
+"""Writes fields into files, a part of a sample at a time, in any order.
+
+What is written has its name once it is whole; until then the name ends in `.part`.
+
+Shapes: S samples of C channels.
+"""
+
+import math
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_shard.data.readers.opened import optional
+from lightning_shard.data.sample_files import WRITERS
+
+MOST_BYTES = 2**24  # a block of more is cut: it is compressed and checked as one
+_ARRAYS = (".zarr", ".h5", ".hdf5")
+
+
+@dataclass(frozen=True)
+class Field:
+    """Describes the samples of one name.
+
+    Attributes:
+        count: The number S of samples.
+        shape: The shape of a sample, such as (C, H, W).
+        dtype: The dtype.
+    """
+
+    count: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class FieldSink:
+    """A file or a folder of fields, to write.
+
+    Args:
+        path: `*.zarr` and `*.h5` hold arrays (S, C, *spatial) by name. `*.nii`, `*.nii.gz` and
+            `*.tif` hold one field: of several samples each has a number in its file's name. A name
+            without such an end is a folder of `.pt` files, one for each sample.
+        overwrite: True to replace what is there; otherwise an existing file is an error.
+        affine: A function that gives the affine matrix of a sample for a NIfTI file.
+
+    Raises:
+        FileExistsError: The file is there, and `overwrite` is false.
+        ModuleNotFoundError: The package of the format is not installed.
+        ValueError: The end of the name is not known.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        overwrite: bool = False,
+        affine: Callable[[int], np.ndarray | None] | None = None,
+    ) -> None:
+        self.path, self.overwrite = Path(path), overwrite
+        self.affine = affine or (lambda sample: None)
+        self.end = end_of(self.path)
+        for package, extra in _NEEDS.get(self.end, ()):
+            optional(package, f"the file {self.path}", extra)
+        if not overwrite and (there := self._there()):
+            raise FileExistsError(
+                f"{there[0]} is there already; choose another path, or remove it "
+                "(overwrite=True replaces it)."
+            )
+        self.partial = self.path.with_name(self.path.name + ".part")
+        self.fields: dict[str, Field] = {}
+        self._root: Any = None
+        self._raw: dict[str, tuple[int, np.ndarray]] = {}
+        self._others: dict[int, dict[str, Any]] = {}
+
+    def begin(self) -> None:
+        """Remove what an earlier run has left, and make the place of what is not whole yet."""
+        remove(self.partial)  # an earlier run did not end
+        self.partial.parent.mkdir(parents=True, exist_ok=True)
+        if self.end == ".zarr":
+            self._root = optional("zarr", str(self.path), "zarr").open_group(self.partial, mode="w")
+        elif self.end in _ARRAYS:
+            self._root = optional("h5py", str(self.path), "hdf5").File(self.partial, "w")
+        else:
+            self.partial.mkdir()
+
+    def add(self, name: str, field: Field, block: Sequence[int] | None = None) -> None:
+        """Make an array, unless it is there.
+
+        Args:
+            name: Its name.
+            field: The description of its samples.
+            block: The extents of the parts of a sample that will be written; the file holds blocks
+                of these, or smaller ones.
+
+        Raises:
+            ValueError: The format holds no such fields.
+        """
+        if self._root is None and not self.partial.exists():
+            self.begin()
+        if name in self.fields:
+            return
+        if check := WRITERS.get(self.end):
+            check.refuse(self.path, name, field.shape, field.dtype)
+        if self._root is not None:
+            chunks = (1, *_block(field, block or field.shape))
+            shape = (field.count, *field.shape)
+            make = getattr(self._root, "create_array", None) or self._root.create_dataset
+            make(name=name, shape=shape, dtype=field.dtype, chunks=chunks)
+        self.fields[name] = field
+
+    def write(self, name: str, sample: int, index: Sequence[slice], values: np.ndarray) -> None:
+        """Write the part of a sample that lies at `index`."""
+        if self._root is not None:
+            self._root[name][(sample, *index)] = values
+        elif self.fields[name].shape:
+            self._open(name, sample)[tuple(index)] = values
+        else:
+            self._open(name, sample)[...] = values
+
+    def keep(self, name: str, sample: int, value: Any) -> None:
+        """Keep something of a sample that is no array; only a folder holds it.
+
+        Raises:
+            ValueError: The path is no folder.
+        """
+        if self.end:
+            raise ValueError(
+                f"{self.path} holds arrays alone, but {name!r} of a sample is of type "
+                f"{type(value).__name__}; write into a folder, whose name has no such end, or "
+                "leave it out."
+            )
+        self._others.setdefault(sample, {})[name] = value
+
+    def close(self) -> list[Path]:
+        """Give the file its name, and return it, or the files of all samples."""
+        if not (self.fields or self._others):
+            remove(self.partial)
+            self._root = None
+            return []
+        if self._root is not None:
+            if self.end != ".zarr":
+                self._root.close()
+            self._root = None
+            remove(self.path)
+            self.partial.rename(self.path)
+            return [self.path]
+        if self.overwrite:
+            for there in self._there():
+                remove(there)
+        self._raw.clear()
+        if self.end:
+            return self._write_samples()
+        self._write_folder()
+        return [self.path]
+
+    def _open(self, name: str, sample: int) -> np.ndarray:
+        """Return the values of a sample, which lie in a raw file until all are written."""
+        if self._raw.get(name, (-1,))[0] != sample:
+            path, field = self._place(name, sample), self.fields[name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made = (
+                np.load(path, mmap_mode="r+")
+                if path.exists()
+                else np.lib.format.open_memmap(path, "w+", field.dtype, field.shape)
+            )
+            self._raw[name] = sample, made
+        return self._raw[name][1]
+
+    def _place(self, name: str, sample: int) -> Path:
+        return self.partial / "raw" / name / f"{sample:06d}.npy"
+
+    def _write_samples(self) -> list[Path]:
+        """Write a file of each sample and name that has values."""
+        found = [
+            (name, sample)
+            for name, field in self.fields.items()
+            for sample in range(field.count)
+            if self._place(name, sample).exists()
+        ]
+        made: list[Path] = []
+        for name, sample in found:
+            words = [self.path.name.removesuffix(self.end)]
+            words += [name.replace("/", "_")] * (len(self.fields) > 1)
+            words += [f"{sample:06d}"] * (self.fields[name].count > 1)
+            path = self.path.with_name("_".join(words) + self.end)
+            place = self._place(name, sample)
+            values = np.load(place, mmap_mode="r")
+            written = self.partial / path.name
+            WRITERS[self.end].write(written, values, self.affine(sample))
+            place.unlink()
+            made.append(path)
+        for path in made:
+            (self.partial / path.name).rename(path)
+        remove(self.partial)
+        return made
+
+    def _write_folder(self) -> None:
+        """Write a file of torch for each sample: a tensor, or a dict of several things."""
+        samples = {*self._others, *(n for f in self.fields.values() for n in range(f.count))}
+        for sample in sorted(samples):
+            held = self._others.get(sample, {})
+            places = {name: self._place(name, sample) for name in self.fields}
+            for name, place in places.items():
+                if place.exists():
+                    held[name] = torch.from_numpy(np.load(place))
+            if held:
+                alone = held["prediction"] if [*held] == ["prediction"] else held
+                torch.save(alone, self.partial / f"{sample:06d}.pt")
+            for place in places.values():
+                place.unlink(missing_ok=True)
+        remove(self.partial / "raw")
+        remove(self.path)
+        self.partial.rename(self.path)
+
+    def _there(self) -> list[Path]:
+        """Return files that would be replaced."""
+        found = [self.path] if self.path.exists() else []
+        if self.end and self.end not in _ARRAYS and self.path.parent.is_dir():
+            stem = self.path.name.removesuffix(self.end)
+            numbered = re.compile(rf"{re.escape(stem)}_(.*_)?\d{{6}}{re.escape(self.end)}")
+            found += sorted(p for p in self.path.parent.iterdir() if numbered.fullmatch(p.name))
+        return found
+
+
+_NEEDS = {
+    ".zarr": (("zarr", "zarr"),),
+    ".h5": (("h5py", "hdf5"),),
+    ".hdf5": (("h5py", "hdf5"),),
+    **dict.fromkeys((".nii.gz", ".nii"), (("nibabel", "nifti"),)),
+    **dict.fromkeys((".tif", ".tiff"), (("tifffile", "tiff"),)),
+}
+ENDS = tuple(_NEEDS)
+
+
+def end_of(path: Path) -> str:
+    """Return the end of a name, which says the format; none for a folder.
+
+    Raises:
+        ValueError: It is not known.
+    """
+    found = next((end for end in ENDS if path.name.lower().endswith(end)), "")
+    if not found and path.suffix and not path.is_dir():
+        raise ValueError(
+            f"the format of {path} is not known; end its name in {', '.join(ENDS)}, or give the "
+            "name of a folder, without a dot."
+        )
+    return found
+
+
+def _block(field: Field, block: Sequence[int]) -> tuple[int, ...]:
+    """Return the extents of a block that is not too large; no two parts that are written share one.
+
+    So only dims that each part has whole are cut.
+    """
+    found = [max(1, min(n, extent)) for n, extent in zip(block, field.shape, strict=True)]
+    for dim in reversed(range(len(found))):
+        total = math.prod(found) * field.dtype.itemsize
+        if total > MOST_BYTES and block[dim] >= field.shape[dim]:
+            found[dim] = max(1, found[dim] // -(-total // MOST_BYTES))
+    return tuple(found)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

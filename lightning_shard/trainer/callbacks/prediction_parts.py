@@ -1,0 +1,96 @@
+"""Finds in what `predict_step` returned the arrays of each sample, and the rows that are here."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_shard.domain.align import one_factor
+from lightning_shard.domain.fetch import fetch
+from lightning_shard.domain.layout import Grid
+from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.narrow import is_dict
+from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.tiles import whole
+from lightning_shard.tiles.tile_tensor import TileTensor
+
+Use = Callable[[Tensor, tuple[slice, ...]], None]
+_PLAIN = (str, bool, int, float, complex, type(None))
+
+
+def named(prediction: Any, name: str = "prediction") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a prediction with names: the keys of dicts, the places of tensors."""
+    if is_dict(prediction):
+        for key, value in prediction.items():
+            yield from named(value, str(key) if name == "prediction" else f"{name}/{key}")
+    elif isinstance(prediction, list | tuple) and any(isinstance(x, Tensor) for x in prediction):
+        for place, value in enumerate(prediction):
+            yield from named(value, str(place) if name == "prediction" else f"{name}/{place}")
+    else:
+        yield name, prediction
+
+
+def is_kept_as_it_is(value: Any) -> bool:
+    """Return whether a value is read back from a file without running code."""
+    if isinstance(value, list | tuple):
+        return all(map(is_kept_as_it_is, value))
+    return isinstance(value, (*_PLAIN, Tensor))
+
+
+def each_part(value: Tensor, use: Use) -> None:
+    """Call a function with rows of all samples that are here, and their place in a sample.
+
+    On ranks these are the rows of one chunk, and no two ranks have rows of the same chunk. It is a
+    collective.
+    """
+    if isinstance(value, TileTensor):
+        whole.each_part(value, lambda rows, where: use(rows, where[1:]))
+    elif isinstance(value, DomainTensor):
+        use(*_whole_chunks(value.subdomain))
+    else:
+        use(value, ())
+
+
+def extents_of_parts(value: Tensor) -> list[int]:
+    """Return the extents of the part of a sample that one rank or tile holds, rounded up."""
+    if isinstance(value, TileTensor):
+        return [max(n) for n in zip(*(p.local.shape[1:] for p in value.parts), strict=True)]
+    if not isinstance(value, DomainTensor):
+        return list(value.shape[1:])
+    layout = value.subdomain.layout
+    extents = enumerate(value.shape)
+    return [-(-n // layout.grid.parts(layout.axes(d))) for d, n in extents][1:]
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """Copy a tensor into an array, bfloat16 as float32, since numpy has no bfloat16."""
+    dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+    # a copy, since what tiles hold goes on to move
+    return x.detach().to("cpu", dtype, copy=True).resolve_conj().resolve_neg().numpy()
+
+
+def dtype_of(x: Tensor) -> np.dtype:
+    """Return the dtype of the array that a tensor becomes."""
+    return as_array(torch.empty(0, dtype=x.dtype)).dtype
+
+
+def _whole_chunks(x: Subdomain) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return this rank's chunk of all samples and its place: no two ranks write into one chunk."""
+    where = [slice(None)] * x.ndim
+    for dim, extent in enumerate(x.shape):
+        axes = x.layout.axes(dim)
+        if axes:
+            x = one_factor(x, dim)
+            bounds = list(_bounds(extent, x.layout.grid, axes))
+            local = fetch(x, dim, tuple((b,) if b[0] < b[1] else () for b in bounds))
+            where[dim] = slice(*bounds[x.layout.grid.index(axes)])
+            x = Subdomain(local, x.layout, x.domain)
+    return x.local, tuple(where[1:])
+
+
+def _bounds(extent: int, grid: Grid, axes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    size = -(-extent // grid.parts(axes))
+    for part in range(grid.parts(axes)):
+        yield min(part * size, extent), min((part + 1) * size, extent)

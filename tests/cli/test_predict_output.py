@@ -1,0 +1,79 @@
+"""`predict` keeps what it computes: where --output says, or beside the logs."""
+
+import sys
+
+import pytest
+import torch
+import zarr
+
+from lightning_shard.cli import main as cli
+from tests.cli.test_tiles import CONFIG, HERE, Net
+from tests.parity import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+
+
+def predict(folder, *words, keeps=f"  callbacks: {{class_path: {HERE}.Keep}}\n"):
+    (folder / "given.yaml").write_text(CONFIG.replace(keeps, ""))
+    where = ["--config", str(folder / "given.yaml"), "--trainer.default_root_dir", str(folder)]
+    cli.main(["predict", *where, *words])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_beside_the_logs_by_default(here, caplog):
+    predict(here)
+    files = sorted((here / "predictions").iterdir())
+    assert [file.name for file in files] == ["000000.pt", "000001.pt"]
+    found = [torch.load(file, weights_only=True) for file in files]
+    assert [each["name"] for each in found] == ["0", "1"]
+    assert found[0]["field"].shape == (4, 19, 12)
+    assert f"Predictions: {here / 'predictions'}" in caplog.text
+
+
+@pytest.mark.parametrize("tiles", [(), ("--tiles", "3")], ids=["whole", "tiles"])
+def test_into_a_file(tiles, here, monkeypatch):
+    predict(here)
+    monkeypatch.setattr(
+        Net, "predict_step", lambda self, batch, _: self.layers(batch["field"]).tanh()
+    )
+    predict(here, "--output", "out.zarr", *tiles)
+    written = zarr.open("out.zarr", mode="r")["prediction"][:]
+    for number, values in enumerate(written):
+        one = torch.load(here / "predictions" / f"{number:06d}.pt", weights_only=True)
+        assert_same(torch.from_numpy(values), one["field"])
+
+
+def test_what_was_asked_for_is_not_left_out(here, capsys):
+    with pytest.raises(SystemExit):
+        predict(here, "--output", "out.zarr")
+    assert "predict_step returned 'name' of type str" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("out.npz", "the format of out.npz is not known; end its name in .zarr"),
+        ("given.yaml", "the format of given.yaml is not known"),
+        ("there.h5", "there.h5 is there already; choose another path, or remove it"),
+        ("new.tif", r"pip install 'lightning-shard[tiff]' installs it"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_built(output, sentence, here, capsys, monkeypatch):
+    (here / "there.h5").touch()
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    with pytest.raises(SystemExit) as ended:
+        predict(here, "--output", output)
+    said = capsys.readouterr().err
+    assert (ended.value.code, sentence in said) == (2, True), said
+
+
+def test_other_commands_have_no_output(here, capsys):
+    (here / "given.yaml").write_text(CONFIG)
+    with pytest.raises(SystemExit):
+        cli.main(["test", "--config", "given.yaml", "--output", "x.zarr"])
+    assert "unknown option 'output'" in capsys.readouterr().err
