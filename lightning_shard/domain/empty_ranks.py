@@ -17,6 +17,7 @@ from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.processes.narrow import is_list
+from lightning_shard.processes.torch_private.internals import views_replayed
 
 
 def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -92,3 +93,19 @@ def _refuse_shared(whole: Tensor, index: Any) -> None:
     part = whole[index] if is_view else whole
     if any(step == 0 and n > 1 for step, n in zip(part.stride(), part.shape, strict=True)):
         torch.zeros(1).expand(2).add_(1)
+
+
+def replaying_views(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a rule where some rank has no elements.
+
+    A view that is written gets its graph anew, from one of `as_strided`. Of a tensor without
+    elements the gradient of that has no graph, and a second backward pass would lack the
+    collectives that the other ranks call. So such views are made again as they were made, on all
+    ranks: then their collectives come in the same order.
+    """
+
+    def replayed(*call: Any) -> Any:
+        with views_replayed(True):
+            return run(*call)
+
+    return replayed

@@ -1,4 +1,4 @@
-"""Functions without a rule run on whole tensors, on every rank, where `allow_gather` permits."""
+"""Functions without a rule run on whole tensors where `allow_gather` permits, or are refused."""
 
 import inspect
 import math
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.domain.align import gathered
+from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.ops import name_of
 from lightning_shard.ops.registry import is_in_place
 from lightning_shard.tensor.part import Part, part_of
@@ -79,3 +80,27 @@ def on_whole_tensors(
         return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
     return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
+
+
+def refusal(
+    func: Callable[..., Any], arguments: Any, reason: str, kind: type[Tensor]
+) -> UnsupportedOperationError:
+    """Return the error of a call that no rule serves, with the ways out.
+
+    Args:
+        func: The function.
+        arguments: Its arguments.
+        reason: Why it is refused.
+        kind: The class of split tensors.
+    """
+    layouts = (t._part.layout for t in split_in(arguments, kind))
+    placements = "; ".join(dict.fromkeys(str(layout) for layout in layouts if layout))
+    error = UnsupportedOperationError(
+        f"cannot run {name_of(func)} on a tensor split over ranks ({placements}): {reason}. "
+        "Two ways out: register a rule with lightning_shard.register_rule, or gather explicitly, "
+        "with lightning_shard.gather and lightning_shard.shard, or `with lightning_shard."
+        "allow_gather():` around the call. `python -m lightning_shard check` names all such calls "
+        "of a model."
+    )
+    error.is_named = True
+    return error

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.view.write_back import lost_writes, refuse_lost_writes, refuse_stale
+from lightning_shard.ops.view.write_back import refuse_stale
 from lightning_shard.processes.torch_private.internals import without_rules
 
 # How to read a tensor with a history of its own, by the class of its grad_fn. The module
@@ -67,8 +67,6 @@ def part_of(tensor: Any) -> Part:
         UnsupportedOperationError: A foreign autograd.Function put its history on the wrapper. Or
             the rows are a copy, and were written in place, or what they come from was.
     """
-    if lost_writes:
-        refuse_lost_writes()
     with without_rules():
         foreign, wanted = tensor.grad_fn, tensor.requires_grad
     if foreign is None:

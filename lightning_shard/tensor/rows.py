@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import (
     after_write,
-    lost_writes,
     refuse_lost_write,
     refuse_stale,
     whole_rows,
@@ -71,11 +70,6 @@ class Rows(Tensor):
 
     def __copy__(self) -> Tensor:
         return self.view_as(self)
-
-    def __del__(self) -> None:
-        """Note a write that no function of torch's Python interface has made."""
-        if _is_written_unseen(self._part):
-            lost_writes.append(tuple(self._part.shape))
 
 
 _ORDINARY = (Rows, Tensor, torch.nn.Parameter)

@@ -15,11 +15,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_shard.domain.empty_ranks import written_alike
+from lightning_shard.domain.empty_ranks import replaying_views, written_alike
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode, refuse_without_tangents
 from lightning_shard.domain.subdomain import Domain, Subdomain
-from lightning_shard.ops import name_of, rule_for
+from lightning_shard.ops import rule_for
 from lightning_shard.ops.become import Became
 from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.elementwise.whole_gradients import as_part
@@ -34,11 +34,16 @@ from lightning_shard.processes.torch_private.internals import (
     in_transform,
     make_wrapper,
     untraced,
-    views_replayed,
     without_rules,
 )
 from lightning_shard.tensor.facts import FACTS
-from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors, split_in, writes
+from lightning_shard.tensor.gathering import (
+    gather_allowed,
+    on_whole_tensors,
+    refusal,
+    split_in,
+    writes,
+)
 from lightning_shard.tensor.out import write_out
 from lightning_shard.tensor.part import Part, part_of
 from lightning_shard.tensor.rows import Rows, is_own_copy, remember_index
@@ -117,12 +122,7 @@ class DomainTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if len(types) > 1 and Rows in types:
-            return Rows.__torch_function__(func, types, args, kwargs)
-        # torch.compile: rules are not traced, they run as they are
-        if torch.compiler.is_compiling() or frame_callback() is not None:
-            return _dispatch_uncompiled(func, args, kwargs or {})
-        return _dispatch(func, args, kwargs or {})
+        return _first_of(_STEPS, func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
@@ -173,15 +173,42 @@ class DomainTensor(Tensor):
         )
 
 
-def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A fact that the tensor knows; else what the rule gives; else what `allow_gather` permits."""
+def _first_of(steps: Sequence[Function], *call: Any) -> Any:
+    """Return what the first step gives that does not leave the call to the next one."""
+    for step in steps:
+        result = step(*call)
+        if result is not _NEXT:
+            return result
+    raise AssertionError("the last step serves every call")
+
+
+def _with_rows(func: Function, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Serve a call that has copies of rows among its arguments, too."""
+    return Rows.__torch_function__(func, types, args, kwargs) if Rows in types else _NEXT
+
+
+def _under_compiler(*call: Any) -> Any:
+    """Go on without a trace, where torch.compile looks: rules run as they are."""
+    if torch.compiler.is_compiling() or frame_callback() is not None:
+        return _untraced(*call)
+    return _NEXT
+
+
+@untraced  # torch.compiler.disable, which would import the compiler here and now
+def _untraced(*call: Any) -> Any:
+    return _first_of(_STEPS[_STEPS.index(_under_compiler) + 1 :], *call)
+
+
+def _fact(func: Function, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Answer what the tensor knows of itself."""
     fact = FACTS.get(func)
-    if fact is not None:
-        return fact(func, *args, **kwargs)
+    return _NEXT if fact is None else fact(func, *args, **kwargs)
+
+
+def _rule(func: Function, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the rule, or what `allow_gather` permits; a refusal tells the ways out."""
     try:
-        if "out" in kwargs:
-            return _into_out(func, args, kwargs)
-        return _by_rule(func, args, kwargs)
+        return (_into_out if "out" in kwargs else _by_rule)(func, args, kwargs)
     except UnsupportedOperationError as error:
         if gather_allowed.get() and not writes(func, args, kwargs):
             return on_whole_tensors(func, args, kwargs, DomainTensor)
@@ -198,9 +225,14 @@ def _dispatch(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         raise refusal(func, [args, kwargs], reason, DomainTensor) from error
 
 
-@untraced  # torch.compiler.disable, which would import the compiler here and now
-def _dispatch_uncompiled(*call: Any) -> Any:
-    return _dispatch(*call)
+_NEXT = object()
+# The order of the steps matters. Beside each stands the reason for its place.
+_STEPS: tuple[Function, ...] = (
+    _with_rows,  # first: rows that a function writes are brought back by their own class
+    _under_compiler,  # before anything that the compiler could trace
+    _fact,  # before rules, which need values: a shape is known without any
+    _rule,  # last: it serves every call, or refuses it by name
+)
 
 
 def _by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +301,7 @@ def on_parts(
     writing = func is Tensor.__setitem__ or changes_first(func, local_args, local_kwargs)
     run = _run_and_write_back if writing else run_rule
     if any(_leaves_empty(part) for part in parts):
-        run = _with_empty_ranks(run)
+        run = replaying_views(run)
     result = run(rule, func, local_args, local_kwargs)
     if func is Tensor.__getitem__:
         remember_index(local_args, result)
@@ -286,22 +318,6 @@ def _note(wrappers: dict[int, DomainTensor]) -> None:
 def _leaves_empty(part: Part) -> bool:
     layout = part.layout
     return layout.leaves_empty if layout is not None else not part.local.numel()
-
-
-def _with_empty_ranks(run: Function) -> Function:
-    """Run a rule where some rank has no elements.
-
-    A view that is written gets its graph anew, from one of `as_strided`. Of a tensor without
-    elements the gradient of that has no graph, and a second backward pass would lack the
-    collectives that the other ranks call. So such views are made again as they were made, on all
-    ranks: then their collectives come in the same order.
-    """
-
-    def replayed(*call: Any) -> Any:
-        with views_replayed(True):
-            return run(*call)
-
-    return replayed
 
 
 def _run_and_write_back(
@@ -392,30 +408,6 @@ def _read(value: Any) -> Any:
     if isinstance(value, Subdomain | Tensor):
         return value
     return value.read() if _is_part(value) else value
-
-
-def refusal(
-    func: Function, arguments: Any, reason: str, kind: type[Tensor]
-) -> UnsupportedOperationError:
-    """Return the error of a call that no rule serves, with the ways out.
-
-    Args:
-        func: The function.
-        arguments: Its arguments.
-        reason: Why it is refused.
-        kind: The class of split tensors.
-    """
-    layouts = (t._part.layout for t in split_in(arguments, kind))
-    placements = "; ".join(dict.fromkeys(str(layout) for layout in layouts if layout))
-    error = UnsupportedOperationError(
-        f"cannot run {name_of(func)} on a tensor split over ranks ({placements}): {reason}. "
-        "Two ways out: register a rule with lightning_shard.register_rule, or gather explicitly, "
-        "with lightning_shard.gather and lightning_shard.shard, or `with lightning_shard."
-        "allow_gather():` around the call. `python -m lightning_shard check` names all such calls "
-        "of a model."
-    )
-    error.is_named = True
-    return error
 
 
 def _unwrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:

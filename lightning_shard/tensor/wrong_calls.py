@@ -2,33 +2,29 @@
 
 The function runs on meta tensors of the global shapes, which costs neither memory nor arithmetic.
 What passes is remembered by function, shapes, dtypes and the other arguments, so a training loop
-asks once. Few floating-point numbers on a CPU run as they are: a kernel is quicker there than what
-torch computes of shapes, for some functions a thousand times. What passes is accepted either way.
-Two kinds of calls are tried on real tensors of random numbers, too:
+asks once. What passes is accepted. Two kinds of calls run on zeros and on ones, too:
 
 - What meta tensors refuse, because not every function of torch knows them. What fails there too is
   raised, on every rank alike and with torch's own error. Of two errors of one class the meta
-  tensors' is raised: real tensors' may come from a library of the device, with other words on
-  another machine.
-- Calls of integers, truth values, complex numbers or floats of 8 bits: where a kernel computes
-  nothing of them, meta tensors may pass.
+  tensors' is raised where the other may come from a library of the device.
+- Calls without floats of 16 bits or more: meta tensors do not know for which dtypes a kernel is
+  there. Ranks with rows would raise, and a rank without rows would wait.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_shard.processes.torch_private.internals import is_autocast, modes_on_stack
+from lightning_shard.processes.torch_private.internals import is_autocast, open_modes
 from lightning_shard.processes.torch_private.typed import random
 from lightning_shard.tensor.gathering import split_in
 
-FEW = 2**14  # elements up to which a kernel is tried first
-LARGEST = 2**22  # elements up to which a call that meta tensors refuse is tried on real ones
+LARGEST = 2**22  # elements up to which a call runs on zeros
 KEPT = 2**14  # calls to remember
 
 # functions that write as many values as a mask chooses
@@ -60,7 +56,7 @@ def refuse_wrong_call(
             return
     except TypeError:  # an argument without a hash: whatever it is, torch's kernels see it
         return
-    if modes_on_stack():  # someone counts what runs: not this
+    if open_modes():  # someone counts what runs: not this
         return
     if func in _WRITES_CHOSEN and any(t.dtype in _MASKS for t in split_in(args[1:], Tensor)):
         return  # a mask decides how many values it takes
@@ -93,66 +89,40 @@ _OF_THE_DTYPE = (
 
 def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     tensors = list(split_in([args, kwargs], Tensor))
-    elements = sum(t.numel() for t in tensors)
-    if elements <= FEW and _runs(func, args, kwargs, tensors):
-        return
-    small = elements <= LARGEST
+    small = sum(t.numel() for t in tensors) <= LARGEST
+    refused: Exception | None = None
     try:
         _run(func, args, kwargs, _on_meta)
     except Exception as error:  # of any kind: the real function decides below
-        if small:
-            try:
-                with _random_numbers_kept(t.device for t in tensors):
-                    _run_on_numbers(func, args, kwargs)
-            except Exception as real:  # of any kind
-                if type(real) is type(error) and _OF_A_LIBRARY in str(real):
-                    raise error from None
-                raise
-        elif isinstance(error, IndexError | ValueError | TypeError):
+        if not small and isinstance(error, IndexError | ValueError | TypeError):
             raise
-    else:
-        # what a CPU's library knows nothing of, rules compute in single precision
-        known = all(t.dtype != torch.complex32 for t in tensors)
-        if small and known and not all(t.is_floating_point() and t.itemsize > 1 for t in tensors):
-            _refuse_dtype(func, args, kwargs, tensors)
-
-
-def _runs(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> bool:
-    """Return True if a CPU computes this of random numbers; else meta tensors say more."""
-    if not all(t.is_floating_point() and t.device.type == "cpu" for t in tensors):
-        return False
-    if any(map(callable, (*args, *kwargs.values()))):  # a function of the user, who counts calls
-        return False
-    try:
-        with _random_numbers_kept([]):
-            _run(func, args, kwargs, functools.partial(_random, integer=0))
-    except Exception:  # of any kind
-        return False
-    return True
-
-
-def _refuse_dtype(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> None:
-    """Raise what torch raises where it computes nothing of such numbers."""
+        refused = error
+    # what a CPU's library knows nothing of, rules compute in single precision
+    known = all(t.dtype != torch.complex32 for t in tensors)
+    floats = all(t.is_floating_point() and t.itemsize > 1 for t in tensors)
+    if not small or (refused is None and (floats or not known)):
+        return
     try:
         with _random_numbers_kept(t.device for t in tensors):
-            _run_on_numbers(func, args, kwargs)
-    except (TypeError, NotImplementedError):
+            _run_on_constants(func, args, kwargs)
+    except Exception as real:  # of any kind
+        if refused is None:  # with other numbers it may run
+            is_of_dtype = any(words in str(real) for words in _OF_THE_DTYPE)
+            if not (is_of_dtype or isinstance(real, TypeError | NotImplementedError)):
+                return
+        elif type(real) is type(refused) and _OF_A_LIBRARY in str(real):
+            raise refused from None
         raise
-    except Exception as error:  # which other numbers may not have
-        if any(words in str(error) for words in _OF_THE_DTYPE):
-            raise
 
 
-def _run_on_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Integers are zeros, which any index may be, else ones, which any weight may be."""
+def _run_on_constants(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Zeros may be any index, and ones any weight."""
     try:
-        _run(func, args, kwargs, functools.partial(_random, integer=0))
+        _run(func, args, kwargs, partial(_full, 0))
     except Exception:  # of any kind; where ones fail too, theirs is raised
-        _run(func, args, kwargs, functools.partial(_random, integer=1))
+        _run(func, args, kwargs, partial(_full, 1))
 
 
 def _run(
@@ -175,21 +145,17 @@ def _run(
         func(*map(stand_in, args), **{name: stand_in(v) for name, v in kwargs.items()})
 
 
-def _random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Afterwards the generators of random numbers are where they were."""
-    other = next((d for d in devices if d.type not in ("cpu", "meta")), None)
-    if other is None:
-        return random.fork_rng(devices=[])
-    return random.fork_rng(devices=[other.index], device_type=other.type)
+def _full(number: int, x: Tensor) -> Tensor:
+    return torch.full(tuple(x.shape), number, dtype=x.dtype, device=x.device)
 
 
 def _on_meta(x: Tensor) -> Tensor:
     return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
 
 
-def _random(x: Tensor, integer: int) -> Tensor:
-    """Numbers between 0 and 1, and integers that are all the same."""
-    shape = tuple(x.shape)
-    if x.is_floating_point() or x.is_complex():
-        return torch.rand(shape, device=x.device).to(x.dtype)
-    return torch.full(shape, integer, dtype=x.dtype, device=x.device)
+def _random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Afterwards the generators of random numbers are where they were."""
+    other = next((d for d in devices if d.type not in ("cpu", "meta")), None)
+    if other is None:
+        return random.fork_rng(devices=[])
+    return random.fork_rng(devices=[other.index], device_type=other.type)

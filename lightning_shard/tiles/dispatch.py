@@ -17,11 +17,10 @@ from lightning_shard.processes.torch_private.internals import (
     without_rules,
 )
 from lightning_shard.tensor.facts import FACTS, OF_WRAPPER, attributes_of
-from lightning_shard.tensor.gathering import split_in
+from lightning_shard.tensor.gathering import refusal, split_in
 from lightning_shard.tensor.tensor import (
     DomainTensor,
     SplitInTransform,
-    refusal,
     swapped,
 )
 from lightning_shard.tiles.by_rule import by_rule

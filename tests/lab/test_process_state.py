@@ -34,7 +34,6 @@ SHARED = {
     "lab/simulated/state:_looked_at": "lists modules, which ranks share",
     "processes/torch_private/internals:_open_sights": "all threads share torch's table",
     "ops/registry:_OPERATORS": "rules are the same for all",
-    "ops/view/write_back:lost_writes": "the rank that comes next raises, and that ends all ranks",
     "ops/view/reshape:_kept": "a layout follows from another layout alone",
     "processes/failures/failure_watch:_resting": "watches processes",
     "processes/failures/failure_watch:_runs": "watches processes",

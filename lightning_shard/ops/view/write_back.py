@@ -24,9 +24,6 @@ from lightning_shard.processes.torch_private.internals import (
 )
 
 whole_rows: WeakSet[Copied] = WeakSet()  # copies that every rank holds whole, see tensor/rows.py
-lost_writes: list[
-    tuple[int, ...]
-] = []  # shapes of such copies that were written unseen, and are gone
 
 
 def refuse_lost_write(target: Subdomain) -> None:
@@ -86,21 +83,6 @@ def refuse_stale() -> None:
         "since: torch would show the new values. Take the rows again after the write, or take "
         "x[index].clone() before it"
     )
-
-
-def refuse_lost_writes() -> None:
-    """Raise where a copy of rows was written by code whose calls this package does not see.
-
-    Raises:
-        UnsupportedOperationError: Since the last call of this function one was written so.
-    """
-    if lost_writes:
-        shape = lost_writes.pop()
-        raise UnsupportedOperationError(
-            f"rows of shape {shape}, which are a copy of a split tensor's, were written in place "
-            "by code that calls no function of torch's Python interface, and the tensor lacks what "
-            "was written. Assign with x[index] = value"
-        )
 
 
 def _untouched_by(written: Copied) -> list[Copied]:

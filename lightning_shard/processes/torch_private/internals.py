@@ -27,7 +27,6 @@ INTERNALS = {
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "rules are not traced by torch.compile",
     "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
     "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
-    "torch._C._len_torch_dispatch_stack": "trial calls do not run under modes that count",
     "torch._C._set_storage_data_ptr_access_error_msg": "no one reads a wrapper's memory",
     # compiled regions (tensor/compiled.py)
     "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
@@ -101,7 +100,7 @@ INTERNALS = {
     "torch.amp.grad_scaler.GradScaler._unscale_grads_": "ranks skip a step of float16 together",
     # tensors that are away from the device (fsdp/paging)
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack":
-        "a pager is told which memory FSDP2 frees itself",
+        "trial calls do not run under modes that count, and threads of tiles have the caller's",
     "torch.overrides._get_current_function_mode_stack":
         "a mode around tiles, which their threads do not have, is refused",
     "torch._C._dispatch_tls_is_dispatch_key_excluded": "the same",
@@ -180,7 +179,6 @@ views_replayed: Callable[[bool], Any] = internal(
     "torch.autograd.grad_mode._force_original_view_tracking"
 )
 is_autocast: Callable[[], bool] = internal("torch._C._is_any_autocast_enabled")
-modes_on_stack: Callable[[], int] = internal("torch._C._len_torch_dispatch_stack")
 schemas: Callable[[], list[Any]] = internal("torch._C._jit_get_all_schemas")
 functions_of_cpp: Any = internal("torch._C._nn")
 make_dual: Callable[..., Tensor] = internal("torch._make_dual")
@@ -336,7 +334,6 @@ def counting_writes() -> Generator[None]:
 
 def python_of(scripted: Any) -> Any:
     """Return the Python function that a function of TorchScript was made of; None if it is lost."""
-    assert "torch.jit.ScriptFunction" in INTERNALS
     return getattr(scripted, "_torchdynamo_inline", None)
 
 
