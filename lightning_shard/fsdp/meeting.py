@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.fsdp.same_blocks import LOOK_S, has_come, orders
+from lightning_shard.processes.failures.failure_watch import check_ranks
 from lightning_shard.processes.store import store_of_attempt
 
 WAIT_S = 120.0  # for the other ranks, where nothing is seen of them
@@ -31,6 +32,7 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
     Raises:
         RuntimeError: Some have gone on to something else, or did not come within `WAIT_S`, or half
             of the process group's timeout.
+        RankFailedError: One of them has ended, or any rank has failed.
     """
     if len(ranks) < 2:
         return
@@ -60,6 +62,7 @@ def _absence(store: Any, places: dict[int, str], does: str) -> str:
     asked = []
     while not has_come(store, [*places.values()], min(LOOK_S, deadline - time.monotonic())):
         missing = [r for r, key in places.items() if not store.check([key])]
+        check_ranks(missing)
         asked = orders()
         others = next(filter(None, (order.gone_on(missing, does) for order in asked)), "")
         missing = [r for r in missing if not store.check([places[r]])]

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.processes.agreement import DisagreementError
-from lightning_shard.processes.failures.failure_watch import is_of_processes
+from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
 from lightning_shard.processes.failures.store_thread import StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import backward_pass, default_store
@@ -126,6 +126,7 @@ class SameBlocks:
 
         Raises:
             DisagreementError: Another rank gathers or reduces another block.
+            RankFailedError: A rank has ended, or failed, while this one waits for it.
         """
         backward = backward_pass() != -1
         begins = not backward and (self._in_backward or event == self._first)
@@ -192,6 +193,7 @@ class SameBlocks:
         asked = False
         while not has_come(self._store, [f"{key}/all"], LOOK_S):
             self._store.set(f"{self._prefix}/asked", "")  # each time: others take it away
+            check_ranks([rank for rank in self.ranks if rank != self._rank])
             if not asked:
                 asked = True
             elif (other := self._difference(event, self.ranks)) and not self._store.check(

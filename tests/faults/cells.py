@@ -21,15 +21,18 @@ class Cell:
         phase: Where it happens.
         rank: To which rank; with "sigint of all", to which one in the first place.
         ranks: Of how many.
+        domain: The ranks of a domain; the others are data replicas.
     """
 
     fault: str
     phase: str
     rank: int
     ranks: int = 2
+    domain: int = 2
 
     def __str__(self) -> str:
-        return f"{self.fault}, {self.phase}, rank {self.rank} of {self.ranks}"
+        mesh = ", replicas" if self.domain == 1 else ""
+        return f"{self.fault}, {self.phase}, rank {self.rank} of {self.ranks}{mesh}"
 
     @property
     def kind(self) -> str:
@@ -75,3 +78,8 @@ SLOW = [
 CELLS = list(dict.fromkeys([*FAST, *SLOW]))
 # while rows are on their way; not among the cells that docs/reliability.md counts
 IN_FLIGHT = [Cell("kill", "halo", 1), Cell("kill", "halo", 0), Cell("exception", "halo", 1)]
+REPLICAS = [
+    *(Cell("kill", phase, 1, domain=1) for phase in ("forward", "step", "validation", "gather")),
+    Cell("kill", "forward", 0, domain=1),
+    *(Cell(fault, "forward", 1, domain=1) for fault in ("exception", "sigterm", "sigint")),
+]

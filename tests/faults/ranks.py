@@ -162,7 +162,7 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
         accelerator="cpu",
         devices=cell.ranks,
         strategy=HybridShardStrategy(
-            domain_parallel_size=2,
+            domain_parallel_size=cell.domain,
             timeout_s=TIMEOUT_S,
             checkpoint_format=formats.get(cell.phase, "single"),  # pyright: ignore
         ),

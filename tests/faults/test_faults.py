@@ -6,8 +6,10 @@
 import pytest
 
 from lightning_shard.processes.failures.failure import SIGTERM_CODE
-from tests.faults.cells import CELLS, FAST, IN_FLIGHT, Cell
+from tests.faults.cells import CELLS, FAST, IN_FLIGHT, REPLICAS, Cell
 from tests.faults.run import LIMIT_S, run
+
+QUICK = [*FAST, IN_FLIGHT[0], REPLICAS[0]]
 
 
 def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
@@ -30,8 +32,8 @@ def test_ctrl_c_says_that_nothing_was_saved(tmp_path):
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(c, id=str(c), marks=[] if c in [*FAST, IN_FLIGHT[0]] else pytest.mark.slow)
-        for c in [*CELLS, *IN_FLIGHT]
+        pytest.param(c, id=str(c), marks=[] if c in QUICK else pytest.mark.slow)
+        for c in [*CELLS, *IN_FLIGHT, *REPLICAS]
     ],
 )
 def test_cell(cell, tmp_path):

@@ -35,7 +35,7 @@ SHARED = {
     "processes/torch_private/internals:_open_sights": "all threads share torch's table",
     "ops/registry:_OPERATORS": "rules are the same for all",
     "ops/view/reshape:_kept": "a layout follows from another layout alone",
-    "processes/failures/failure_watch:_resting": "watches processes",
+    "processes/failures/failure_watch:_open": "watches processes",
     "processes/failures/failure_watch:_runs": "watches processes",
     "processes/failures/store_thread:_threads": "all of them end with the process",
     "processes/forking:_OF_PARENT": "belongs to forked processes",

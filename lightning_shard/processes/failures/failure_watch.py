@@ -47,7 +47,7 @@ GRACE_S = 10.0  # for a rank to end by itself, once it or another has failed
 LOOK_S = 2.0  # for the reason of a lost connection to arrive, and for heartbeats to be compared
 FAREWELL_S = 2 * POLL_S  # for the others to hear that rank 0 ends, and its store
 _runs = itertools.count()  # the ranks begin their watches in the same order
-_resting: list["FailureWatch"] = []  # at most one in this process
+_open: list["FailureWatch"] = []  # of this process; at most one of them rests
 
 
 def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
@@ -57,13 +57,26 @@ def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
         rank: The rank of this process.
         timeout_s: Seconds without an answer of the store, after which this process ends.
     """
-    if _resting:
-        watch = _resting.pop()
+    for watch in [watch for watch in _open if watch.rests]:
         if watch.group_store is default_store():
             watch.wake(timeout_s)
             return watch
         watch.close()  # its group is no more
     return FailureWatch(rank, timeout_s=timeout_s)
+
+
+def check_ranks(waited_for: Sequence[int]) -> None:
+    """Look whether ranks still come, where they are watched; call it now and then in a wait.
+
+    Args:
+        waited_for: The global ranks, without this one.
+
+    Raises:
+        RankFailedError: One of them has ended, or any rank has failed.
+    """
+    for watch in _open:
+        if not watch.rests and watch.group_store is default_store():
+            watch.check(waited_for)
 
 
 def is_of_processes() -> bool:
@@ -103,6 +116,7 @@ class FailureWatch:
         self._guard = Guard(rank, self._look, self._why, every_s=POLL_S)
         self._talk = StoreThread(self._beat, every_s=POLL_S)
         atexit.register(self._part)
+        _open.append(self)
 
     @property
     def heard(self) -> Failure | None:
@@ -173,8 +187,6 @@ class FailureWatch:
     def rest(self) -> None:
         """End a stage on all ranks: until the next one this process waits for no other."""
         self.rests = True
-        if self not in _resting:
-            _resting.append(self)
 
     def wake(self, timeout_s: float) -> None:
         """Begin another stage."""
@@ -187,8 +199,8 @@ class FailureWatch:
         self._guard.close()
         self._talk.close()
         atexit.unregister(self._part)
-        if self in _resting:
-            _resting.remove(self)
+        if self in _open:
+            _open.remove(self)
 
     def _reason_of_lost_connection(self) -> tuple[Failure | None, int]:
         """Find out which rank is lost.
