@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 import lightning_shard
@@ -23,7 +22,9 @@ CHANGES = {
 
 # values that all ranks of a process may share, and why
 SHARED = {
+    "domain/one_thread:_of_parent": "belongs to forked processes",
     "domain/subdomain:_uncounted": "a write is looked for by its memory, which one rank has",
+    "fsdp/plain_gradients:_followed": "lists modules, of which each rank has its own",
     "hosts:_chosen": "a program uses one package of Lightning",
     "hosts:_taken_for": "lists classes, which ranks share",
     "lab/run:_levels": "loggers are the process's",
@@ -32,7 +33,6 @@ SHARED = {
     "lab/simulated/state:_attributes": "lists what each rank has of its own",
     "lab/simulated/state:_count": "counts modules, which ranks share",
     "lab/simulated/state:_looked_at": "lists modules, which ranks share",
-    "processes/torch_private/internals:_open_sights": "all threads share torch's table",
     "ops/registry:_OPERATORS": "rules are the same for all",
     "ops/view/reshape:_kept": "a layout follows from another layout alone",
     "processes/failures/failure_watch:_open": "watches processes",
@@ -42,6 +42,7 @@ SHARED = {
     "processes/store:_of_meetings": "belongs to ranks that meet at an address",
     "tensor/compiled:_LAYOUTS": "counts what has been compiled, which serves all ranks",
     "tensor/compiled:_REGIONS": "what has been compiled serves all ranks",
+    "tiles/crew:_crews": "all of them end with the process",
     "tensor/wrong_calls:_accepted": "whether torch takes a call follows from its shapes alone",
 }
 
@@ -79,7 +80,6 @@ def changed_at_run_time(tree: ast.Module) -> set[str]:
     return found
 
 
-@pytest.mark.slow
 def test_what_changes_in_a_module_at_run_time_is_named_or_meant_for_all_ranks():
     missing: set[str] = set()
     unknown = set(SHARED)

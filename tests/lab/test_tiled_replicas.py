@@ -178,7 +178,7 @@ def _run(fault: str, rank: int, port: int, folder: Path) -> None:
         ("raise", "one rank failed first: rank 1: LookupError: a mistake of the module"),
         ("tiles", "the number of tiles is 2 on rank 0 and 4 on rank 1; start all ranks with"),
         ("strategy", "the number of tiles is 2 on rank 0 and not there on rank 1; start all"),
-        ("stop", "Detected KeyboardInterrupt"),
+        ("stop", "one rank failed first: rank 1: KeyboardInterrupt"),
     ],
 )
 def test_ends_together(fault: str, said: str, tmp_path: Path) -> None:
