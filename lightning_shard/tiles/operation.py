@@ -7,11 +7,10 @@ plain tensors, each once, with the gradients of one process.
 
 What several tiles return becomes one tensor in one of three ways. The parts of a field stay parts.
 A plain tensor is equal on all tiles; each of them is given an equal share of its gradient, for the
-adjoints add them up (domain/comm.py). A `Partial` is added up here.
+adjoints add them up (domain/comm.py). The gradients of a plain tensor are added up as tiles come.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.processes.torch_private.internals import in_memory, in_transform, without_rules
 from lightning_shard.tensor.part import Part
 from lightning_shard.tensor.tensor import SplitInTransform
-from lightning_shard.tiles.places import SEED, Begin, Output, Partial, Place, Record, Root
+from lightning_shard.tiles.places import SEED, Begin, Output, Place, Record, Root
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 
 Compute = Callable[[int, list[Any]], Any]
@@ -109,31 +108,23 @@ class Call:
     def plain(self, locals_: Sequence[Tensor]) -> Tensor:
         """Return the plain tensor that all tiles have given."""
         made = locals_[0].detach() if locals_[0].requires_grad else locals_[0]
-        self._keep(made)
+        self.keep(made)
         self._add(made, locals_)
         return made
 
-    def total(self, partials: Sequence[Partial]) -> Tensor | None:
-        """Return the sum of what tiles have given."""
-        locals_ = [p.local for p in partials]
-        given = [x for x in locals_ if x is not None]
-        if not given:
-            return None
-        mover = self.tiles.crew.mover
-        with torch.no_grad(), nullcontext() if mover is None else mover.seeing():
-            made = given[0].detach()
-            for number, local in enumerate(given[1:]):
-                made = made.add_(local) if number else made + local
-        self._keep(made)
-        self._add(made, locals_, is_partial=True)
-        return made
+    def total(self, total: "Total") -> Tensor | None:
+        """Return the sum of what tiles have given; None where none has given anything."""
+        if total.sum is not None:
+            self.keep(total.sum)
+            self._add(total.sum, total.parts, is_partial=True)
+        return total.sum
 
     def whole(self, made: Tensor, parts: Sequence[Subdomain]) -> Tensor:
         """Return a plain tensor into which tiles have written their rows."""
         self._add(made, [part.local for part in parts], [part.layout for part in parts])
         return made
 
-    def _keep(self, tensor: Tensor) -> None:
+    def keep(self, tensor: Tensor) -> None:
         """Let a tensor that the caller is given stay where it is."""
         mover = self.tiles.crew.mover
         if mover is not None:
@@ -215,6 +206,38 @@ class Call:
         self.outputs.append(output)
 
 
+class Total:
+    """Adds up what tiles give for one plain tensor, as each of them comes.
+
+    Args:
+        call: The operation that they run.
+
+    Attributes:
+        sum: The sum so far; None before the first tile has given a tensor.
+        parts: The tensor of each tile, if gradients are wanted.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.sum: Tensor | None = None
+        self.parts: list[Tensor | None] = [None] * call.tiles.count
+        self._call, self._is_own = call, False
+
+    def add(self, tile: int, part: Tensor | None) -> None:
+        """Add the tensor of a tile; None stands for zeros."""
+        if part is None:
+            return
+        if self._call.records:
+            self.parts[tile] = part
+        with torch.no_grad():
+            if self.sum is None:
+                self.sum = part.detach()  # which others may have, so it must not be written
+            elif self._is_own:
+                self.sum.add_(part)
+            else:
+                self.sum, self._is_own = self.sum + part, True
+                self._call.keep(self.sum)
+
+
 def without_graph(part: Any) -> Any:
     """Return a part whose rows have no graph."""
     return replace(part, local=part.local.detach()) if part.local.requires_grad else part
@@ -236,6 +259,7 @@ def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | 
     fields = [_as_field(tiles, grads[n], record.outputs[n].layouts) for n in chosen]
     call = Call(tiles, fields, records=creates)
     call.roots += record.roots  # to which the small graphs go on
+    totals = [Total(call) if root.layouts is None else None for root in record.roots]
 
     def compute(tile: int, locals_: list[Any]) -> list[Any]:
         ends: list[GradientEdge] = []
@@ -260,14 +284,23 @@ def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | 
             found = torch.autograd.grad(
                 ends, starts, seeds, retain_graph=True, create_graph=creates, allow_unused=True
             )
-        return [_arrived(root, tile, x, tiles) for root, x in zip(record.roots, found, strict=True)]
+        arrived: list[Tensor | None] = []
+        for root, total, x in zip(record.roots, totals, found, strict=True):
+            gradient = None if x is None else in_memory(x)
+            if total is not None:
+                total.add(tile, gradient)
+            else:
+                arrived.append(_of_rows(root, tile, gradient, tiles))
+        return arrived
 
+    rows = zip(*call.run(compute), strict=True)
     made: list[Tensor | None] = []
-    for root, each in zip(record.roots, zip(*call.run(compute), strict=True), strict=True):
-        if root.layouts is None:
-            made.append(call.total(each))
+    for root, total in zip(record.roots, totals, strict=True):
+        if total is not None:
+            made.append(call.total(total))
         else:
-            made.append(_field_of(call, each, root.layouts))
+            assert root.layouts is not None
+            made.append(_field_of(call, next(rows), root.layouts))
     call.enter()
     return made
 
@@ -278,11 +311,9 @@ def _copies(layout: Layout) -> list[int]:
     return [axis for axis in range(len(layout.grid.sizes)) if axis not in axes]
 
 
-def _arrived(root: Root, tile: int, found: Tensor | None, tiles: Tiles) -> Any:
-    """Return the gradient that a tile has of a root; what has the same rows is added up."""
-    found = None if found is None else in_memory(found)
-    if root.layouts is None:
-        return Partial(found)
+def _of_rows(root: Root, tile: int, found: Tensor | None, tiles: Tiles) -> Tensor | None:
+    """Return the gradient that a tile has of its rows; what has the same rows is added up."""
+    assert root.layouts is not None
     layout = root.layouts[tile]
     for axis in _copies(layout):
         if found is None:

@@ -1,6 +1,5 @@
 """Holds the places of an operation in the caller's graph, and in the small one of each tile."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +12,6 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from lightning_shard.domain.layout import Layout
-
-
-@dataclass(frozen=True)
-class Partial:
-    """Holds a tile's part of a sum over the tiles; None stands for zeros."""
-
-    local: Tensor | None
 
 
 class Root:
