@@ -12,8 +12,9 @@ prints a table of each library. `--mesh 2 3 2x2` compares on three meshes, with 
 On a mesh of several axes a sequence is split by all of them. A library that is not installed is
 named and left out. A model for which some rank waits ten minutes ends the run, with the place where
 each rank is. `--simulated` takes ranks of lightning_shard.simulate, all in one process, instead of
-processes. `--record` writes what was found into benchmarks/models.csv, over older results of the
-same model and mesh. `--page` runs nothing, and writes the lists of docs/models.md from that file.
+processes, and `--tiles` as many tiles of one process. `--record` writes what was found into
+benchmarks/models.csv, over older results of the same model and mesh. `--page` runs nothing, and
+writes the lists of docs/models.md from that file.
 """
 
 import argparse
@@ -38,6 +39,7 @@ import lightning_shard
 from benchmarks.common import describe, start, table
 from benchmarks.model_zoo import LIBRARIES, Case, cases
 from benchmarks.model_zoo.comparison import differences, rounding
+from lightning_shard import Tiles
 from lightning_shard.domain.errors import UnsupportedOperationError
 
 PACKAGES = {
@@ -60,7 +62,7 @@ TIMES = 10  # how much further than its own rounding a model may be off
 WAIT_S = 600
 RESULTS = Path(__file__).with_suffix(".csv")
 PAGE = Path(__file__).parents[1] / "docs/models.md"
-MESHES = ("2", "3", "2x2")
+MESHES = ("2", "3", "2x2", "3 tiles")
 COLUMNS: tuple[str, ...] = ("library", "version", "model", "split dims", *MESHES)
 Row = tuple[str, str, str, str]
 
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=[""], help="parts of names; default: all")
     parser.add_argument("--mesh", nargs="+", default=["2"], help="such as 2 3 2x2")
     parser.add_argument("--simulated", action="store_true", help="the ranks of one process")
+    parser.add_argument("--tiles", action="store_true", help="tiles of one process, not ranks")
     parser.add_argument("--record", action="store_true", help=f"into {RESULTS.name}")
     parser.add_argument("--page", action="store_true", help="write docs/models.md, and run nothing")
     options = parser.parse_args()
@@ -94,9 +97,12 @@ def main() -> None:
         for shape in options.mesh:
             sizes = tuple(map(int, shape.split("x")))
             ranks = simulated if options.simulated else partial(start, fork=True)
-            for row in ranks(math.prod(sizes), run, library, options.model, sizes):
-                found.setdefault(row[0], {})[shape] = row
-        print_found(found, options.mesh)
+            given = library, options.model, sizes
+            own = options.tiles
+            rows = compared(*given, Tiles(sizes)) if own else ranks(math.prod(sizes), run, *given)
+            for row in rows:
+                found.setdefault(row[0], {})[f"{shape} tiles" if own else shape] = row
+        print_found(found)
         if options.record:
             record(library, title.removeprefix(library).strip(), found)
 
@@ -157,16 +163,17 @@ def simulated(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
         return lightning_shard.simulate(function, *args, processes=ranks)[0]
 
 
-def print_found(found: dict[str, dict[str, Row]], shapes: Sequence[str]) -> None:
+def print_found(found: dict[str, dict[str, Row]]) -> None:
     """Print the table of a library: rows by model and by shape of the mesh."""
     rows = []
+    shapes = [*dict.fromkeys(shape for by_shape in found.values() for shape in by_shape)]
     for name, by_shape in found.items():
         longest = max(by_shape.values(), key=lambda row: len(row[1]))
         cells = [" ".join(by_shape[s][2:]) if s in by_shape else "" for s in shapes]
         if len({*cells}) == 1 and not cells[0].startswith("exact"):
             cells[1:] = ["the same"] * (len(cells) - 1)
         rows.append((name, longest[1], *(cell.removeprefix("exact ") for cell in cells)))
-    table(("model", "split dims", *(f"{shape} ranks" for shape in shapes)), rows)
+    table(("model", "split dims", *(s if "tiles" in s else f"{s} ranks" for s in shapes)), rows)
     counts = Counter(worst_of([row[2] for row in rows.values()]) for rows in found.values())
     print("\n" + ", ".join(f"{n} {result}" for result, n in counts.most_common()))
 
@@ -178,25 +185,32 @@ def worst_of(results: Sequence[str]) -> str:
 
 
 def run(library: str, parts: Sequence[str], sizes: tuple[int, ...]) -> list[Row]:
-    """Model, split dims, result and its reason, of each model of a library; called on each rank.
+    """Compare each model of a library on a mesh of all ranks; called on each rank."""
+    names = tuple(f"domain_{axis}" for axis in range(len(sizes)))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return compared(library, parts, sizes, mesh)
+
+
+def compared(
+    library: str, parts: Sequence[str], sizes: tuple[int, ...], mesh: DeviceMesh | Tiles
+) -> list[Row]:
+    """Return model, split dims, result and its reason, of each model of a library.
 
     Models that a mesh of so many axes cannot split are left out.
     """
-    names = tuple(f"domain_{axis}" for axis in range(len(sizes)))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    rows = []
+    rows: list[Row] = []
     for name, case in cases(library).items():
         if any(part in name for part in parts) and (dims := case.split_by(len(sizes))):
             faulthandler.dump_traceback_later(WAIT_S, exit=True)
             with contextlib.redirect_stdout(None):  # some models print
                 rows.append((name, ", ".join(map(str, dims)), *outcome(case, mesh)))
             faulthandler.cancel_dump_traceback_later()
-            if dist.get_rank() == 0:
+            if isinstance(mesh, Tiles) or dist.get_rank() == 0:
                 print(*rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
-def outcome(case: Case, mesh: DeviceMesh) -> tuple[str, str]:
+def outcome(case: Case, mesh: DeviceMesh | Tiles) -> tuple[str, str]:
     """The result, and its reason; called on each rank, equal on all."""
     try:
         errors = differences(case, mesh)
@@ -213,6 +227,8 @@ def outcome(case: Case, mesh: DeviceMesh) -> tuple[str, str]:
             found = (kind, f"{errors[worst]:.0e}")
         else:
             found = ("wrong" + kind, f"{errors[worst]:.0e} {worst}")
+    if isinstance(mesh, Tiles):
+        return found
     everyone = [found] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return min(everyone, key=lambda one: one[0].startswith("exact"))

@@ -11,16 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_shard
 from benchmarks.model_zoo import Case, prepared
+from lightning_shard import Tiles
 
 FLOOR = 1e-3  # of the largest output or gradient: errors of smaller ones are relative to this
 
 
-def differences(case: Case, mesh: DeviceMesh) -> dict[str, float]:
+def differences(case: Case, mesh: DeviceMesh | Tiles) -> dict[str, float]:
     """Relative errors in train mode, by name: outputs, gradients of inputs and parameters, buffers.
 
     Args:
         case: The model and its inputs.
-        mesh: The domain mesh: all ranks.
+        mesh: The domain mesh, of all ranks, or tiles of this process.
 
     Returns:
         The largest difference of each tensor over its largest value; infinite where shapes, dtypes
@@ -45,7 +46,7 @@ def differences(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     theirs = dict(model.named_parameters())
     pairs += [(name, p, theirs[name]) for name, p in split_model.named_parameters()]
     gradients = [
-        (f"gradient of {name}", _mean(a), torch.zeros_like(b) if b.grad is None else b.grad)
+        (f"gradient of {name}", _mean(a, mesh), torch.zeros_like(b) if b.grad is None else b.grad)
         for name, a, b in pairs
         if b.requires_grad
     ]
@@ -90,9 +91,13 @@ def made(case: Case) -> nn.Module:
     return prepared(case.make()).train()
 
 
-def parts(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+def parts(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh | Tiles) -> list[Tensor]:
     """The inputs of a case, split over the ranks."""
-    each = zip(inputs, case.dims_of_each(mesh.ndim), strict=True)
+    each = zip(
+        inputs,
+        case.dims_of_each(mesh.ndim),
+        strict=True,
+    )
     return [lightning_shard.shard(x, mesh, dims) for x, dims in each]
 
 
@@ -124,9 +129,11 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [x for y in output for x in tensors_of(y)] if isinstance(output, list | tuple) else []
 
 
-def _mean(leaf: Tensor) -> Tensor:
+def _mean(leaf: Tensor, mesh: DeviceMesh | Tiles) -> Tensor:
     """The gradient: the mean over ranks, each of which started backward with its replica."""
     mean = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+    if isinstance(mesh, Tiles):
+        return mean
     mean = mean.detach() / dist.get_world_size()
     dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean)
     return mean
