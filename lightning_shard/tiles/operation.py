@@ -230,7 +230,7 @@ class Total:
             self.parts[tile] = part
         with torch.no_grad():
             if self.sum is None:
-                self.sum = part.detach()  # which others may have, so it must not be written
+                self.sum = part.detach()  # others may have its memory, so nobody writes it
             elif self._is_own:
                 self.sum.add_(part)
             else:
@@ -256,7 +256,7 @@ def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | 
     chosen = [n for n, grad in enumerate(grads) if grad is not None]
     if not chosen:
         return [None] * len(record.roots)
-    fields = [_as_field(tiles, grads[n], record.outputs[n].layouts) for n in chosen]
+    fields = [as_field(tiles, grads[n], record.outputs[n].layouts) for n in chosen]
     call = Call(tiles, fields, records=creates)
     call.roots += record.roots  # to which the small graphs go on
     totals = [Total(call) if root.layouts is None else None for root in record.roots]
@@ -339,7 +339,7 @@ def _field_of(
     return call.field([*parts])
 
 
-def _as_field(tiles: Tiles, grad: Any, layouts: Sequence[Layout] | None) -> Tensor:
+def as_field(tiles: Tiles, grad: Any, layouts: Sequence[Layout] | None) -> Tensor:
     """Return the gradient of a field as a field: a plain one is cut."""
     if layouts is None or isinstance(grad, TileTensor):
         return grad

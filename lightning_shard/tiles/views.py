@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import refuse_stale
 from lightning_shard.processes.torch_private.internals import storage_key, without_rules
 from lightning_shard.tensor.tensor import swapped
+from lightning_shard.tiles.operation import as_field
 from lightning_shard.tiles.tile_tensor import TileTensor, View
 
 Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
@@ -30,16 +32,29 @@ class _Rebase(Function):
         ctx: Any, base: TileTensor, written: TileTensor, again: Callable[[Any], Any]
     ) -> TileTensor:
         ctx.mark_dirty(base)
-        ctx.again = again
+        ctx.again, ctx.order = again, _order(base)
+        ctx.tiles, ctx.layouts = base.tiles, [part.layout for part in base.parts]
         return base
 
     @staticmethod
-    def backward(ctx: Any, *grads: TileTensor) -> Any:
-        rest = torch.clone(grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rest = _stored_in(as_field(ctx.tiles, grads[0], ctx.layouts), ctx.order)
         shown = ctx.again(rest)
         of_view = torch.clone(shown)
         shown.zero_()
-        return rest, of_view, None
+        return fresh(rest), of_view, None
+
+
+def _order(x: TileTensor) -> list[int]:
+    """Return the dims of a field as they lie in memory, the one with the longest steps first."""
+    steps = x.parts[0].read().local.stride()
+    return sorted(range(x.ndim), key=lambda d: -steps[d])
+
+
+def _stored_in(x: Tensor, order: list[int]) -> TileTensor:
+    """Return a copy whose dims lie in this order, so that what was a view of it is one again."""
+    copied = x.permute(order).clone(memory_format=torch.contiguous_format)
+    return copied.permute([order.index(d) for d in range(x.ndim)])  # pyright: ignore
 
 
 def fresh(x: TileTensor) -> TileTensor:

@@ -1,6 +1,7 @@
 """The caller's graph of fields in tiles: hooks, leaves, checkpoints, Functions, views."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,56 @@ def test_equals_one_process(program: Any, tiles: int) -> None:
             assert_same(q.grad, p.grad, name)
     for (name, b), c in zip(one.named_buffers(), many.buffers(), strict=True):
         assert_same(c.double(), b.double(), name)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flatten": lambda x: x.flatten()[::2],
+    "flatten some": lambda x: x.flatten(1)[:, ::3],
+    "view": lambda x: x.view(-1)[3],
+    "rows": lambda x: x[:, 1, ::2],
+    "transposed": lambda x: x.mT[:, :, 1],
+}
+ORDERS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x, lambda x: x.transpose(1, 3), lambda x: x.permute(2, 3, 1, 0),
+    lambda x: x.flip(2).contiguous(memory_format=torch.channels_last),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 2)], ids=str)
+def test_a_write_through_a_view_has_the_gradient_of_one_process(
+    view: str, sizes: tuple[int, ...], subtests: pytest.Subtests
+) -> None:
+    """Whatever the order of dims in memory is, of the base and of the gradient that comes."""
+
+    def program(x: Tensor, of_base: Any, of_gradient: Any) -> list[Tensor]:
+        base = of_base(x.sin()).clone()
+        if "flat" in view or view == "view":
+            base = base.contiguous()
+        VIEWS[view](base).mul_(0.5).add_(1)
+        found = of_gradient(base)
+        weights = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(found.shape)
+        loss = (found * weights).square().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return [loss, first, second]
+
+    def plain_gradient(x: Tensor) -> Tensor:
+        base = x.sin()
+        VIEWS[view](base).mul_(0.5)
+        return torch.autograd.grad(base, x, torch.linspace(0, 1, 600).double().view(x.shape))[0]
+
+    x = field(4, 5, 6, 5)
+    given = lightning_shard.shard(x, tiles_of(*sizes), [2, 0][: len(sizes)])
+    wanted = plain_gradient(x.clone().requires_grad_())
+    assert_same(lightning_shard.gather(plain_gradient(given.clone().requires_grad_())), wanted)
+    cases = itertools.product(enumerate(ORDERS), enumerate(ORDERS))
+    for (m, of_base), (n, of_gradient) in cases:
+        with subtests.test(base=m, gradient=n):
+            wanted = program(x.clone().requires_grad_(), of_base, of_gradient)
+            found = program(given.clone().requires_grad_(), of_base, of_gradient)
+            for one, other in zip(found, wanted, strict=True):
+                assert_same(lightning_shard.gather(one).detach(), other.detach())
 
 
 def test_a_graph_is_freed_after_backward() -> None:
