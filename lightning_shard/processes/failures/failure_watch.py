@@ -47,7 +47,7 @@ GRACE_S = 10.0  # for a rank to end by itself, once it or another has failed
 LOOK_S = 2.0  # for the reason of a lost connection to arrive, and for heartbeats to be compared
 FAREWELL_S = 2 * POLL_S  # for the others to hear that rank 0 ends, and its store
 _runs = itertools.count()  # the ranks begin their watches in the same order
-_open: list["FailureWatch"] = []  # of this process; at most one of them rests
+_open: list["FailureWatch"] = []  # all of this process; at most one of them rests
 
 
 def watch_ranks(rank: int, *, timeout_s: float) -> "FailureWatch":
