@@ -366,28 +366,40 @@ def follow_batches(trainer: Trainer, begins: Callable[[], None]) -> None:
         vars(loop)["advance"] = advance
 
 
-def end_saved_step(trainer: Trainer, is_known: Callable[[], bool]) -> None:
+def end_saved_step(
+    trainer: Trainer,
+    is_known: Callable[[], bool],
+    is_in_validation: Callable[[], bool],
+    validates: Callable[[int], None],
+) -> None:
     """Let a resumed run end the step after which it was saved, as the run without a break does.
 
     Lightning counts a step that was saved in `on_train_batch_end` as ended. So it leaves out the
-    validation that is due, the end of the epoch, and what schedulers do by a value.
+    validation that is due, the end of the epoch, what schedulers do by a value, and the rest of a
+    validation, which is run again as a whole here. An epoch that has begun it takes for read.
 
     Args:
         trainer: The Trainer of the run.
         is_known: Returns True if the checkpoint says what was logged, which callbacks then read.
+        is_in_validation: Returns True if it was saved within a validation.
+        validates: Called before each validation of a fit, with the number of the step before it.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if "update_restart_stage" in vars(loop):
         return
     find_stage, advance, end_epoch = loop.update_restart_stage, loop.advance, fit.on_advance_end
+    wind_on, validation = loop.val_loop.increment_progress_to_evaluation_end, loop.val_loop.run
     is_open = False
 
     def find_open_step() -> None:
         nonlocal is_open
         find_stage()
-        is_open = is_known() and loop.restarted_on_train_batch_end
-        if is_open:
+        if is_known() and (fit.restarted_on_epoch_start or not loop.batch_progress.total.ready):
+            loop.restarting = False
+        is_open = is_known() and (loop.restarted_on_train_batch_end or is_in_validation())
+        if is_open and loop.restarted_on_train_batch_end:
             loop.batch_progress.increment_completed()
+        if is_open:
             loop.reset_restart_stage()
 
     def end_step_or_advance(data_fetcher: Any) -> None:
@@ -404,8 +416,17 @@ def end_saved_step(trainer: Trainer, is_known: Callable[[], bool]) -> None:
             fit._restarting = False  # else schedulers that follow a value are left out
         end_epoch()
 
-    vars(loop)["update_restart_stage"] = find_open_step
-    vars(loop)["advance"] = end_step_or_advance
+    def wind_validation_on() -> None:
+        if not is_known():  # else it is there; to begin its loaders draws random numbers
+            wind_on()
+
+    def validate() -> Any:
+        validates(loop.batch_progress.total.ready)
+        return validation()
+
+    vars(loop.val_loop)["run"] = validate
+    vars(loop.val_loop)["increment_progress_to_evaluation_end"] = wind_validation_on
+    vars(loop).update(update_restart_stage=find_open_step, advance=end_step_or_advance)
     vars(fit)["on_advance_end"] = end_epoch_as_ever
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -44,9 +45,17 @@ class CommonDraws:
         self._read = set[int]()  # loaders that have drawn an order
 
     @contextmanager
-    def of_pass(self, loader: DataLoader[Any]) -> Generator[None]:
-        """Go on with the numbers that this loader draws next; inside, it draws its order."""
+    def of_pass(self, loader: DataLoader[Any], seeded: bool = False) -> Generator[None]:
+        """Go on with the numbers that this loader draws next; inside, it draws its order.
+
+        Args:
+            loader: One of the loaders.
+            seeded: True if all loaders had drawn the seeds of their workers before the run was
+                resumed.
+        """
         set_random_state(self._state, CPU)
+        if seeded:
+            self._seeded = len(self._loaders)
         place = next(i for i, each in enumerate(self._loaders) if each is loader)
         begun = place + 1 if loader.num_workers else len(self._loaders)
         again = place in self._read  # a short loader of a cycle
@@ -67,7 +76,7 @@ class OrderedBatches:
         common: The numbers from which the next pass draws its order; None: those that this process
             then has.
         drawn_from: The numbers from which the order of this pass was drawn.
-        has_begun: True once a loader has begun a pass.
+        has_begun: True once a loader has begun the pass of this epoch.
         was_resumed: True once it has begun one inside an epoch, where no epoch begins.
     """
 
@@ -99,14 +108,33 @@ class OrderedBatches:
         # a loader with workers asks twice, and reads one
         return self._one_pass(self.agreed, self.common)
 
-    def read_before(self) -> int:
-        """Count the batches of the pass that begins which were read before the run was resumed."""
+    def begin_epoch(self) -> None:
+        """Note that the pass over the loader that comes next has not begun."""
+        self.has_begun, self.drawn_from = False, None
+
+    def order(self) -> Numbers | None:
+        """Return the numbers from which the order of this epoch was drawn.
+
+        They are empty if the pass has begun and drawn the seed of workers, but no order yet, and
+        None if it has not begun.
+        """
+        return {} if self.has_begun and self.drawn_from is None else self.drawn_from
+
+    def _read_before(self) -> int | None:
+        """Count the batches of the epoch that is resumed which were read; None if one begins."""
         loop = self.trainer.fit_loop
-        if self._passes or not self.trainer.training or not loop.restarting:
-            return 0
+        goes_on = loop.restarting or (loop.is_resuming and self.resumed() is not None)
+        if self._passes or not self.trainer.training or not goes_on:
+            return None
         current: Any = loop.epoch_loop.batch_progress.current  # Lightning: its base class
         read = current.processed  # one more may have begun
-        return read if read < len(self) else 0  # the epoch may have been at its end
+        if read >= len(self):  # the epoch was at its end
+            return None
+        return read if read or self.resumed() is not None else None
+
+    def is_resumed(self) -> bool:
+        """Return True if the pass that begins now had begun before the run was resumed."""
+        return self._read_before() is not None
 
     def numbers(self) -> Numbers:
         """Read what the generators of this process, and the sampler's own, will draw next."""
@@ -114,16 +142,16 @@ class OrderedBatches:
         return random_state(CPU) | {"sampler": own}
 
     def _one_pass(self, agreed: Numbers | None, common: CommonDraws | None) -> Iterator[Any]:
-        read, before = self.read_before(), self.numbers()
+        read, before = self._read_before(), self.numbers()
         self._passes += 1
-        if read:
+        if read is not None and self.resumed() != {}:
             self.was_resumed = True
             first, batches = self._drawn_again(read)
             set_random_state(before, CPU)  # the sampler's own generator goes on
         else:
             if agreed is not None and self.generator is not None:
                 self.generator.set_state(agreed["sampler"])
-            with nullcontext() if common is None else common.of_pass(self.loader):
+            with nullcontext() if common is None else common.of_pass(self.loader, read is not None):
                 used = self.drawn_from = self.numbers()
                 first, batches = self._drawn()
             if not same_numbers(before, used):
@@ -172,8 +200,43 @@ def generator_of(loader: DataLoader[Any]) -> torch.Generator | None:
     return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
 
 
+class LateStart:
+    """Begins the loaders of a resumed run, all at once, when the first of them is read.
+
+    Lightning begins them before it has resumed, with other random numbers.
+
+    Attributes:
+        is_over: True once they have begun.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._loaders: list[tuple[DataLoader[Any], type[DataLoader[Any]], OrderedBatches]] = []
+        self._begun: dict[int, Iterator[Any]] = {}
+
+    def put_off(self, loader: DataLoader[Any], batches: OrderedBatches) -> type[DataLoader[Any]]:
+        """Return a class for the loader, of which a pass begins when its first batch is read."""
+        cls = type(loader)
+        self._loaders.append((loader, cls, batches))
+
+        def iterate(itself: DataLoader[Any]) -> Iterator[Any]:
+            return cls.__iter__(itself) if self.is_over else self._batches(itself)
+
+        return type(cls.__name__, (cls,), {"__iter__": iterate})
+
+    def _batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if not self.is_over:
+            self.is_over = True
+            for each, cls, batches in self._loaders:
+                before = random_state(CPU) if batches.is_resumed() else None
+                self._begun[id(each)] = cls.__iter__(each)
+                if before is not None:  # this pass began in the run that is resumed
+                    set_random_state(before, CPU)
+        yield from self._begun.pop(id(loader))
+
+
 def put_into(
-    loader: DataLoader[Any], batches: OrderedBatches, until_end: ExitStack, *, late: bool
+    loader: DataLoader[Any], batches: OrderedBatches, until_end: ExitStack, late: LateStart | None
 ) -> None:
     """Let a loader read `batches`, in place, until the stage ends.
 
@@ -181,27 +244,12 @@ def put_into(
         loader: The loader of these batches.
         batches: The batches in order.
         until_end: Closed when the stage of the trainer ends.
-        late: True if a pass begins with its first batch only: Lightning begins a pass before it
-            has resumed, with other random numbers.
+        late: Begins the loader, unless Lightning does.
     """
     until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
-    _replace(loader, batches, _late(type(loader), batches.read_before) if late else type(loader))
+    _replace(loader, batches, late.put_off(loader, batches) if late else type(loader))
     if late:
         until_end.enter_context(_without_advice())
-
-
-def draw_no_seed_again(
-    loader: DataLoader[Any], begun: Callable[[], bool], until_end: ExitStack
-) -> None:
-    """Let a pass over a loader take no random numbers if it began before a run was resumed.
-
-    Args:
-        loader: A loader for validation.
-        begun: Returns True if the pass that begins now had begun before.
-        until_end: Closed when the stage of the trainer ends; the loader is then as it was.
-    """
-    until_end.callback(_replace, loader, loader.batch_sampler, type(loader))
-    _replace(loader, loader.batch_sampler, _late(type(loader), begun))
 
 
 def _replace(loader: DataLoader[Any], batches: Any, cls: type) -> None:
@@ -209,22 +257,15 @@ def _replace(loader: DataLoader[Any], batches: Any, cls: type) -> None:
     loader.__class__ = cls
 
 
-def _late(cls: type[DataLoader[Any]], begun: Callable[[], Any]) -> type[DataLoader[Any]]:
-    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        before = random_state(CPU) if begun() else None
-        found = cls.__iter__(self)
-        if before is not None:  # this pass began in the run that is resumed
-            set_random_state(before, CPU)
-        yield from found
-
-    return type(cls.__name__, (cls,), {"__iter__": iterate})
-
-
-def unfinished_step(trainer: Trainer) -> int | None:
-    """Number the training step that has begun and not ended, as on an exception."""
+def unfinished(trainer: Trainer) -> tuple[str, int] | None:
+    """Name the training step, or the validation after it, that has begun and not ended."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     current: Any = progress.current  # Lightning: its base class
-    return progress.total.ready if current.ready > current.processed else None
+    if current.ready > current.processed:
+        return "step", progress.total.ready
+    in_validation = trainer.state.fn == TrainerFn.FITTING and trainer.validating
+    ends = getattr(trainer.lightning_module, "_current_fx_name", None) == "on_validation_end"
+    return ("validation", progress.total.ready) if in_validation and not ends else None
 
 
 @contextmanager

@@ -34,9 +34,9 @@ from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.host import add_once, inject_samplers, with_sampler
 from lightning_shard.trainer.ordered_batches import (
     CommonDraws,
+    LateStart,
     Numbers,
     OrderedBatches,
-    draw_no_seed_again,
     generator_of,
     put_into,
 )
@@ -52,6 +52,7 @@ class SampleOrder:
         self._loaders: list[DataLoader[Any]] = []  # for training, of this stage
         self._ordered: list[OrderedBatches] = []  # those of these loaders
         self._has_trained = False  # whether an epoch of this stage has begun
+        self._late = LateStart()
         self._until_end = ExitStack()
 
     def begin_stage(
@@ -77,7 +78,7 @@ class SampleOrder:
         self._trainer, self._domain, self._device = trainer, domain, device
         self._replicas, self._replica = replicas, replica
         self._loaders, self._ordered, self._repeat = [], [], repeats_samples(trainer)
-        self._has_trained = False
+        self._has_trained, self._late = False, LateStart()
         asked = inject_samplers(trainer, False)
         self._asked = asked if self._asked is None else self._asked
         several = replicas > 1 and trainer.state.fn == TrainerFn.PREDICTING
@@ -109,16 +110,17 @@ class SampleOrder:
             batches = OrderedBatches(loader, self._trainer, generator, resumed_here)
             self._loaders.append(loader)
             self._ordered.append(batches)
-            put_into(loader, batches, self._until_end, late=late)
+            begins_late = late and not self._late.is_over
+            put_into(loader, batches, self._until_end, self._late if begins_late else None)
             self._agree(self._ordered)
-        elif plain and late and self._trainer.state.fn == TrainerFn.FITTING:
-            validation = self._trainer.fit_loop.epoch_loop.val_loop
-            draw_no_seed_again(loader, lambda: validation.restarted_mid_evaluation, self._until_end)
         return loader
 
     def drawn_from(self) -> list[Numbers | None]:
         """Return the numbers from which the trainer's loaders drew the order of this epoch."""
-        return [batches.drawn_from for batches in _ordered(self._trainer)]
+        epoch: Any = self._trainer.fit_loop.epoch_progress.current  # Lightning: its base class
+        if epoch.processed and epoch.processed == epoch.ready:
+            return []  # it is over
+        return [batches.order() for batches in _ordered(self._trainer)]
 
     def end_stage(self) -> None:
         """Give back loaders as they were."""
@@ -166,6 +168,9 @@ class SampleOrder:
             and any(batches.has_begun and not batches.was_resumed for batches in self._ordered)
         )
         self._has_trained = self._has_trained or begins
+        if begins and not has_begun:
+            for batches in _ordered(self._trainer):
+                batches.begin_epoch()
         if self._replicas > 1 and not has_begun:
             ordered = _ordered(self._trainer) if found is None else found
             numbers = [[batches.numbers() for batches in ordered]]

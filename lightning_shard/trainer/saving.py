@@ -68,7 +68,8 @@ class Saver:
         refuse_other_formats(file_format)
         self.format: Format = file_format
         self.timeout_s = timeout_s
-        self._begun: tuple[int, dict[str, Any]] | None = None  # a step, the random state before it
+        # a step or a validation, and the random state before it
+        self._begun: tuple[tuple[str, int], dict[str, Any]] | None = None
         self._read: str | Path = ""  # the checkpoint that was read last
         self._own: Mapping[str, Any] | None = None  # a loaded checkpoint's words on its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole
@@ -89,14 +90,14 @@ class Saver:
         """Read the state of the optimizer, keyed by the numbers of the parameters."""
         return optimizer_state(plain_optimizer(optimizer), module)
 
-    def begin_step(self, number: int, device: torch.device) -> None:
-        """Note the random numbers with which a training step begins.
+    def begin(self, what: tuple[str, int], device: torch.device) -> None:
+        """Note the random numbers with which a training step or a validation begins.
 
         Args:
-            number: The number of the step.
+            what: "step" or "validation", and the number of the step.
             device: The device whose generator is noted beside the CPU's.
         """
-        self._begun = (number, random_state(device))
+        self._begun = (what, random_state(device))
 
     def mark(
         self,
@@ -104,7 +105,7 @@ class Saver:
         mesh: DeviceMesh,
         device: torch.device,
         *,
-        step: int | None = None,
+        unfinished: tuple[str, int] | None = None,
         orders: Sequence[dict[str, Any] | None] = (),
         sharding: str = "full",
         logged: dict[str, Any] | None = None,
@@ -116,9 +117,10 @@ class Saver:
             checkpoint: The checkpoint that Lightning has made.
             mesh: The mesh of all processes.
             device: The device whose generator is saved beside the CPU's.
-            step: The step that is not complete, as on an exception. A resumed run makes it again,
-                so the random numbers are those with which it began.
-            orders: The numbers from which the order of samples was drawn, for each loader.
+            unfinished: The step or validation that is not complete, as on an exception. A resumed
+                run makes it again, so the random numbers are those with which it began.
+            orders: The numbers from which the order of samples was drawn, for each loader; empty
+                ones if it begins to draw, and None if it has not begun.
             sharding: The mode of `ShardingOptions` with which the run trains.
             logged: The values that this rank has logged so far.
             frozen: The names of what the run does not train.
@@ -133,11 +135,12 @@ class Saver:
             },
         }
         if "optimizer_states" in checkpoint:
-            begun = self._begun is not None and self._begun[0] == step
+            begun = self._begun is not None and self._begun[0] == unfinished
             state = self._begun[1] if begun and self._begun else random_state(device)
+            entry["unfinished"] = unfinished and unfinished[0]
             entry["random"] = gather_to_first(storable(state))
             entry["logged"], entry["frozen"] = gather_to_first(logged), frozen
-            entry["orders"] = [o if o is None else storable(o) for o in orders]
+            entry["orders"] = [storable(o) if o else o for o in orders]
         return checkpoint | {OWN: entry}
 
     def write(
@@ -311,6 +314,10 @@ class Saver:
         """Return the mode, "none" or "full", of the run that saved; None if it is not known."""
         mode = (self._own or {}).get("sharding")
         return mode if mode in ("none", "full") else None
+
+    def is_in_validation(self) -> bool:
+        """Return True if the run that saved had begun a validation and not ended it."""
+        return (self._own or {}).get("unfinished") == "validation"
 
     def forget(self) -> None:
         """Begin a stage for which nothing was read."""

@@ -65,7 +65,7 @@ from lightning_shard.trainer.host import (
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
 from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.metrics_once import count_domains_once
-from lightning_shard.trainer.ordered_batches import unfinished_step
+from lightning_shard.trainer.ordered_batches import unfinished
 from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.precision import (
@@ -368,7 +368,12 @@ class HybridShardStrategy(NotCompiled):
             leave_together_on_sigterm(
                 self._module.trainer, self.cluster_environment, self.peers, self.global_rank
             )
-        end_saved_step(self._module.trainer, lambda: self.saver.logged(mesh) is not None)
+        end_saved_step(
+            self._module.trainer,
+            lambda: self.saver.logged(mesh) is not None,
+            self.saver.is_in_validation,
+            lambda step: self.saver.begin(("validation", step), self.root_device),
+        )
 
     def _options_alike(self) -> dict[str, str]:
         own = {
@@ -554,7 +559,7 @@ class HybridShardStrategy(NotCompiled):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the random numbers: a resumed run repeats a step that an exception ends."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
-        self.saver.begin_step(progress.total.ready, self.root_device)
+        self.saver.begin(("step", progress.total.ready), self.root_device)
         self.steps.begin()
 
     @override
@@ -669,7 +674,7 @@ class HybridShardStrategy(NotCompiled):
                 checkpoint,
                 self.device_mesh,
                 self.root_device,
-                step=unfinished_step(self._module.trainer),
+                unfinished=unfinished(self._module.trainer),
                 orders=self.samples.drawn_from(),
                 sharding=self.sharding_options.mode,
                 logged=logged_so_far(self._module.trainer),

@@ -31,6 +31,7 @@ class Noted(LightningModule):
         self.noted = []
 
     def training_step(self, x, batch_idx):
+        x = sum(x.values()) if isinstance(x, dict) else x
         self.noted.append(("train", float(x.mean())))
         loss = (self.network(x) - x.mean((1, 2, 3), True)).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -90,21 +91,25 @@ class Stateful:
         self.at = state["at"]
 
 
-def run(domain, save, every, follows=("v", "step"), path=None, own_loader=False):
+def run(domain, save, every, follows=("v", "step"), path=None, loader="shuffled", **options):
     seed_everything(5)
-    module = Noted(*follows, estimates=own_loader)
+    module = Noted(*follows, estimates=loader == "own")
     replicas = dist.get_world_size() // domain[0]
     batch_size = 2 // replicas
     validation = DataLoader(Fields(sample, 4), batch_size) if every else None
     training = DataLoader(Fields(sample, 2 * BATCHES), batch_size, shuffle=True)
+    if loader == "two":
+        training = {"a": training, "b": DataLoader(Fields(sample, 10), batch_size, shuffle=True)}
     runner = trainer(
         domain,
         callbacks=[save],
         max_epochs=3,
         num_sanity_val_steps=0,
         val_check_interval=every or 1.0,
+        **options,
     )
-    runner.fit(module, Stateful(BATCHES) if own_loader else training, validation, ckpt_path=path)
+    training = Stateful(BATCHES) if loader == "own" else training
+    runner.fit(module, training, validation, ckpt_path=path)
     numbers = {key: float(value) for key, value in runner.callback_metrics.items()}
     return module.noted, full_module_state(module), numbers
 
@@ -138,7 +143,18 @@ def test_the_rest_of_a_step(case, follows):
 
 @pytest.mark.spmd(2)
 def test_a_loader_with_a_state_that_was_made_before_it_was_read():
-    assert_goes_on((2,), 3, 2, own_loader=True)
+    assert_goes_on((2,), 3, 2, loader="own")
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("domain", [(2,), (1,)], ids=str)
+def test_two_loaders(domain):
+    assert_goes_on(domain, 3, 2, loader="two")
+
+
+@pytest.mark.spmd(2)
+def test_loaders_that_are_made_anew_in_each_epoch():
+    assert_goes_on((2,), 3, 2, reload_dataloaders_every_n_epochs=1)
 
 
 @pytest.mark.spmd(2)

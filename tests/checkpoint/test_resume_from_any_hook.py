@@ -1,0 +1,70 @@
+"""A run that was saved before the first batch of an epoch, or in a validation, goes on alike."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from tests.checkpoint.test_resume_after_a_step import run
+from tests.pairs import choose
+from tests.training import shared_path
+
+BEFORE_BATCHES = [
+    ("on_train_start", 1),
+    ("on_train_epoch_start", 1),
+    ("on_train_epoch_start", 2),
+    ("on_train_batch_start", 1),
+    ("on_train_batch_start", 6),  # the first of the second epoch
+]
+IN_VALIDATION = [
+    ("on_validation_start", 2),
+    ("on_validation_batch_start", 2),
+    ("on_validation_batch_end", 1),
+    ("on_validation_batch_end", 4),  # the last of a validation
+    ("on_validation_epoch_end", 3),
+]
+
+
+class SaveIn(Callback):
+    """Saves at the n-th call of a hook; `seen` is what the module noted before what is repeated."""
+
+    def __init__(self, hook, count, path):
+        self.left, self.path, self.seen = count, path, 0
+        setattr(self, hook, partial(self._save, hook))
+
+    def _save(self, hook, trainer, module, *args):
+        self.left -= 1
+        if not self.left:
+            self.seen = len(module.noted)
+            if "validation" in hook:  # it is run again from its first batch
+                events = [event[0] for event in module.noted]
+                while events and events[-1] == "validation":
+                    events.pop()
+                self.seen = len(events)
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize(
+    "case",
+    choose(
+        [(d, *at) for d in [(2,), (1,)] for at in BEFORE_BATCHES + IN_VALIDATION],
+        fast=[((2,), *at) for at in BEFORE_BATCHES + IN_VALIDATION],
+    ),
+    ids=str,
+)
+def test_goes_on(case):
+    assert_goes_on(*case)
+
+
+def assert_goes_on(domain, hook, count, **options):
+    path = shared_path("hook.ckpt")
+    save = SaveIn(hook, count, path)
+    noted, state, numbers = run(domain, save, 2, **options)
+    again, resumed_state, resumed_numbers = run(domain, Callback(), 2, path=path, **options)
+    assert save.seen < len(noted)
+    assert again == noted[save.seen :]
+    assert resumed_numbers == numbers
+    for key, value in state.items():
+        assert torch.equal(resumed_state[key], value), key
