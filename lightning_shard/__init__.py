@@ -8,7 +8,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard import hosts
+from lightning_shard.lightning import is_imported
 
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.errors import UnsafeFileError as UnsafeFileError
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from lightning_shard.trainer.callbacks.stop_on_nonfinite import (
         StopOnNonFinite as StopOnNonFinite,
     )
+    from lightning_shard.trainer.fabric import FabricShardStrategy as FabricShardStrategy
     from lightning_shard.trainer.strategy import HybridShardStrategy as HybridShardStrategy
     from lightning_shard.trainer.xpu.accelerator import XPUAccelerator as XPUAccelerator
 
@@ -110,6 +111,7 @@ __all__ = [
     "DisagreementError",
     "DomainTensor",
     "EpochReport",
+    "FabricShardStrategy",
     "FieldDataset",
     "FieldFile",
     "FieldSink",
@@ -188,6 +190,7 @@ __all__ = [
 _MODULES = {
     # Lightning's Trainer
     "HybridShardStrategy": "trainer.strategy",
+    "FabricShardStrategy": "trainer.fabric",
     "ShardingOptions": "fsdp.options",
     "XPUAccelerator": "trainer.xpu.accelerator",
     "PredictionWriter": "trainer.callbacks.predictions",
@@ -281,10 +284,6 @@ _MODULES = {
 _FOR_OPT_EINSUM = {"einsum", "tensordot", "transpose"}
 
 
-# functions that take a LightningModule, which may be of either package
-_BY_MODULE = {"check", "certify", "plan", "predict", "best"}
-
-
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name in _FOR_OPT_EINSUM and "opt_einsum" in sys.modules:
@@ -292,20 +291,22 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = f"{__name__}.{_MODULES[name]}"
-    if not _MODULES[name].startswith("trainer."):
-        module = importlib.import_module(path)
-        value: Any = getattr(module, name, None) or importlib.import_module(f"{path}.{name}")
-        globals()[name] = value = hosts.by_module(value) if name in _BY_MODULE else value
-        return value
-    path = hosts.of_chosen(path)  # each time: the other package may be imported later
-    hosts.tell(hosts.OLDER if hosts.OLDER in path else hosts.LIGHTNING)
-    return getattr(importlib.import_module(path), name)
+    if _MODULES[name].startswith("trainer."):
+        _register()
+    module = importlib.import_module(path)
+    globals()[name] = getattr(module, name, None) or importlib.import_module(f"{path}.{name}")
+    return globals()[name]
+
+
+def _register() -> None:
+    """Let the registries of Lightning know "xpu" and "hybrid_shard", which have no entry point."""
+    for name in ("xpu.accelerator", "strategy", "fabric"):
+        importlib.import_module(f"{__name__}.trainer.{name}")
 
 
 def __dir__() -> list[str]:
     return sorted(_MODULES)
 
 
-hosts.install()
-if "lightning.pytorch" in sys.modules:
-    hosts.tell(hosts.LIGHTNING)
+if is_imported():
+    _register()

@@ -60,7 +60,7 @@ def test_the_picture_has_the_rooms_of_the_contract_in_their_order():
     assert re.findall(r"^([a-z]+)  +\w", picture, re.MULTILINE) == layers
     above, below = picture.split("----")[0], picture.split("----")[-1]
     (no_lightning,) = [
-        c for c in contracts["contracts"] if c.get("forbidden_modules") == ["lightning"]
+        c for c in contracts["contracts"] if "lightning" in c.get("forbidden_modules", ())
     ]
     rooms = {name.removeprefix("lightning_shard.") for name in no_lightning["source_modules"]}
     assert {room for room in layers if re.search(rf"^{room} ", below, re.MULTILINE)} == rooms

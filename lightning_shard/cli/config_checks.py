@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.usage import UsageError, as_usage_error, nearest_file
+from lightning_shard.lightning import AcceleratorRegistry, StrategyRegistry
 from lightning_shard.processes.nearest import nearest
 from lightning_shard.trainer.asked_devices import Asked, count_of
 

@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard.checkpoint.atomic import of_the_disk
 from lightning_shard.checkpoint.open import hyperparameters
@@ -38,6 +34,16 @@ from lightning_shard.cli.usage import (
     origin,
 )
 from lightning_shard.lab.predict_in_tiles import predicting
+from lightning_shard.lightning import (
+    BasePredictionWriter,
+    LightningArgumentParser,
+    LightningCLI,
+    LightningDataModule,
+    LightningModule,
+    SaveConfigCallback,
+    Trainer,
+    is_overridden,
+)
 from lightning_shard.trainer.asked_devices import meant
 from lightning_shard.trainer.callbacks.predictions import PredictionWriter
 from lightning_shard.trainer.callbacks.run_report import RunReport

@@ -9,12 +9,14 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 
-from lightning_shard import hosts
 from lightning_shard.cli.help import PAGES, PROGRAM, page
 from lightning_shard.cli.positions import Given, find_configs, read_given
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with
 from lightning_shard.cli.words import BESIDE_FIT, WORDS, read_words
+from lightning_shard.lightning import OLDER
 from lightning_shard.processes.nearest import nearest
 
 ROOM = "lightning_shard.cli"
@@ -53,12 +55,22 @@ def main(args: Sequence[str] | None = None) -> None:
             given = read_given(words[1:], command if command in LIGHTNING else "fit")
     except UsageError as err:
         exit_with(err)
-    named = (o.text for o in given.options if o.key.endswith(("model", "class_path")))
-    hosts.choose_by(named)
+    _import_model([o.text for o in given.options if o.key.endswith(("model", "class_path"))])
     if command in BESIDE_FIT:
-        importlib.import_module(hosts.of_chosen(f"{ROOM}.lab_commands")).run(words, given, own)
+        importlib.import_module(f"{ROOM}.lab_commands").run(words, given, own)
     else:
-        importlib.import_module(hosts.of_chosen(f"{ROOM}.lightning_cli")).run(words, given)
+        importlib.import_module(f"{ROOM}.lightning_cli").run(words, given)
+
+
+def _import_model(paths: Sequence[str]) -> None:
+    """Import what classes are in, where a program may be written for the older Lightning."""
+    if find_spec(OLDER) is None:
+        return
+    for path in paths:
+        module = path.rpartition(".")[0]
+        if module and all(part.isidentifier() for part in path.split(".")):
+            with suppress(Exception):  # the parser says what is wrong with a path
+                importlib.import_module(module)
 
 
 def _is_command(words: Sequence[str]) -> bool:

@@ -17,10 +17,9 @@ from pathlib import Path
 from pydoc import locate
 from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin
 
-from lightning.pytorch.cli import LightningArgumentParser
-
 from lightning_shard.cli.positions import COMMAND_LINE, WORKLOADS, Given, Option, bare
 from lightning_shard.cli.usage import UsageError
+from lightning_shard.lightning import LightningArgumentParser
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.nearest import nearest
 from lightning_shard.trainer.host import option_types

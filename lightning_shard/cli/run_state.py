@@ -6,12 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
-
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.positions import Given
+from lightning_shard.lightning import Callback, LightningModule, ModelCheckpoint, Trainer, TrainerFn
 from lightning_shard.trainer.callbacks.epoch_report import checkpoint_lines, duration
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.step_profile import StepProfile

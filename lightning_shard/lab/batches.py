@@ -5,10 +5,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_shard.lightning import LightningDataModule, LightningModule, is_overridden
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.torch_private.typed import random, typed_torch

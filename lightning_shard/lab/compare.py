@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -31,6 +30,7 @@ from lightning_shard.lab.batches import (
 from lightning_shard.lab.record import Look, Output, Record, Value, record
 from lightning_shard.lab.result import Certificate, Check, Comparison, Culprit, StepCheck
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
+from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.processes.torch_private.typed import linalg
 
 MESHES = ((1, 1), (1, 2), (2, 2), (1, 4))

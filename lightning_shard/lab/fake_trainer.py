@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -35,6 +34,7 @@ from lightning_shard.lab.machine import Device
 from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Ledger, Peak, Recorder, Timeline
+from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
     FakeTensor,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp import choose_sharding
@@ -24,6 +23,7 @@ from lightning_shard.lab.fake_trainer import Traced, replaced, traced
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
 from lightning_shard.lab.timeline import HOST_RATES, Replay
+from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
 

@@ -4,12 +4,10 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp.in_tiles import in_tiles
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
+from lightning_shard.lightning import LightningDataModule, LightningModule, Trainer, is_overridden
 
 _TRANSFER = "transfer_batch_to_device"  # the hook of Lightning
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -24,6 +23,7 @@ from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.data.tree import leaves_of, named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab.run import Task, on_each_rank, run_here
+from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.ops.registry import name_of
 from lightning_shard.processes.narrow import is_mapping
 from lightning_shard.tensor import autograd_function, gathering

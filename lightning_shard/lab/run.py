@@ -28,14 +28,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning.pytorch import (
-    Callback,
-    LightningDataModule,
-    LightningModule,
-    Trainer,
-    seed_everything,
-)
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning_utilities.core import rank_zero as rank_zero_module
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
@@ -45,6 +37,16 @@ from typing_extensions import override
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.lab.batches import STEPS, Stage, copy_of
 from lightning_shard.lab.simulate import simulate
+from lightning_shard.lightning import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    refuse_mixture,
+    seed_everything,
+)
 from lightning_shard.processes.launch import launch
 from lightning_shard.processes.nearest import nearest
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -85,6 +87,10 @@ class Task:
     strategy: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     simulated: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a module of the other package of Lightning."""
+        refuse_mixture(self.module)
 
 
 def on_each_rank(function: Callable[[Task], T], task: Task) -> list[T]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 
 from lightning_shard.data.split import ShardDims
@@ -18,6 +17,7 @@ from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import predict
 from lightning_shard.lab.ranking import Candidate, Ranking, Setting
 from lightning_shard.lab.run import Mesh, samples_of, trainer_options
+from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.processes.narrow import is_mapping
 

@@ -6,11 +6,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_shard.data.split import shard_batch
@@ -25,8 +20,16 @@ from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.fsdp.paging.pager import Pager, pager_of
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
+from lightning_shard.lightning import (
+    ParallelStrategy,
+    StrategyRegistry,
+    Trainer,
+    TrainerFn,
+    is_overridden,
+    rank_zero_info,
+)
 from lightning_shard.tiles.tile_tensor import Tiles
-from lightning_shard.trainer.host import ParallelStrategy, data_of_stage
+from lightning_shard.trainer.host import data_of_stage
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy
 

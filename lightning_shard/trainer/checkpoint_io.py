@@ -11,16 +11,14 @@ import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_shard.checkpoint.atomic import remove, written_file
 from lightning_shard.checkpoint.safetensors_file import SAFETENSORS, read_safetensors
 from lightning_shard.checkpoint.stored import bytes_of
 from lightning_shard.checkpoint.torch_file import check_records, read_torch_file
+from lightning_shard.lightning import CheckpointIO, TorchCheckpointIO, WrappingCheckpointIO
 from lightning_shard.processes.errors_together import together
-from lightning_shard.trainer.host import WrappingCheckpointIO
 
 SHARDED_ABOVE_BYTES = 16 * 2**30  # a single file takes as much CPU memory on rank 0
 Format = Literal["auto", "single", "sharded", "async"]  # "async": a directory, in background

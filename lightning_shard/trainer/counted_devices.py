@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from lightning.pytorch import Trainer
-
+from lightning_shard.lightning import Trainer
 from lightning_shard.processes.replica_world import INFRASTRUCTURE
 
 

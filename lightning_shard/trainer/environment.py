@@ -2,14 +2,16 @@
 
 import os
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.lsf import LSFEnvironment
-from lightning.fabric.plugins.environments.mpi import MPIEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
+from lightning_shard.lightning import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning_shard.processes.process_info import ALONE, CHOICE, launcher, process_info
 from lightning_shard.processes.variables import ProcessInfo
 

@@ -4,10 +4,10 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_shard.lightning import LightningOptimizer, UnrepeatedDistributedSampler
 
 _WHOLE = "sharding='none' keeps parameters whole on each rank, and then this runs as under DDP. "
 _BY_MESSAGE = {

@@ -1,4 +1,4 @@
-"""Serves Lightning Fabric: a HybridShardStrategy that Fabric is given becomes a FabricStrategy.
+"""FabricShardStrategy: FSDP2 and domain decomposition behind `Fabric(strategy=...)`.
 
 The parts are the Trainer's: `ProcessMesh`, `Peers`, `Saver`, the sharding of parameters. The loop
 is the user's, so nothing here counts steps.
@@ -13,12 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -31,12 +25,23 @@ from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import shard_batch, split_dims
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.fsdp.no_sync import no_sync
+from lightning_shard.lightning import (
+    STRATEGY_REGISTRY,
+    BackwardSyncControl,
+    CheckpointIO,
+    ClusterEnvironment,
+    FabricAccelerator,
+    FabricParallelStrategy,
+    FabricPrecision,
+    move_data_to_device,
+    pl_worker_init_function,
+)
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
-from lightning_shard.trainer.host import BackwardSyncControl, FabricScriptLauncher, with_sampler
+from lightning_shard.trainer.host import FabricScriptLauncher, with_sampler
 from lightning_shard.trainer.metrics_once import count_metrics_over
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts, use_device
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
@@ -45,8 +50,8 @@ from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy, register
 
 
-class FabricStrategy(ParallelStrategy):
-    """Shards parameters and splits batches in a loop of Fabric; a HybridShardStrategy becomes one.
+class FabricShardStrategy(FabricParallelStrategy):
+    """Shards parameters and splits batches in a loop of Fabric.
 
     Each method does for a loop of one's own what HybridShardStrategy does for the Trainer.
     """
@@ -54,11 +59,11 @@ class FabricStrategy(ParallelStrategy):
     def __init__(
         self,
         *mesh: Any,
-        accelerator: Accelerator | None = None,
+        accelerator: FabricAccelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        precision_plugin: FabricPrecision | None = None,
         **options: Any,
     ) -> None:
         """Take the arguments of HybridShardStrategy.
@@ -126,12 +131,12 @@ class FabricStrategy(ParallelStrategy):
 
     @property
     @override
-    def precision(self) -> Precision:
+    def precision(self) -> FabricPrecision:
         """The plug-in for the precision, set by Fabric."""
         return super().precision
 
     @precision.setter
-    def precision(self, precision: Precision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def precision(self, precision: FabricPrecision | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Take the plug-in, and refuse modules whose complex numbers it would make real."""
         self._precision = precision
         if precision is not None:
@@ -464,20 +469,4 @@ class _NoSync(BackwardSyncControl):
         return no_sync(module) if enabled else nullcontext()
 
 
-def become_fabric(strategy: HybridShardStrategy) -> bool:
-    """Turn the Trainer's strategy, before it is used, into Fabric's; it is to be made again.
-
-    Raises:
-        TypeError: Its class extends HybridShardStrategy, which is the Trainer's.
-    """
-    if type(strategy) is not HybridShardStrategy:
-        raise TypeError(
-            f"{type(strategy).__name__} extends HybridShardStrategy, whose methods are the "
-            "Trainer's; give Fabric a HybridShardStrategy itself."
-        )
-    found: Any = strategy
-    found.__class__ = FabricStrategy
-    return True
-
-
-register(STRATEGY_REGISTRY, FabricStrategy, "lightning.fabric.strategies.ParallelStrategy")
+register(STRATEGY_REGISTRY, FabricShardStrategy)

@@ -8,11 +8,15 @@ frozen without a word.
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_shard.lightning import (
+    BaseFinetuning,
+    LightningModule,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_shard.trainer.host import callbacks_of
 
 SHOWN = 3  # names in a sentence

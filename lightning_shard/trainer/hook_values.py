@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.fsdp.meeting import meet
 from lightning_shard.fsdp.same_blocks import order_of
+from lightning_shard.lightning import LightningModule, rank_zero_warn
 from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor

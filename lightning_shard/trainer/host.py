@@ -1,8 +1,7 @@
-"""Lists every private name of Lightning that this package uses, as seen in Lightning 2.6.6.
+"""Has all that reads a private attribute of Lightning, as seen in Lightning 2.6.6.
 
-Nothing else in the package imports a name of Lightning's that begins with an underscore, or reads
-such an attribute. What breaks without a name stands above it, so that a new release of Lightning
-is read on this page. `tests/trainer/test_host.py` lists the names that a release has removed.
+Private names that are imported stand in lightning_shard/lightning.py. No other file has either, so
+a new release of Lightning is read on these two pages.
 """
 
 import os
@@ -16,132 +15,35 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-
-# Without it rank 0 of a script is killed while it says which rank failed.
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _ChildProcessObserver,
-)
-
-# Without these Fabric can neither start the processes of a script by itself nor leave gradients
-# unsynchronized while it accumulates them.
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _SubprocessScriptLauncher as _FabricScriptLauncher,
-)
-from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
-
-# Without it torch warns at the exit of a run on NVIDIA GPUs of groups that were not ended;
-# Lightning ignores Ctrl-C meanwhile.
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection as destroy_process_group,
-)
-
-# Without it each process of a script computes with as many threads as the machine has cores.
-from lightning.fabric.utilities.distributed import (
-    _set_num_threads_if_needed,
-)
-
-# Without it the states that a user gave to an optimizer stay on the CPU.
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    ModelCheckpoint,
-    ThroughputMonitor,
-)
-from lightning.pytorch.core.optimizer import LightningOptimizer
-
-# Without it hooks of DDP are not registered on Intel GPUs.
-from lightning.pytorch.overrides.distributed import (
-    _register_ddp_comm_hook as register_ddp_comm_hook,
-)
-
-# Without it a plug-in that wraps a CheckpointIO, such as AsyncCheckpointIO, writes Lightning's
-# files instead of ours.
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
-
-# Without these the Trainer cannot start the processes of a script or of a notebook by itself; under
-# torchrun, srun and mpirun nothing changes.
-from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
-from lightning.pytorch.strategies.launchers.multiprocessing import (
-    _MultiProcessingLauncher as MultiProcessingLauncher,
-)
-from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as WorkerOutput
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _SubprocessScriptLauncher as _TrainerScriptLauncher,
-)
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-
-# Without it a module of the other package of Lightning is refused, as "`model` must be a
-# `LightningModule`", which it is.
-from lightning.pytorch.trainer import trainer as trainers
-
-# Without these a rank that has no samples of an evaluation has no metrics of it.
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultMetric,
-    _Sync,
-)
-from lightning.pytorch.trainer.states import TrainerFn
-
-# Without its name `torch` Lightning's `grad_norm` cannot be given one that reads shards.
-from lightning.pytorch.utilities import grads
-
-# Without it a loader cannot be given the samples of one replica.
-from lightning.pytorch.utilities.data import _update_dataloader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
-from lightning_shard import hosts
+from lightning_shard.lightning import (
+    Callback,
+    ChildProcessObserver,
+    EarlyStopping,
+    FabricSubprocessLauncher,
+    LightningEnvironment,
+    LightningModule,
+    LightningOptimizer,
+    Metadata,
+    ModelCheckpoint,
+    ResultMetric,
+    SIGTERMException,
+    Sync,
+    ThroughputMonitor,
+    Trainer,
+    TrainerFn,
+    TrainerSubprocessLauncher,
+    grads,
+    is_param_in_hook_signature,
+    set_num_threads_if_needed,
+    update_dataloader,
+)
 from lightning_shard.processes.failures.orphans import begin_to_start
-
-__all__ = [
-    "BackwardSyncControl",
-    "FabricScriptLauncher",
-    "Launcher",
-    "MultiProcessingLauncher",
-    "NotCompiled",
-    "SubprocessScriptLauncher",
-    "WorkerOutput",
-    "WrappingCheckpointIO",
-    "add_once",
-    "begin_requeue",
-    "callbacks_of",
-    "chosen_devices",
-    "destroy_process_group",
-    "end_saved_step",
-    "follow_batches",
-    "follow_candidates",
-    "follow_evaluation",
-    "follow_reductions",
-    "follow_stopping",
-    "inject_samplers",
-    "load_late_states",
-    "loaders_of",
-    "log_nothing",
-    "log_on",
-    "logged_by",
-    "logged_so_far",
-    "meet_at",
-    "not_reduced",
-    "optimizers_to_device",
-    "pass_over",
-    "plain_optimizer",
-    "reads_in_turn",
-    "register_ddp_comm_hook",
-    "take_sigterm",
-    "tell_device",
-    "tell_mesh",
-    "throughputs",
-    "with_sampler",
-]
-
 
 END_S = 15.0  # for the process that started the others to end by itself, once one has failed
 
@@ -152,7 +54,7 @@ _PLAIN_META = (
 )  # fmt: skip
 
 
-class _PatientObserver(_ChildProcessObserver):
+class _PatientObserver(ChildProcessObserver):
     """Kills this process once another has failed, but later than Lightning, which waits 0 to 5 s.
 
     So this process can say which rank failed, and save what it has.
@@ -185,65 +87,16 @@ class _Patient:
             begin_to_start()
             self._call_children_scripts()
             _PatientObserver(os.getpid(), self.procs).start()
-        _set_num_threads_if_needed(self.num_processes)
+        set_num_threads_if_needed(self.num_processes)
         return function(*args, **kwargs)
 
 
-class FabricScriptLauncher(_Patient, _FabricScriptLauncher):
+class FabricScriptLauncher(_Patient, FabricSubprocessLauncher):
     """Starts the other processes of a script with a loop of Fabric."""
 
 
-class SubprocessScriptLauncher(_Patient, _TrainerScriptLauncher):
+class SubprocessScriptLauncher(_Patient, TrainerSubprocessLauncher):
     """Starts the other processes of a script with a Trainer."""
-
-
-_UNWRAP = "_maybe_unwrap_optimized"
-
-
-def _explaining(unwrap: Callable[[object], LightningModule]) -> Callable[[object], LightningModule]:
-    """Wrap what a Trainer checks its module with: one of the other package is named as that."""
-
-    def checked(model: object) -> LightningModule:
-        """Return the module, if it is one of this package."""
-        mine, given = hosts.package_of(Trainer), hosts.package_of(model)
-        if given in (None, mine):
-            return unwrap(model)
-        name = type(model).__name__
-        raise TypeError(
-            f"{name} is a LightningModule of the package {given}, but the Trainer is of {mine}, "
-            f"which is the same code under another name; import both from one of them, such as "
-            f"`from {LightningModule.__module__.removesuffix('.core.module')} import "
-            f"LightningModule, Trainer`."
-        )
-
-    return checked
-
-
-setattr(trainers, _UNWRAP, _explaining(getattr(trainers, _UNWRAP)))
-
-
-class NotCompiled(ParallelStrategy):
-    """A strategy whose Trainer refuses what `torch.compile` returned; with our advice.
-
-    The Trainer gives the module to the strategy before it looks whether this is one of its own that
-    take compiled modules. Without the names its sentence is raised, which advises to take another.
-    """
-
-    _given: LightningModule | None = None
-
-    @property
-    def _lightning_module(self) -> LightningModule | None:
-        return self._given
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: LightningModule | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if module is not None and module._compiler_ctx is not None:
-            raise ValueError(
-                f"{type(self).__name__} shards a module before it is compiled, but this one comes "
-                "from torch.compile; hand the Trainer the module itself, and let the strategy "
-                "compile its blocks: sharding=ShardingOptions(compile_blocks=True)."
-            )
-        self._given = module
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -292,7 +145,7 @@ def inject_samplers(trainer: Trainer, inject: bool) -> bool:
 
 def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
     """Make a loader like `loader` that reads what `sampler` says."""
-    return _update_dataloader(loader, sampler)
+    return update_dataloader(loader, sampler)
 
 
 def chosen_devices(trainer: Trainer) -> list[torch.device]:
@@ -472,11 +325,11 @@ def log_on(trainer: Trainer, logged: dict[str, Any]) -> None:
     connector._first_loop_iter = False  # else Lightning begins to count with the next step
     device = trainer.strategy.root_device
     for entry in logged["epoch"]:
-        meta = _Metadata(**entry["meta"], reduce_fx=entry["reduce"])
+        meta = Metadata(**entry["meta"], reduce_fx=entry["reduce"])
         should, rank_zero_only = entry["sync"]
         reduce = trainer.strategy.reduce
-        meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
-        metric: Any = _ResultMetric(meta, True)
+        meta.sync = Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
+        metric: Any = ResultMetric(meta, True)
         for name, value in entry["states"].items():
             setattr(metric, name, value.clone())
         metric._update_count = 1
@@ -593,10 +446,10 @@ def log_nothing(loop: Any, described: list[tuple[Any, ...]]) -> None:
     for key, meta_fields, (should, rank_zero_only), dtype in described:
         metric: Any = results.get(key)
         if metric is None:
-            meta = _Metadata(**meta_fields)
+            meta = Metadata(**meta_fields)
             reduce = trainer.strategy.reduce
-            meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
-            results[key] = metric = _ResultMetric(meta, dtype is not None)
+            meta.sync = Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
+            results[key] = metric = ResultMetric(meta, dtype is not None)
             if dtype is None:
                 metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
         metric.has_reset = False  # since an earlier evaluation; Lightning leaves out what is reset

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightning_shard.lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_shard.trainer.host import add_once
 
 

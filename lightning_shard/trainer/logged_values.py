@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_shard.fsdp.same_blocks import SameBlocks, order_of, same_blocks
+from lightning_shard.lightning import (
+    Callback,
+    EarlyStopping,
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.trainer.host import (
     add_once,

@@ -13,9 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
@@ -25,7 +22,14 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.local_group import gathered_objects
 from lightning_shard.domain.subdomain import Subdomain, domain_of
 from lightning_shard.domain.wire import all_to_all, packed
-from lightning_shard.hosts import in_both_packages
+from lightning_shard.lightning import (
+    FabricBaseStrategy,
+    LightningModule,
+    Strategy,
+    ThroughputMonitor,
+    Trainer,
+    TrainerStatus,
+)
 from lightning_shard.processes.narrow import is_list
 from lightning_shard.tensor.local_mesh import LocalField
 from lightning_shard.tensor.placement import gather
@@ -103,10 +107,9 @@ def count_metrics_over(
 
 @functools.lru_cache(maxsize=1)
 def _end_with_other_runs() -> None:
-    """Let all strategies of both packages end the counting as they begin, for good."""
-    for name in ("lightning.pytorch.strategies", "lightning.fabric.strategies"):
-        for module in in_both_packages(name):
-            _end_where_begins(module.Strategy)
+    """Let all strategies end the counting as they begin, for good."""
+    for kind in (Strategy, FabricBaseStrategy):
+        _end_where_begins(kind)
 
 
 def _end_where_begins(kind: Any) -> None:

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_shard.checkpoint.state import full, module_state
 from lightning_shard.fsdp.materialize import is_deferred
+from lightning_shard.lightning import (
+    LightningEnvironment,
+    MultiProcessingLauncher,
+    ParallelStrategy,
+    Trainer,
+    TrainerFn,
+    WorkerOutput,
+)
 from lightning_shard.processes.forking import (
     become_rank,
     begin_forked_rank,
@@ -22,7 +26,7 @@ from lightning_shard.processes.forking import (
     initialised_accelerator,
     store_of_ranks,
 )
-from lightning_shard.trainer.host import MultiProcessingLauncher, WorkerOutput, meet_at
+from lightning_shard.trainer.host import meet_at
 
 
 class NotebookLauncher(MultiProcessingLauncher):

@@ -13,11 +13,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lightning_shard.lightning import Trainer, TrainerFn, rank_zero_warn
 from lightning_shard.trainer.random_state import random_state, same_numbers, set_random_state
 
 CPU = torch.device("cpu")

@@ -7,10 +7,8 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary
-
 from lightning_shard.fsdp.complex_pairs import pair_names
+from lightning_shard.lightning import LightningModule, ModelSummary, Trainer
 from lightning_shard.trainer.host import callbacks_of
 
 

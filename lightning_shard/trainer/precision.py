@@ -5,17 +5,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import Precision
-from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
-from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
-from lightning.pytorch.plugins import Precision as TrainerPrecision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
+from lightning_shard.lightning import (
+    FabricHalfPrecision,
+    FabricMixedPrecision,
+    FabricPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 
 
 class ShardedGradScaler(GradScaler):
@@ -75,7 +78,7 @@ class _LocalShards:
                     mine["params"].append(holder)
 
 
-def use_device(plugin: Precision, device_type: str) -> None:
+def use_device(plugin: FabricPrecision, device_type: str) -> None:
     """Autocast, and scale gradients, for the device that trains.
 
     Lightning 2.6 makes its plug-in of mixed precision for CUDA where the accelerator is no CPU; on
@@ -90,7 +93,7 @@ def use_device(plugin: Precision, device_type: str) -> None:
             plugin.scaler = ShardedGradScaler.like(scaler, device_type)
 
 
-def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None:
+def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: FabricPrecision) -> None:
     """Refuse a precision that casts the module: of complex parameters it keeps the real part.
 
     Raises:
@@ -105,7 +108,7 @@ def refuse_to_drop_imaginary_parts(module: nn.Module, plugin: Precision) -> None
         )
 
 
-def clip_over_shards(plugin: TrainerPrecision, before: Callable[[], None]) -> None:
+def clip_over_shards(plugin: Precision, before: Callable[[], None]) -> None:
     """Let the plug-in clip gradients by their norm over all shards.
 
     Lightning asks the plug-in, of which it makes one of several classes, not the strategy.

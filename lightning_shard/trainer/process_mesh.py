@@ -10,14 +10,18 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core import rank_zero as utilities_rank_zero
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard.lightning import (
+    ClusterEnvironment,
+    Launcher,
+    LightningEnvironment,
+    ParallelStrategy,
+    Trainer,
+    destroy_process_group,
+    fabric_rank_zero,
+)
 from lightning_shard.processes.agreement import Check, agree, next_name, only_wait
 from lightning_shard.processes.device import default_backend, device_of, sees_own_device_only
 from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, sizes_of, sub_mesh
@@ -26,7 +30,7 @@ from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.variables import end_attempts
 from lightning_shard.trainer.environment import check_processes
-from lightning_shard.trainer.host import Launcher, SubprocessScriptLauncher, destroy_process_group
+from lightning_shard.trainer.host import SubprocessScriptLauncher
 from lightning_shard.trainer.notebook import NotebookLauncher
 
 # Ranks that differ in these would call other collectives, or train other weights.

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_shard.lightning import Callback, LightningModule, SLURMEnvironment, Trainer
 from lightning_shard.trainer.host import add_once, begin_requeue
 
 

@@ -15,10 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import (
     BatchSampler,
@@ -29,6 +25,14 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
+from lightning_shard.lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    TrainerFn,
+    pl_worker_init_function,
+    rank_zero_warn,
+)
 from lightning_shard.processes.torch_private.internals import tree_leaves
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.host import add_once, inject_samplers, with_sampler

@@ -5,10 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -26,6 +24,7 @@ from lightning_shard.checkpoint.state import (
     share_buffers,
 )
 from lightning_shard.checkpoint.weights import does_not_fit, load_module_state
+from lightning_shard.lightning import VERSION, CheckpointIO
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.processes.mesh import Sharding, replicas_of, sizes_of
 from lightning_shard.processes.subgroups import writing_group
@@ -130,7 +129,7 @@ class Saver:
             "sharding": sharding,
             "versions": {
                 "torch": str(torch.__version__),
-                "lightning": lightning.__version__,
+                "lightning": VERSION,
                 "lightning_shard": version("lightning_shard"),
             },
         }

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +19,7 @@ from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.parallelize import Moved, parallelize
+from lightning_shard.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_shard.processes.torch_private.internals import apply
 from lightning_shard.trainer.host import callbacks_of
 

@@ -10,10 +10,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
-
+from lightning_shard.lightning import ClusterEnvironment, SLURMEnvironment, Trainer
 from lightning_shard.processes.failures.failure import SIGTERM_CODE
 from lightning_shard.processes.failures.failure_watch import POLL_S
 from lightning_shard.trainer.host import take_sigterm

@@ -4,12 +4,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.lightning import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_shard.tensor.placement import dims_split_in
 
 

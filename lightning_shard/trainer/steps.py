@@ -5,8 +5,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import PlainGradients, plain_gradients_of
 from lightning_shard.fsdp.shard_block import sharded_modules
+from lightning_shard.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_shard.ops.elementwise.whole_gradients import whole_gradients
 from lightning_shard.processes.mesh import domain_mesh
 from lightning_shard.processes.replica_world import replica_world

@@ -12,13 +12,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +20,6 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_shard import hosts
 from lightning_shard.data.same_batch import check_same_batch
 from lightning_shard.data.split import ShardDims, shard_batch, split_dims
 from lightning_shard.domain.wire import BEFORE
@@ -37,6 +29,21 @@ from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
 from lightning_shard.fsdp.refuse_shards import BEFORE_SHARDS
+from lightning_shard.lightning import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    LightningModule,
+    ParallelStrategy,
+    Precision,
+    StrategyRegistry,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    mixture,
+    optimizers_to_device,
+    rank_zero_info,
+)
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.processes.mesh import Sharding, share_mesh
@@ -51,13 +58,10 @@ from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.frozen import freeze_as_saved, frozen_in
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
-    NotCompiled,
-    callbacks_of,
     end_saved_step,
     load_late_states,
     log_on,
     logged_so_far,
-    optimizers_to_device,
     read_shards_in_grad_norm,
     tell_device,
     tell_mesh,
@@ -86,7 +90,7 @@ from lightning_shard.trainer.uneven_evaluation import UnevenEvaluation
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
 
 
-class HybridShardStrategy(NotCompiled):
+class HybridShardStrategy(ParallelStrategy):
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
@@ -153,8 +157,6 @@ class HybridShardStrategy(NotCompiled):
         Raises:
             ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
-        given = locals()  # it is made of them again for the package of Lightning that asks
-        self._arguments = {n: v for n, v in given.items() if n not in ("self", "__class__")}
         options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
         self.sharding_options = options
         self.processes = ProcessMesh(
@@ -257,22 +259,12 @@ class HybridShardStrategy(NotCompiled):
 
     # The Trainer assigns its plug-ins, and reads back what it then works with.
 
-    @property
-    def accelerator(self) -> Accelerator | None:
-        """The accelerator; a Trainer or Fabric assigns it first, and so tells what it is."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Take the accelerator, and become the class of the host that assigns it."""
-        asks, arguments = hosts.caller(), self._arguments
-        became = hosts.become_of(self, asks.partition(".")[0])
-        if ".fabric." in asks:
-            became = hosts.own_module(self, "lightning_shard.trainer.fabric").become_fabric(self)
-        if became:
-            vars(self).clear()
-            self.__init__(**arguments)
-        self._accelerator = accelerator
+    def __repr__(self) -> str:
+        """Tell a Trainer that does not take this object, which words it so, what would be taken."""
+        return (
+            f"<{type(self).__name__} for the Trainer; Fabric takes FabricShardStrategy, and "
+            f"{mixture()}>"
+        )
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
@@ -344,8 +336,6 @@ class HybridShardStrategy(NotCompiled):
             self.cluster_environment, self.root_device, offloads=self.sharding_options.cpu_offload
         )
         self.peers.watch(self.processes.timeout_s)
-        for callback in callbacks_of(self._module.trainer):
-            hosts.become_of(callback, hosts.package_of(self))
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         count_replicas()
@@ -739,17 +729,12 @@ class HybridShardStrategy(NotCompiled):
         self.checkpoint_io.teardown()
 
 
-def register(
-    registry: Any = StrategyRegistry,
-    kind: type = HybridShardStrategy,
-    base: str = "lightning.pytorch.strategies.ParallelStrategy",
-) -> None:
-    """Give the strategy its name in a registry, once, and let what asks for `base` take it.
+def register(registry: Any = StrategyRegistry, kind: type = HybridShardStrategy) -> None:
+    """Give the strategy its name in a registry, once.
 
     Args:
         registry: The registry of Lightning or of Fabric.
         kind: The class that the name makes.
-        base: The class for which a Trainer or Fabric takes a HybridShardStrategy.
     """
     if HybridShardStrategy.strategy_name not in registry:
         registry.register(
@@ -757,7 +742,6 @@ def register(
             kind,
             description="FSDP2 and spatial domain decomposition on one device mesh",
         )
-        hosts.introduce(HybridShardStrategy, base)
 
 
 register()

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
+
+from lightning_shard.lightning import rank_zero_info
 
 
 @dataclass(frozen=True)

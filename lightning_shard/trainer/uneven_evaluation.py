@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_shard.lightning import LightningModule, Trainer
 from lightning_shard.processes.narrow import is_list
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples

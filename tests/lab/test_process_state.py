@@ -25,8 +25,6 @@ SHARED = {
     "domain/one_thread:_of_parent": "belongs to forked processes",
     "domain/subdomain:_uncounted": "a write is looked for by its memory, which one rank has",
     "fsdp/plain_gradients:_followed": "lists modules, of which each rank has its own",
-    "hosts:_chosen": "a program uses one package of Lightning",
-    "hosts:_taken_for": "lists classes, which ranks share",
     "lab/run:_levels": "loggers are the process's",
     "lab/run:_silenced": "counts ranks",
     "lab/simulate:_running": "there is one simulation in a process",

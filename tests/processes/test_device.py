@@ -26,7 +26,6 @@ NAMED = {
     "processes/device.py": "the table",
     "trainer/xpu/": "Lightning's side of one device",
     "__init__.py": "names that side",
-    "hosts.py": "imports it",
     "tensor/facts.py": "torch's own list of attributes",
     "trainer/asked_devices.py": "Lightning's `gpu` is Apple's, where there is one",
     "processes/torch_private/internals.py": "says what breaks",

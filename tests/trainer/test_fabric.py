@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from lightning_shard import HybridShardStrategy, ShardingOptions
+from lightning_shard import FabricShardStrategy, HybridShardStrategy, ShardingOptions
 from lightning_shard.checkpoint.state import full_module_state
 from tests.parity import assert_same
 from tests.reference import computed_once
@@ -107,7 +107,7 @@ def fabric_of(strategy, *plugins, **options):
 
 def set_up(domain, sharding="full"):
     """Set up one module with its optimizer, and the other before its optimizer is made."""
-    fabric = fabric_of(HybridShardStrategy(domain_parallel_size=domain, sharding=sharding))
+    fabric = fabric_of(FabricShardStrategy(domain_parallel_size=domain, sharding=sharding))
     net, head = modules()
     first, _ = optimizers(net, head)
     net, first = fabric.setup(net, first)
@@ -190,8 +190,8 @@ def test_two_by_two(sharding):
 @pytest.mark.spmd(4)
 def test_collectives_count_samples_once():
     fabric = fabric_of("hybrid_shard")
-    assert type(fabric.strategy).__name__ == "FabricStrategy"
-    fabric = fabric_of(HybridShardStrategy(domain_parallel_size=2))
+    assert type(fabric.strategy).__name__ == "FabricShardStrategy"
+    fabric = fabric_of(FabricShardStrategy(domain_parallel_size=2))
     replica = fabric.strategy.distributed_sampler_kwargs or fabric.global_rank // 2
     mine = torch.tensor([1.0 + replica])
     assert fabric.all_reduce(mine.clone(), reduce_op="sum").item() == 3
@@ -206,7 +206,7 @@ def test_collectives_count_samples_once():
 
 @pytest.mark.spmd(2)
 def test_a_module_without_memory_begins_as_in_one_process():
-    fabric = fabric_of(HybridShardStrategy(domain_parallel_size=2))
+    fabric = fabric_of(FabricShardStrategy(domain_parallel_size=2))
     with fabric.init_module(empty_init=True):
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 1, 3))
     assert all(p.is_meta for p in net.parameters())
@@ -236,14 +236,14 @@ def test_precisions(precision):
 
     one = Fabric(accelerator="cpu", devices=1, precision=precision,
                  plugins=[LightningEnvironment()])  # fmt: skip
-    split = fabric_of(HybridShardStrategy(domain_parallel_size=2), precision=precision)
+    split = fabric_of(FabricShardStrategy(domain_parallel_size=2), precision=precision)
     expected = list(losses(one))
     tolerance = 1e-5 if precision == "32-true" else 1e-2
     assert list(losses(split)) == pytest.approx(expected, rel=tolerance)
 
 
 def options_of(**options):
-    return {"accelerator": "cpu", "devices": 1, "strategy": HybridShardStrategy(**options)}
+    return {"accelerator": "cpu", "devices": 1, "strategy": FabricShardStrategy(**options)}
 
 
 @pytest.mark.spmd(1)
@@ -251,12 +251,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="use checkpoint_format='single'"):
         Fabric(**options_of(checkpoint_format="sharded"))
 
-    class Own(HybridShardStrategy):
-        pass
-
-    with pytest.raises(TypeError, match="give Fabric a HybridShardStrategy itself"):
-        Fabric(accelerator="cpu", devices=1, strategy=Own())
-    fabric = fabric_of(HybridShardStrategy())
+    with pytest.raises(ValueError, match="Fabric takes FabricShardStrategy"):
+        Fabric(accelerator="cpu", devices=1, strategy=HybridShardStrategy())
+    fabric = fabric_of(FabricShardStrategy())
     with pytest.raises(ValueError, match=r"lightning\.pytorch\.strategies"):
         Trainer(strategy=fabric.strategy, accelerator="cpu", devices=1)
     net, head = modules()
@@ -268,7 +265,7 @@ def test_what_is_refused():
     with pytest.raises(RuntimeError, match=r"with fabric\.load"):
         fabric.setup(net, first)
     spectral = nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
-    half = fabric_of(HybridShardStrategy(sharding=ShardingOptions("none")), precision="bf16-true")
+    half = fabric_of(FabricShardStrategy(sharding=ShardingOptions("none")), precision="bf16-true")
     with pytest.raises(ValueError, match="drop the imaginary part"):
         half.setup(spectral)
 
@@ -327,7 +324,7 @@ def pretrained_alone():
 
 
 def check_litgpt(domain, shard_dims):
-    strategy = HybridShardStrategy(domain_parallel_size=domain, shard_dims=shard_dims)
+    strategy = FabricShardStrategy(domain_parallel_size=domain, shard_dims=shard_dims)
     fabric = fabric_of(strategy, Double())
     found, steps = pretrain(fabric, strategy.replicas, shared_path("out"))
     expected, alone_steps = pretrained_alone()

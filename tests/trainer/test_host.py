@@ -5,7 +5,6 @@ import importlib
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
@@ -14,41 +13,39 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_shard
+from lightning_shard.lightning import PRIVATE, places
 from lightning_shard.trainer import host
 
 PACKAGE = Path(lightning_shard.__file__).parent
 
 
-def private_imports(file: Path) -> list[tuple[str, str]]:
-    """The private names that a file imports from Lightning, with their modules."""
-    nodes = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)]
-    return [
-        (node.module or "", alias.name)
-        for node in nodes
-        if (node.module or "").split(".")[0] == "lightning"
-        for alias in node.names
-        if alias.name.startswith("_")
-    ]
-
-
 def test_this_release_of_lightning_has_all_names():
     gone = []
-    for module, name in private_imports(PACKAGE / "trainer" / "host.py"):
-        try:
-            getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            gone.append(f"{module}.{name}")
+    for module, name, use in PRIVATE.values():
+        if not hasattr(importlib.import_module(f"lightning.{module}"), name):
+            gone.append(f"{module}.{name}: {use}")
     assert not gone, "this release of Lightning lacks: " + ", ".join(gone)
 
 
-@pytest.mark.slow
-def test_no_other_file_imports_them():
-    others = {
-        str(file.relative_to(PACKAGE)): names
-        for file in PACKAGE.rglob("*.py")
-        if file.name != "host.py" and (names := private_imports(file))
+def test_types_are_of_the_same_names():
+    """What the page finds as a program runs is what a checker reads in its stub."""
+    stub = ast.parse((PACKAGE / "lightning.pyi").read_text())
+    typed = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module != "typing"
+        for alias in node.names
     }
-    assert not others
+    found = {name: f"lightning.{module}.{there}" for name, (module, there) in places().items()}
+    found.pop("VERSION")
+    assert typed == found
+
+
+def test_only_that_page_knows_lightning():
+    for file in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        modules = [n.module for n in nodes if isinstance(n, ast.ImportFrom)]
+        assert not [m for m in modules if m and m.split(".")[0] == "lightning"], file
 
 
 def test_attributes_of_lightnings_objects():
@@ -65,7 +62,6 @@ def test_attributes_of_lightnings_objects():
     module = BoringModel()
     assert hasattr(module, "_device")
     assert hasattr(module, "_device_mesh")
-    assert module._compiler_ctx is None
     host.tell_device(module, torch.device("meta"))
     assert module.device == torch.device("meta")
     plain = torch.optim.SGD(module.parameters())

@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
+
+from lightning_shard.lightning import Callback, LightningModule, Trainer
 
 
 class DeviceTimer(Callback):

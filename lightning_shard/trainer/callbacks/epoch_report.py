@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_shard.lightning import (
+    Callback,
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+    is_overridden,
+)
 from lightning_shard.trainer.callbacks.samples_per_second import samples_of_all
 from lightning_shard.trainer.host import callbacks_of
 

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.data.field_sink import Field, FieldSink, remove
+from lightning_shard.lightning import (
+    BasePredictionWriter,
+    LightningModule,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import tree_map_only

@@ -1,7 +1,6 @@
 """Lets replicas repeat samples in evaluations, as Lightning does."""
 
-from lightning.pytorch import Callback, Trainer
-
+from lightning_shard.lightning import Callback, Trainer
 from lightning_shard.trainer.host import callbacks_of
 
 

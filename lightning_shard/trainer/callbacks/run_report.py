@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.checkpoint.atomic import partial_of
+from lightning_shard.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_shard.trainer.callbacks.epoch_report import (
     checkpoint_lines,
     duration,

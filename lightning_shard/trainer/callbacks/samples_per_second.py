@@ -4,12 +4,11 @@ import time
 from collections import deque
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.data.tree import leaves_of
+from lightning_shard.lightning import Callback, LightningModule, Trainer, extract_batch_size
 
 WINDOW = 10  # batches
 

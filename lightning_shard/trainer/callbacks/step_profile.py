@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import profile, schedule, supported_activities
 from typing_extensions import override
 
+from lightning_shard.lightning import (
+    Callback,
+    LightningModule,
+    PyTorchProfiler,
+    Trainer,
+    get_filesystem,
+    rank_zero_warn,
+)
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.trainer.profile.labels import labels
 from lightning_shard.trainer.profile.merge import (

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data.tree import leaves_of
+from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.processes.torch_private.typed import named_modules
 from lightning_shard.tensor.tensor import DomainTensor
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.fsdp.complex_pairs import pair_names
+from lightning_shard.lightning import LightningModule, Trainer
 from lightning_shard.trainer.report.chart import Points, chart, missing
 from lightning_shard.trainer.report.page import paragraph, side_by_side, table
 from lightning_shard.trainer.strategy import HybridShardStrategy

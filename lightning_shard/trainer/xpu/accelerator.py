@@ -9,14 +9,16 @@ import sys
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_shard import hosts
+from lightning_shard.lightning import (
+    Accelerator,
+    AcceleratorRegistry,
+    MisconfigurationException,
+    PossibleUserWarning,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_shard.processes.device import let_gloo_stand_beside
 from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.process_info import process_info
@@ -45,9 +47,6 @@ class XPUAccelerator(Accelerator):
         Raises:
             MisconfigurationException: The strategy would not train on an Intel GPU.
         """
-        if hosts.become_of(self, hosts.package_of(trainer)):
-            self.setup(trainer)
-            return
         use_xpu(trainer)
         device = trainer.strategy.root_device
         torch.xpu.set_device(device)
@@ -138,7 +137,6 @@ class XPUAccelerator(Accelerator):
         """Give the accelerator its name, unless another package has taken it."""
         if cls.name() not in AcceleratorRegistry:
             AcceleratorRegistry.register(cls.name(), cls, description="Intel GPUs")
-            hosts.introduce(cls, "lightning.pytorch.accelerators.Accelerator")
 
 
 def tell_of_unused_devices(device: torch.device) -> None:

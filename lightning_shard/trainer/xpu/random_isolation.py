@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder
 from typing_extensions import override
 
+from lightning_shard.lightning import Callback, LearningRateFinder, LightningModule, Trainer
 from lightning_shard.trainer.host import add_once, callbacks_of
 from lightning_shard.trainer.random_state import random_state, set_random_state
 

@@ -8,17 +8,22 @@ place of Lightning's, on the strategy of the trainer.
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_shard.trainer.host import chosen_devices, register_ddp_comm_hook
+from lightning_shard.lightning import (
+    Accelerator,
+    CheckpointIO,
+    DDPStrategy,
+    MisconfigurationException,
+    Precision,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+    Trainer,
+    register_ddp_comm_hook,
+)
+from lightning_shard.trainer.host import chosen_devices
 from lightning_shard.trainer.reduce import reduce
 
 
