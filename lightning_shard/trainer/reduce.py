@@ -21,6 +21,8 @@ def reduce(
     """
     if not isinstance(tensor, Tensor) or not dist.is_initialized():
         return tensor
+    if tensor.ndim:  # a number has no other shape elsewhere
+        _refuse_other_shapes("reduce", tensor.to(device), group or dist.group.WORLD)
     mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
     op = "sum" if mean or reduce_op is None else reduce_op
     reduced = tensor.to(device)
@@ -41,11 +43,11 @@ def gather_each(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    _refuse_other_shapes(tensor, group)
+    _refuse_other_shapes("all_gather", tensor, group)
     return _GatherEach.apply(tensor, group)
 
 
-def _refuse_other_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
+def _refuse_other_shapes(name: str, tensor: Tensor, group: Any) -> None:
     """Compare shapes, since a collective of others ends the process, or reads foreign memory."""
     own = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     mark = torch.tensor([zlib.crc32(own), -zlib.crc32(own)], device=tensor.device)
@@ -54,7 +56,7 @@ def _refuse_other_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
         shapes: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(shapes, own.decode(), group=group)
         raise ValueError(
-            f"all_gather was given tensors that differ: {'; '.join(shapes)}. Data replicas that do "
+            f"{name} was given tensors that differ: {'; '.join(shapes)}. Data replicas that do "
             "not divide the number of samples have other numbers of results: gather a sum and a "
             "count, pad to one shape, keep a torchmetrics.CatMetric, or let replicas repeat "
             "samples: Trainer(callbacks=[lightning_shard.RepeatSamples()])."

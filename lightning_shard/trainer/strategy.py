@@ -605,12 +605,14 @@ class HybridShardStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; a rank that has failed ends the wait."""
-        with self.logged.exchanges("waits for all ranks at a barrier"):
+        self.logged.comes_to_in_hook(waits := "waits for all ranks at a barrier")
+        with self.logged.exchanges(waits):
             self.peers.barrier(self.root_device)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank `src` on all ranks."""
+        self.logged.comes_to_in_hook("broadcasts an object")
         return self.peers.broadcast(obj, src)
 
     @override
@@ -618,6 +620,8 @@ class HybridShardStrategy(ParallelStrategy):
         """Reduce over the ranks; "sum" counts those that share samples once."""
         if self.logged.reduces(tensor, reduce_op):
             return self.logged.reduce(tensor, group, reduce_op, self.domain_size)
+        if group is None:
+            self.logged.comes_to_in_hook("reduces a value over all ranks")
         return self.peers.reduce(
             tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
         )
@@ -627,7 +631,9 @@ class HybridShardStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather one entry per data replica, along a new first dim."""
-        group = self.data_group if group in (None, dist.group.WORLD) else group
+        if group in (None, dist.group.WORLD):
+            self.logged.comes_to_in_hook("gathers a value of all replicas")
+            group = self.data_group
         return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
 
     @override

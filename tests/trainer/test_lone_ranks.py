@@ -1,4 +1,4 @@
-"""A rank that reads shards alone in a hook ends in seconds, with a sentence."""
+"""A rank that communicates alone in a hook ends in seconds, with a sentence."""
 
 import time
 
@@ -51,6 +51,46 @@ def test_a_lone_read_of_a_shard(hook, read):
     began = time.monotonic()
     with pytest.raises(ProcessRaisedException, match=f"reads a sharded parameter in {hook}"):
         launch(read_alone, hook, read, processes=2, timeout_s=90)
+    assert time.monotonic() - began < 40
+
+
+COLLECTIVES = {
+    "barrier": lambda module: module.trainer.strategy.barrier(),
+    "broadcasts an object": lambda module: module.trainer.strategy.broadcast(1),
+    "reduces a value": lambda module: module.trainer.strategy.reduce(torch.ones(2)),
+    "gathers a value": lambda module: module.all_gather(torch.ones(2)),
+}
+
+
+class Communicates(Featured):
+    """Rank 0 communicates in a hook."""
+
+    def __init__(self, hook, words):
+        super().__init__()
+        call = COLLECTIVES[words]
+        setattr(self, hook, lambda *_: None if self.global_rank else call(self))
+
+    def validation_step(self, batch, batch_idx):
+        return None
+
+
+def communicate_alone(hook, words):
+    fit_sharded(Communicates(hook, words), (2,), max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("on_train_batch_end", "barrier"),
+        slow("on_train_epoch_end", "broadcasts an object"),
+        slow("on_validation_end", "reduces a value"),
+        slow("on_fit_start", "gathers a value"),
+    ],
+)
+def test_a_lone_collective(hook, words):
+    began = time.monotonic()
+    with pytest.raises(ProcessRaisedException, match=f"{words}.* in {hook}"):
+        launch(communicate_alone, hook, words, processes=2, timeout_s=90)
     assert time.monotonic() - began < 40
 
 

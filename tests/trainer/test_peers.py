@@ -55,6 +55,13 @@ def test_reduce_over_a_group_of_ranks():
 
 
 @pytest.mark.spmd(2)
+@pytest.mark.parametrize("sizes", [(3, 2), (1, 0)], ids=str)
+def test_values_of_other_shapes_are_not_reduced(sizes):
+    with pytest.raises(ValueError, match="reduce was given tensors that differ"):
+        running().reduce(torch.ones(sizes[dist.get_rank()]), CPU, group=None, reduce_op="sum")
+
+
+@pytest.mark.spmd(2)
 @pytest.mark.parametrize("sync_grads", [True, False])
 def test_all_gather(sync_grads):
     rank = dist.get_rank()
