@@ -273,3 +273,24 @@ def test_gradients_of_a_mean_flow_loss():
             dist.all_reduce(g)
             g /= 3
         same(ends[1], ends[0])
+
+
+JACOBIANS = {
+    "jacfwd": jacfwd,
+    "jacrev": jacrev,
+    "hessian": hessian,
+    "jacfwd twice": lambda f: jacfwd(jacfwd(f)),
+    "jvp": lambda f: lambda w, x: jvp(f, (w, x), (torch.ones_like(w), torch.zeros_like(x)))[1],
+}
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("name", JACOBIANS)
+@pytest.mark.parametrize("mapped", [None, (None, 0), (0, None)], ids=str)
+def test_a_split_tensor_is_another_argument(name, mapped):
+    """torch's own levels hid it from the rules, as it is not what is differentiated."""
+    weights, x = made((4, 3), SHAPE)
+    derived = JACOBIANS[name](lambda w, x: (x * w).sin().mean((-2, -3)))
+    given = weights if mapped == (0, None) else weights[0]
+    derived = derived if mapped is None else vmap(derived, mapped)
+    same(derived(given, lightning_shard.shard(x, mesh_of(2), 2)), derived(given, x))
