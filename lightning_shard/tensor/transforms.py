@@ -65,13 +65,12 @@ def _jvp_for(plain: Function) -> Function:
         strict: bool = False,
         has_aux: bool = False,
     ) -> Any:
-        _raise_if_split_in_transform(primals)
         chosen = primals if argnums is None else _chosen(primals, argnums)
         flat, spec = tree_flatten(chosen)
         given, of_tangents = tree_flatten(tangents)
         usual = isinstance(primals, tuple) and spec == of_tangents and bool(flat)
         tensors = all(isinstance(x, Tensor) for x in (*flat, *given))
-        if in_transform() or not usual or not tensors:  # torch tells what is wrong
+        if _in_transform(primals) or not usual or not tensors:  # torch tells what is wrong
             return plain(func, primals, tangents, argnums, strict=strict, has_aux=has_aux)
         if dual_level() < 0 and not _any_split((primals, given)):
             with contextlib.suppress(SplitInTransform):
@@ -109,8 +108,7 @@ def _backwards_twice(run: Function, flat: Any, given: Any, spec: Any, has_aux: b
 
 def _vjp_for(plain: Function) -> Function:
     def vjp(func: Function, *primals: Any, argnums: Any = None, has_aux: bool = False) -> Any:
-        _raise_if_split_in_transform(primals)
-        if in_transform():
+        if _in_transform(primals):
             return plain(func, *primals, argnums=argnums, has_aux=has_aux)
         chosen = primals if argnums is None else _chosen(primals, argnums, as_tuple=False)
         flat, spec = tree_flatten(chosen)
@@ -235,8 +233,7 @@ def _met() -> Generator[list[Any]]:
 
 def _grad_for(plain: Function) -> Function:
     def grad_and_value(func: Function, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
-        _raise_if_split_in_transform((args, kwargs))
-        if in_transform():
+        if _in_transform((args, kwargs)):
             return plain(func, argnums, has_aux, args, kwargs)
         chosen = _chosen(args, argnums, as_tuple=False)
         flat, spec = tree_flatten(chosen)
@@ -393,10 +390,10 @@ def _check_outputs(leaves: Sequence[Any], name: str) -> None:
         raise RuntimeError(f"{name}(f, ...): f must return tensors only, and at least one")
 
 
-def _raise_if_split_in_transform(arguments: Any) -> None:
-    """Let the outermost vmap begin again: torch's own levels would hide split tensors."""
-    if in_transform() and _any_split(arguments):
+def _in_transform(arguments: Any) -> bool:
+    if in_transform() and _any_split(arguments):  # torch's own levels would hide them
         raise SplitInTransform
+    return in_transform()
 
 
 def _any_split(value: Any) -> bool:

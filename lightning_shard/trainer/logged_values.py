@@ -198,11 +198,12 @@ class LoggedValues:
         if (order := self._order()) is not None:
             order.comes_to(event, words)
 
-    def comes_to_in_hook(self, event: str) -> None:
-        """Notice in seconds that other ranks have left a hook, in which this one communicates."""
+    def comes_to_in_hook(self, event: str, group: Any = None) -> None:
+        """Notice in seconds that others have left a hook, in which this rank speaks to all."""
         module: Any = self._trainer.lightning_module if self._world is not None else None
         hook = getattr(module, "_current_fx_name", None) or ""
-        if hook.startswith("on_") and self._is_possible():
+        to_all = group is None or group is self._world
+        if to_all and hook.startswith("on_") and self._is_possible():
             self._come_to(f"{event} in {hook}")
 
     def exchanges(self, event: str) -> AbstractContextManager[None]:

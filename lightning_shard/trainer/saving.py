@@ -68,7 +68,7 @@ class Saver:
         self.format: Format = file_format
         self.timeout_s = timeout_s
         # a step or a validation, and the random state before it
-        self._begun: tuple[tuple[str, int], dict[str, Any]] | None = None
+        self._begun: tuple[tuple[str, int] | None, dict[str, Any]] | None = None
         self._read: str | Path = ""  # the checkpoint that was read last
         self._own: Mapping[str, Any] | None = None  # a loaded checkpoint's words on its run
         self.last_written: str | Path | None = None  # a checkpoint that is whole
@@ -89,11 +89,11 @@ class Saver:
         """Read the state of the optimizer, keyed by the numbers of the parameters."""
         return optimizer_state(plain_optimizer(optimizer), module)
 
-    def begin(self, what: tuple[str, int], device: torch.device) -> None:
+    def begin(self, what: tuple[str, int] | None, device: torch.device) -> None:
         """Note the random numbers with which a training step or a validation begins.
 
         Args:
-            what: "step" or "validation", and the number of the step.
+            what: The word for it and the number of the step, as `unfinished` gives them.
             device: The device whose generator is noted beside the CPU's.
         """
         self._begun = (what, random_state(device))
@@ -134,7 +134,7 @@ class Saver:
             },
         }
         if "optimizer_states" in checkpoint:
-            begun = self._begun is not None and self._begun[0] == unfinished
+            begun = unfinished and self._begun is not None and self._begun[0] == unfinished
             state = self._begun[1] if begun and self._begun else random_state(device)
             entry["unfinished"] = unfinished and unfinished[0]
             entry["random"] = gather_to_first(storable(state))

@@ -548,8 +548,7 @@ class HybridShardStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the random numbers: a resumed run repeats a step that an exception ends."""
-        progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
-        self.saver.begin(("step", progress.total.ready), self.root_device)
+        self.saver.begin(unfinished(self._module.trainer), self.root_device)
         self.steps.begin()
 
     @override
@@ -620,8 +619,7 @@ class HybridShardStrategy(ParallelStrategy):
         """Reduce over the ranks; "sum" counts those that share samples once."""
         if self.logged.reduces(tensor, reduce_op):
             return self.logged.reduce(tensor, group, reduce_op, self.domain_size)
-        if group is None:
-            self.logged.comes_to_in_hook("reduces a value over all ranks")
+        self.logged.comes_to_in_hook("reduces a value over all ranks", group)
         return self.peers.reduce(
             tensor, self.root_device, group=group, reduce_op=reduce_op, copies=self.domain_size
         )
@@ -631,9 +629,8 @@ class HybridShardStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather one entry per data replica, along a new first dim."""
-        if group in (None, dist.group.WORLD):
-            self.logged.comes_to_in_hook("gathers a value of all replicas")
-            group = self.data_group
+        self.logged.comes_to_in_hook("gathers a value of all replicas", group)
+        group = self.data_group if group in (None, dist.group.WORLD) else group
         return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
 
     @override
