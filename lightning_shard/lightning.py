@@ -46,7 +46,7 @@ _NAMES = {
     "pytorch.strategies":
         "DDPStrategy ParallelStrategy SingleDeviceStrategy Strategy StrategyRegistry",
     "pytorch.trainer.states": "TrainerFn TrainerStatus",
-    "pytorch.utilities": "grads rank_zero_info rank_zero_warn",
+    "pytorch.utilities": "rank_zero_info rank_zero_warn",
     "pytorch.utilities.data": "extract_batch_size",
     "pytorch.utilities.exceptions": "SIGTERMException",
     "pytorch.utilities.model_helpers": "is_overridden",

@@ -91,7 +91,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
 from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
-from lightning.pytorch.utilities import grads as grads
 from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
@@ -170,7 +169,7 @@ __all__ = [
     "extract_batch_size",
     "fabric_rank_zero",
     "get_filesystem",
-    "grads",
+
     "is_imported",
     "is_overridden",
     "is_param_in_hook_signature",

@@ -1,13 +1,10 @@
 """Adds a remedy to errors of torch and Lightning that only describe their own insides."""
 
 import traceback
-from types import FrameType
-from typing import Any
+from collections.abc import Iterable
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-
-from lightning_shard.lightning import LightningOptimizer, UnrepeatedDistributedSampler
 
 _WHOLE = "sharding='none' keeps parameters whole on each rank, and then this runs as under DDP. "
 _BY_MESSAGE = {
@@ -62,25 +59,23 @@ _NO_OPTIMIZERS = ("lightning.", "pytorch_lightning.", "lightning_shard.fsdp.step
 _OF_LOSSES = " {} also decides by the loss of its rank, so use data_parallel_size=1."
 
 
-def _is_of_too_small_a_dataset(error: AssertionError) -> bool:
+def _is_of_too_small_a_dataset(error: BaseException) -> bool:
     """Return True if a sampler refuses that Lightning makes before a strategy sees the loader."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    sampler = frames[-1][0].f_locals.get("self") if frames else None
-    return (
-        isinstance(sampler, UnrepeatedDistributedSampler)
-        and len(sampler.dataset) < sampler.num_replicas  # pyright: ignore[reportArgumentType]
-    )
+    made_by = frames[-1][0].f_code.co_qualname if frames else ""
+    return isinstance(error, AssertionError) and made_by == "UnrepeatedDistributedSampler.__init__"
 
 
-def _optimizer_of(error: BaseException) -> Optimizer | None:
+def _optimizer_of(error: BaseException, optimizers: Iterable[Optimizer]) -> Optimizer | None:
     """Find the optimizer that raised `error` for the shards that it was given."""
+    of_class = {kind.__name__: o for o in optimizers for kind in type(o).__mro__[:-2]}
     found: Optimizer | None = None
     inside = str(error)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module: str = frame.f_globals.get("__name__", "")
-        here = frame.f_locals.get("self")
-        if isinstance(here, Optimizer) and not isinstance(here, LightningOptimizer):
-            found = here
+        method = frame.f_code.co_qualname.partition(".")[0]
+        if method in of_class:
+            found = of_class[method]
         elif module.startswith(_NO_OPTIMIZERS):  # a closure with the step, or a hook
             found = None
         inside = f"{module.removeprefix('lightning_shard')} {error}"
@@ -89,32 +84,26 @@ def _optimizer_of(error: BaseException) -> Optimizer | None:
     return found if is_of_shards and any(w in inside.lower() for w in _WORDS_OF_SHARDS) else None
 
 
-def _first_argument(frame: FrameType) -> Any:
-    names = frame.f_code.co_varnames
-    return frame.f_locals.get(names[0]) if names else None
+def explain(
+    error: BaseException, optimizers: Iterable[Optimizer] = (), *, by_hand: bool = False
+) -> None:
+    """Add a remedy to `error` if one is known, as a note with which its traceback ends.
 
-
-def _is_of_manual_step(error: BaseException) -> bool:
-    """Return True if a step raised `error` that optimizes by hand."""
-    return any(
-        frame.f_code.co_name == "training_step"
-        and getattr(_first_argument(frame), "automatic_optimization", True) is False
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
-
-
-def explain(error: BaseException) -> None:
-    """Add a remedy to `error` if one is known, as a note with which its traceback ends."""
-    optimizer = _optimizer_of(error)
+    Args:
+        error: The error that ended a run.
+        optimizers: The optimizers of the run.
+        by_hand: True if the module optimizes by hand.
+    """
+    optimizer = _optimizer_of(error, optimizers)
     if optimizer is not None:
         name = type(optimizer).__name__
         of_losses = _OF_LOSSES.format(name) if name == "LBFGS" else ""
         notes = [_OF_OPTIMIZERS.format(name) + of_losses]
     else:
         notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
-        if "got mixed torch.Tensor and DTensor" in str(error) and _is_of_manual_step(error):
+        if "got mixed torch.Tensor and DTensor" in str(error) and by_hand:
             notes = [_MANUAL_STEP]
-    if isinstance(error, AssertionError) and _is_of_too_small_a_dataset(error):
+    if _is_of_too_small_a_dataset(error):
         notes.append(
             "The dataset has fewer samples than there are data replicas; use fewer processes, a "
             "larger domain_parallel_size, or more samples."

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_shard.checkpoint.state import full, load_optimizer_state
@@ -43,14 +42,15 @@ from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import FabricScriptLauncher, with_sampler
 from lightning_shard.trainer.metrics_once import count_metrics_over
-from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts, use_device
+from lightning_shard.trainer.on_mesh import OnMesh
+from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
 from lightning_shard.trainer.sample_order import Stride
 from lightning_shard.trainer.split_summary import split_summary
-from lightning_shard.trainer.strategy import HybridShardStrategy, register
+from lightning_shard.trainer.strategy import register
 
 
-class FabricShardStrategy(FabricParallelStrategy):
+class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
     """Shards parameters and splits batches in a loop of Fabric.
 
     Each method does for a loop of one's own what HybridShardStrategy does for the Trainer.
@@ -71,13 +71,7 @@ class FabricShardStrategy(FabricParallelStrategy):
         Raises:
             ValueError: A checkpoint is to be a directory, which is the Trainer's.
         """
-        self.like = HybridShardStrategy(*mesh, **options)  # holds the options and the parts
-        self.processes, self.peers, self.saver = (
-            self.like.processes,
-            self.like.peers,
-            self.like.saver,
-        )
-        self._environment: ClusterEnvironment | None = None
+        self.take_options(*mesh, **options)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -93,32 +87,15 @@ class FabricShardStrategy(FabricParallelStrategy):
         self._num_nodes = 1
         self._backward_sync_control = _NoSync()
         self._modules: list[nn.Module] = []
-        self._moved: Any = WeakTensorKeyDictionary()
         self._samplers_wanted = False
         self._until_end = ExitStack()
 
     # The mesh.
 
-    device_mesh: Any = HybridShardStrategy.device_mesh
-    domain_mesh: Any = HybridShardStrategy.domain_mesh
-    domain_size: Any = HybridShardStrategy.domain_size
-    domain_rank: Any = HybridShardStrategy.domain_rank
-    data_group: Any = HybridShardStrategy.data_group
-    num_processes: Any = HybridShardStrategy.num_processes
-    root_device: Any = HybridShardStrategy.root_device
-    cluster_environment: Any = HybridShardStrategy.cluster_environment
-    checkpoint_io: Any = HybridShardStrategy.checkpoint_io
-    set_world_ranks: Any = HybridShardStrategy.set_world_ranks
-
     @property
     def num_nodes(self) -> int:
         """The number of nodes, which Fabric sets."""
         return self._num_nodes
-
-    @property
-    def replicas(self) -> int:
-        """The number of data replicas, which read different samples."""
-        return self.world_size // self.domain_size
 
     @property
     @override
@@ -160,27 +137,14 @@ class FabricShardStrategy(FabricParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process group, compare the options of the ranks, and arrange the mesh."""
         super().setup_environment()
-        options = self.like.sharding_options
-        use_device(self.precision, self.root_device.type)
-        self.set_world_ranks()
-        self.processes.join(
-            self.cluster_environment, self.root_device, offloads=options.cpu_offload
-        )
-        self.peers.watch(self.processes.timeout_s)
+        self.join(self.precision)
         self.peers.tell_uncaught()
-        alike = {
-            "domain_parallel_size": str(self.processes.domain_sizes),
-            "data_parallel_size": str(self.processes.data_parallel_size),
-            "precision": type(self.precision).__name__,
-            "shard_dims": str(self.like.shard_dims),
-            "exact_random": str(self.like.exact_random),
-            **options.described(),
-        }
+        alike = self.options_alike(self.precision)
         self.processes.compare("options", alike, check=self.peers.check)
         self.processes.arrange(self.root_device, per_node=self.num_processes)
         share_seeded_state(self.root_device)
-        if self.like.exact_random is not None:
-            self._until_end.enter_context(use_exact_random(self.like.exact_random))
+        if self.exact_random is not None:
+            self._until_end.enter_context(use_exact_random(self.exact_random))
 
     @override
     def teardown(self) -> None:
@@ -214,9 +178,9 @@ class FabricShardStrategy(FabricParallelStrategy):
             module,
             (),
             self.device_mesh,
-            dims=split_dims(self.like.shard_dims),
-            options=self.like.sharding_options,
-            files=self.like.first_weights,
+            dims=split_dims(self.shard_dims),
+            options=self.sharding_options,
+            files=self.first_weights,
             device=self.root_device,
         )
         self._moved.update(moved)
@@ -256,7 +220,7 @@ class FabricShardStrategy(FabricParallelStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, and shard again what was gathered before it, say to validate."""
         for module in self._modules:
-            self.like.steps.reshard(module)
+            self.steps.reshard(module)
         return super().optimizer_step(optimizer, **kwargs)
 
     @override
@@ -330,23 +294,13 @@ class FabricShardStrategy(FabricParallelStrategy):
             if number == 0:
                 check_same_batch(batch, self.domain_mesh)
             batch = move_data_to_device(batch, self.root_device)
-            batch = shard_batch(batch, self.domain_mesh, self.like.shard_dims)
+            batch = shard_batch(batch, self.domain_mesh, self.shard_dims)
             if number == 0:
-                self.like.announced.say(split_summary(batch), None, self.domain_size)
+                self.announced.say(split_summary(batch), None, self.domain_size)
             self._count_metrics()
             yield batch
 
     # Collectives.
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; a rank that has failed ends the wait."""
-        self.peers.barrier(self.root_device)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src` on all ranks."""
-        return self.peers.broadcast(obj, src)
 
     @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -361,13 +315,8 @@ class FabricShardStrategy(FabricParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather one entry per data replica, along a new first dim; of one replica as it is."""
+        gathered = super().all_gather(tensor, group, sync_grads)
         every = group in (None, dist.group.WORLD)
-        gathered = self.peers.all_gather(
-            tensor,
-            self.root_device,
-            group=self.data_group if every else group,
-            sync_grads=sync_grads,
-        )
         return gathered[0] if every and self.replicas == 1 else gathered
 
     # Checkpoints.
@@ -375,7 +324,7 @@ class FabricShardStrategy(FabricParallelStrategy):
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights, on the first rank."""
-        self.like.steps.reshard(module)
+        self.steps.reshard(module)
         return self.saver.gather_module(module)
 
     @override
@@ -401,7 +350,7 @@ class FabricShardStrategy(FabricParallelStrategy):
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
         """Load each rank's part of whole weights."""
-        self.like.steps.reshard(module)
+        self.steps.reshard(module)
         load_module_state(module, state_dict, strict)
 
     @override

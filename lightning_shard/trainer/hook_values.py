@@ -9,10 +9,8 @@ in every hook and step, and so are the arguments of `logger.log_image` and its l
 """
 
 import functools
-import hashlib
 import inspect
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,7 +63,7 @@ class HookValues:
         hook = self._hook
         if not (hook.startswith("on_") or hook in _EVALUATION):
             return False
-        self._read(x, hook, f"reads the values of {{}} in {hook}, as numpy() does", _callers())
+        self._read(x, hook, f"reads the values of {{}} in {hook}, as numpy() does", "")
         return True
 
     def for_logger(self, x: Any, method: str) -> Any:
@@ -92,7 +90,7 @@ class HookValues:
             ranks, kind = dist.get_process_group_ranks(x.domain.group(axes)), "split"
         meet(
             tuple(ranks),
-            f"values {hook} {place}",
+            f"values {hook} {place} {tuple(x.shape)}",
             does.format(f"a {kind} tensor of shape {tuple(x.shape)}"),
             "all ranks must read them, since each holds a part; draw or log the array on one "
             "rank, and leave numpy() and the logger's call out of rank_zero_only",
@@ -132,16 +130,6 @@ class HookValues:
             f"{hook}: {n} times, {self.gathered_bytes[hook]:,} bytes on every rank"
             for hook, n in self.reads.items()
         )
-
-
-def _callers() -> str:
-    """Return a number for the lines that call, which are the same on all ranks."""
-    lines: list[tuple[str, int]] = []
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and not frame.f_code.co_name.startswith("_call_"):
-        lines.append((frame.f_code.co_name, frame.f_lineno))
-        frame = frame.f_back
-    return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
 
 
 def give_whole_to(loggers: Sequence[Any]) -> None:

@@ -38,7 +38,6 @@ from lightning_shard.lightning import (
     Trainer,
     TrainerFn,
     TrainerSubprocessLauncher,
-    grads,
     is_param_in_hook_signature,
     set_num_threads_if_needed,
     update_dataloader,
@@ -101,7 +100,7 @@ class SubprocessScriptLauncher(_Patient, TrainerSubprocessLauncher):
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """Give the optimizer that Lightning has wrapped; the wrapper's state has no names."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def tell_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
@@ -483,21 +482,3 @@ def option_types(parser: Any) -> dict[str, Any]:
     Without it an error could name neither the options of a class nor the type of a value.
     """
     return {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
-
-
-class _TorchOfNorms:
-    """torch as `grad_norm` sees it, whose `tensor` reads sharded norms as numbers."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def tensor(norms: list[Any]) -> torch.Tensor:
-        """Return the norms, one for each parameter, as a plain tensor; all ranks call."""
-        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        return torch.tensor(whole)
-
-
-def read_shards_in_grad_norm() -> None:
-    """Let Lightning's `grad_norm` give the norms of whole gradients, however it was imported."""
-    grads.__dict__["torch"] = _TorchOfNorms()

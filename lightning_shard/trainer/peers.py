@@ -17,7 +17,7 @@ from lightning_shard.processes.failures.failure_watch import (
     watch_ranks,
 )
 from lightning_shard.tensor.tensor import DomainTensor
-from lightning_shard.trainer.explain import explain
+from lightning_shard.trainer.explain import explain as explain_error
 from lightning_shard.trainer.reduce import divide, gather_each, reduce
 
 
@@ -28,13 +28,18 @@ class Peers:
     since no other rank would take part in them.
     """
 
-    def __init__(self, interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        interrupted: Callable[[], bool],
+        explain: Callable[[BaseException], None] = explain_error,
+    ) -> None:
         """Begin without a watch.
 
         Args:
             interrupted: Returns True if the run is ending by an exception.
+            explain: Adds the remedy to an error, if one is known.
         """
-        self._interrupted = interrupted
+        self._interrupted, self._explain = interrupted, explain
         self._watch: FailureWatch | None = None
         self._alone: bool | None = None  # whether only this rank fails; None: not asked yet
 
@@ -87,7 +92,7 @@ class Peers:
     def _report(self, watch: FailureWatch, error: BaseException | None) -> None:
         """Tell the others of an error, together with its remedy: theirs may be lost connections."""
         if error is not None:
-            explain(error)
+            self._explain(error)
         self._alone = watch.reported_alone(error)
 
     def tell_uncaught(self) -> None:

@@ -4,7 +4,7 @@ Every method that Lightning calls is on this page. The work is done by parts: `P
 `Peers`, `LoggedValues`, `SampleOrder`, `UnevenEvaluation`, `Saver` and `Steps`.
 """
 
-from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +12,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_shard.data.same_batch import check_same_batch
-from lightning_shard.data.split import ShardDims, shard_batch, split_dims
+from lightning_shard.data.split import shard_batch, split_dims
 from lightning_shard.domain.wire import BEFORE
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
@@ -51,9 +49,8 @@ from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
-from lightning_shard.trainer.checkpoint_io import Format, complete_io
+from lightning_shard.trainer.checkpoint_io import Format
 from lightning_shard.trainer.counted_devices import count_replicas
-from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
 from lightning_shard.trainer.frozen import freeze_as_saved, frozen_in
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
@@ -62,35 +59,31 @@ from lightning_shard.trainer.host import (
     load_late_states,
     log_on,
     logged_so_far,
-    read_shards_in_grad_norm,
     tell_device,
     tell_mesh,
 )
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
 from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.metrics_once import count_domains_once
+from lightning_shard.trainer.on_mesh import OnMesh
 from lightning_shard.trainer.ordered_batches import unfinished
 from lightning_shard.trainer.parameter_counts import count_pairs_once
-from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.precision import (
     clip_over_shards,
     refuse_to_drop_imaginary_parts,
-    use_device,
 )
-from lightning_shard.trainer.process_mesh import ProcessMesh
 from lightning_shard.trainer.random_state import share_random_state
 from lightning_shard.trainer.requeue import save_before_requeue
 from lightning_shard.trainer.sample_order import SampleOrder
-from lightning_shard.trainer.saving import Saver
 from lightning_shard.trainer.sigterm import leave_together_on_sigterm
-from lightning_shard.trainer.split_summary import Announcements, split_summary
-from lightning_shard.trainer.steps import Steps, use_no_grad
+from lightning_shard.trainer.split_summary import split_summary
+from lightning_shard.trainer.steps import use_no_grad
 from lightning_shard.trainer.streams import count_as_the_longest, end_together
 from lightning_shard.trainer.uneven_evaluation import UnevenEvaluation
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
 
 
-class HybridShardStrategy(ParallelStrategy):
+class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
@@ -157,20 +150,12 @@ class HybridShardStrategy(ParallelStrategy):
         Raises:
             ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
-        options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
-        self.sharding_options = options
-        self.processes = ProcessMesh(
-            data_parallel_size,
-            domain_parallel_size,
-            shard_size=(options.shard_size or "node") if options.mode == "hybrid" else None,
-            timeout_s=timeout_s,
-            backend=process_group_backend,
-        )
-        self.peers = Peers(self._is_interrupted)
+        self.take_options(
+            data_parallel_size, domain_parallel_size, shard_dims, exact_random, sharding,
+            checkpoint_format, init_weights_from, timeout_s, process_group_backend,
+        )  # fmt: skip
         self.logged = LoggedValues(self.peers)
-        self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
         self.samples = SampleOrder()
-        self.steps = Steps()
         self.evaluation = UnevenEvaluation(self.logged, self.steps)
         super().__init__(
             accelerator=accelerator,
@@ -179,52 +164,14 @@ class HybridShardStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.shard_dims: ShardDims = shard_dims
-        self.exact_random = exact_random
-        self.first_weights = (
-            {"": init_weights_from} if isinstance(init_weights_from, str) else init_weights_from
-        ) or {}
         self.num_nodes = 1
         self.config: Mapping[str, str] = {}  # the command line's, alike on all ranks
         self._while_set_up = ExitStack()
-        # new parameters by old ones, whose memory belongs to those who still hold them
-        self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
-        self.announced = Announcements()
         self.hook_values: HookValues | None = None  # those of the newest stage on several ranks
 
-    # The mesh.
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """All processes, as data replicas x domain ranks; None before they have joined."""
-        return self.processes.mesh
-
-    @property
-    def domain_mesh(self) -> DeviceMesh:
-        """The ranks that share this rank's samples."""
-        return self.processes.domain_mesh
-
-    @property
-    def domain_size(self) -> int:
-        """The number of ranks that share each sample."""
-        return self.processes.domain_size
-
-    @property
-    def domain_rank(self) -> int:
-        """The place of this process among those that share its samples."""
-        return self.processes.domain_rank(self.global_rank)
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of different samples; None before the mesh is made."""
-        return self.processes.data_group
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes of this node."""
-        return process_mesh.processes_of_node(self.cluster_environment, self.parallel_devices or ())
+    # The mesh, beside what OnMesh says of it.
 
     @property
     def is_distributed(self) -> bool:
@@ -233,18 +180,10 @@ class HybridShardStrategy(ParallelStrategy):
 
     @property
     @override
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        assert self.parallel_devices is not None
-        shown = self.parallel_devices  # one, where a launcher shows each process its own only
-        return shown[0] if len(shown) == 1 else shown[self.local_rank]
-
-    @property
-    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of data replicas and the place of this rank among them."""
         return {
-            "num_replicas": self.world_size // self.domain_size,
+            "num_replicas": self.replicas,
             "rank": self.processes.replica(self.global_rank),
         }
 
@@ -267,28 +206,6 @@ class HybridShardStrategy(ParallelStrategy):
         )
 
     @property
-    def cluster_environment(self) -> ClusterEnvironment | None:
-        """The environment of the launcher, also of launchers that Lightning does not know."""
-        return self._environment
-
-    @cluster_environment.setter
-    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Take the environment, or that of a launcher which Lightning does not know."""
-        self._environment = environment_of_launcher(environment)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """The plug-in that writes and reads files; this package's where none is given."""
-        self._checkpoint_io = complete_io(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        """Take the plug-in; it is completed when it is asked for."""
-        self._checkpoint_io = io
-
-    @property
     @override
     def precision_plugin(self) -> Precision:
         """The plug-in for the precision, set by the Trainer."""
@@ -301,17 +218,8 @@ class HybridShardStrategy(ParallelStrategy):
         if precision_plugin is not None:
             clip_over_shards(precision_plugin, lambda: self.steps.take_assigned())
 
-    def set_world_ranks(self) -> None:
-        """Give the environment and the printing functions the rank of this process."""
-        if self.cluster_environment is not None:
-            process_mesh.tell_ranks(
-                self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
-            )
-        process_mesh.print_on_first_only(self.global_rank)
-
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         if self.processes.fits_itself:  # an elastic launcher may have started fewer nodes
             self.num_nodes = process_mesh.started_nodes(
                 self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
@@ -326,16 +234,10 @@ class HybridShardStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process group, compare the options of the ranks, and arrange the mesh."""
         super().setup_environment()
-        use_device(self.precision_plugin, self.root_device.type)
         tell_of_unused_devices(self.root_device)
         self._deferred = False
         self.saver.forget()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        self.processes.join(
-            self.cluster_environment, self.root_device, offloads=self.sharding_options.cpu_offload
-        )
-        self.peers.watch(self.processes.timeout_s)
+        self.join(self.precision_plugin)
         self.processes.compare("options", self._options_alike(), check=self.peers.check)
         mesh = self.processes.arrange(self.root_device, per_node=self.num_processes)
         count_replicas()
@@ -366,20 +268,12 @@ class HybridShardStrategy(ParallelStrategy):
         )
 
     def _options_alike(self) -> dict[str, str]:
-        own = {
-            "domain_parallel_size": self.processes.domain_sizes,
-            "data_parallel_size": self.processes.data_parallel_size,
-            "precision": type(self.precision_plugin).__name__,
-            "shard_dims": self.shard_dims,
-            "exact_random": self.exact_random,
-            "RepeatSamples": repeats_samples(self._module.trainer),
-        }
         return {
             **self.config,
-            **{name: str(value) for name, value in own.items()},
+            **self.options_alike(self.precision_plugin),
+            "RepeatSamples": str(repeats_samples(self._module.trainer)),
             **process_mesh.options_of_all_ranks(self._module.trainer),
             **self.saver.options(),
-            **self.sharding_options.described(),
         }
 
     @override
@@ -429,7 +323,6 @@ class HybridShardStrategy(ParallelStrategy):
         self.model_to_device()
 
     def _shard_parameters(self, trainer: Trainer) -> None:
-        assert self.device_mesh is not None
         self._choose_sharding()
         described = parameters.described(self._module)
         self.processes.compare("module", described, check=self.peers.check)
@@ -476,8 +369,6 @@ class HybridShardStrategy(ParallelStrategy):
             self._while_set_up.callback(BEFORE_SHARDS.set, BEFORE_SHARDS.get())
             BEFORE_SHARDS.set(self.hook_values.meet_over_shards)
             give_whole_to(trainer.loggers)
-            if isinstance(self._module, FSDPModule):
-                read_shards_in_grad_norm()
         self.barrier("HybridShardStrategy.setup")
 
     @override
@@ -537,7 +428,6 @@ class HybridShardStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         """Go on with the random numbers and logged values of the checkpoint that is resumed."""
-        assert self.device_mesh is not None
         load_late_states(self._module.trainer)
         self.saver.continue_random_numbers(self.device_mesh, self.root_device)
         if (logged := self.saver.logged(self.device_mesh)) is not None:
@@ -606,13 +496,13 @@ class HybridShardStrategy(ParallelStrategy):
         """Wait for all ranks; a rank that has failed ends the wait."""
         self.logged.comes_to_in_hook(waits := "waits for all ranks at a barrier")
         with self.logged.exchanges(waits):
-            self.peers.barrier(self.root_device)
+            super().barrier(name)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank `src` on all ranks."""
         self.logged.comes_to_in_hook("broadcasts an object")
-        return self.peers.broadcast(obj, src)
+        return super().broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -630,13 +520,17 @@ class HybridShardStrategy(ParallelStrategy):
     ) -> Tensor:
         """Gather one entry per data replica, along a new first dim."""
         self.logged.comes_to_in_hook("gathers a value of all replicas", group)
-        group = self.data_group if group in (None, dist.group.WORLD) else group
-        return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def _explain(self, error: BaseException) -> None:
+        by_hand = not getattr(self.lightning_module, "automatic_optimization", True)
+        explain(error, self.optimizers, by_hand=by_hand)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Add to the error what it means on split batches, and learn whether ranks are lost."""
-        explain(exception)
+        self._explain(exception)
         self.announced.explain(exception)
         self.peers.is_disconnected()
 
@@ -661,7 +555,6 @@ class HybridShardStrategy(ParallelStrategy):
         """Write a checkpoint of all ranks; none once a rank is lost."""
         if self.peers.is_disconnected():
             return
-        assert self.device_mesh is not None
         self.saver.write(
             self.saver.mark(
                 checkpoint,
@@ -724,7 +617,6 @@ class HybridShardStrategy(ParallelStrategy):
         if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
             super().teardown()
             return
-        assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()  # shards stay on the device of their mesh
         self.precision_plugin.teardown()

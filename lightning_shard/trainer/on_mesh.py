@@ -1,0 +1,190 @@
+"""Holds what the strategies of the Trainer and of Fabric share: options, mesh, collectives."""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_shard.data.split import ShardDims
+from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.lightning import CheckpointIO, ClusterEnvironment
+from lightning_shard.processes.mesh import Sharding
+from lightning_shard.trainer import process_mesh
+from lightning_shard.trainer.checkpoint_io import Format, complete_io
+from lightning_shard.trainer.environment import environment_of_launcher
+from lightning_shard.trainer.explain import explain
+from lightning_shard.trainer.peers import Peers
+from lightning_shard.trainer.precision import use_device
+from lightning_shard.trainer.process_mesh import ProcessMesh
+from lightning_shard.trainer.saving import Saver
+from lightning_shard.trainer.split_summary import Announcements
+from lightning_shard.trainer.steps import Steps
+
+
+class OnMesh:
+    """Mixin of a strategy: its processes are data replicas x domain ranks."""
+
+    _environment: ClusterEnvironment | None
+    _checkpoint_io: CheckpointIO | None
+
+    def take_options(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        domain_parallel_size: int | Literal["auto"] | Sequence[int] = 1,
+        shard_dims: ShardDims = None,
+        exact_random: bool | None = None,
+        sharding: Sharding | ShardingOptions = "auto",
+        checkpoint_format: Format = "auto",
+        init_weights_from: str | dict[str, str] | None = None,
+        timeout_s: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        """Make the parts of which a strategy consists; HybridShardStrategy describes the options.
+
+        Raises:
+            ValueError: A size is smaller than 1, or two options exclude each other.
+        """
+        options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
+        self.sharding_options = options
+        self.processes = ProcessMesh(
+            data_parallel_size,
+            domain_parallel_size,
+            shard_size=(options.shard_size or "node") if options.mode == "hybrid" else None,
+            timeout_s=timeout_s,
+            backend=process_group_backend,
+        )
+        self.peers = Peers(self._is_interrupted, self._explain)
+        self.saver = Saver(checkpoint_format, timeout_s=timeout_s)
+        self.steps = Steps()
+        self.shard_dims: ShardDims = shard_dims
+        self.exact_random = exact_random
+        self.first_weights = (
+            {"": init_weights_from} if isinstance(init_weights_from, str) else init_weights_from
+        ) or {}
+        # new parameters by old ones, whose memory belongs to those who still hold them
+        self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
+        self.announced = Announcements()
+
+    def _is_interrupted(self) -> bool:
+        """Return whether an exception on this rank ends the run."""
+        return False
+
+    def _explain(self, error: BaseException) -> None:
+        """Add the remedy to an error, if one is known."""
+        explain(error)
+
+    @property
+    def _of_lightning(self) -> Any:
+        """Itself, with what each of Lightning's strategies has."""
+        return self
+
+    @property
+    def device_mesh(self) -> Any:
+        """All processes, as data replicas x domain ranks; None before they have joined."""
+        return self.processes.mesh
+
+    @property
+    def domain_mesh(self) -> DeviceMesh:
+        """The ranks that share this rank's samples."""
+        return self.processes.domain_mesh
+
+    @property
+    def domain_size(self) -> int:
+        """The number of ranks that share each sample."""
+        return self.processes.domain_size
+
+    @property
+    def domain_rank(self) -> int:
+        """The place of this process among those that share its samples."""
+        return self.processes.domain_rank(self._of_lightning.global_rank)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of different samples; None before the mesh is made."""
+        return self.processes.data_group
+
+    @property
+    def replicas(self) -> int:
+        """The number of data replicas, which read different samples."""
+        return self._of_lightning.world_size // self.domain_size
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes of this node."""
+        devices = self._of_lightning.parallel_devices or ()
+        return process_mesh.processes_of_node(self.cluster_environment, devices)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        shown = self._of_lightning.parallel_devices  # one, where a launcher shows each its own only
+        return shown[0] if len(shown) == 1 else shown[self._of_lightning.local_rank]
+
+    @property
+    def cluster_environment(self) -> Any:
+        """The environment of the launcher, also of launchers that Lightning does not know."""
+        return self._environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        """Take the environment, or that of a launcher which Lightning does not know."""
+        self._environment = environment_of_launcher(environment)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plug-in that writes and reads files; this package's where none is given."""
+        self._checkpoint_io = complete_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        """Take the plug-in; it is completed when it is asked for."""
+        self._checkpoint_io = io
+
+    def set_world_ranks(self) -> None:
+        """Give the environment and the printing functions the rank of this process."""
+        own = self._of_lightning
+        if self.cluster_environment is not None:
+            process_mesh.tell_ranks(
+                self.cluster_environment, per_node=self.num_processes, nodes=own.num_nodes
+            )
+        process_mesh.print_on_first_only(own.global_rank)
+
+    def join(self, precision: Any) -> None:
+        """Start the process group; `precision` is the plug-in that learns of the device."""
+        use_device(precision, self.root_device.type)
+        self.set_world_ranks()
+        self.processes.join(
+            self.cluster_environment, self.root_device, offloads=self.sharding_options.cpu_offload
+        )
+        self.peers.watch(self.processes.timeout_s)
+
+    def options_alike(self, precision: Any) -> dict[str, str]:
+        """Describe the options that are equal on all ranks."""
+        own = {
+            "domain_parallel_size": self.processes.domain_sizes,
+            "data_parallel_size": self.processes.data_parallel_size,
+            "precision": type(precision).__name__,
+            "shard_dims": self.shard_dims,
+            "exact_random": self.exact_random,
+        }
+        return {n: str(v) for n, v in own.items()} | self.sharding_options.described()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; a rank that has failed ends the wait."""
+        self.peers.barrier(self.root_device)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src` on all ranks."""
+        return self.peers.broadcast(obj, src)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather one entry per data replica, along a new first dim."""
+        group = self.data_group if group in (None, dist.group.WORLD) else group
+        return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
