@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 LIGHTNING, OLDER = "lightning", "pytorch_lightning"
+_ROOTS = {LIGHTNING: LIGHTNING, "lightning_fabric": OLDER, OLDER: OLDER}
 
 # public names, by the module that has them; some have another name there
 _NAMES = {
@@ -102,13 +103,12 @@ PRIVATE = {
 @functools.cache
 def package() -> str:
     """Return the package of this program: the one that was imported first, else `lightning`."""
-    roots = {LIGHTNING: LIGHTNING, "lightning_fabric": OLDER, OLDER: OLDER}
-    return next((roots[name] for name in [*sys.modules] if name in roots), LIGHTNING)
+    return next((_ROOTS[name] for name in [*sys.modules] if name in _ROOTS), LIGHTNING)
 
 
 def is_imported() -> bool:
     """Return whether the program has imported Lightning, under either name."""
-    return not {LIGHTNING, "lightning_fabric", OLDER}.isdisjoint(sys.modules)
+    return not _ROOTS.keys().isdisjoint(sys.modules)
 
 
 def refuse_mixture(thing: Any) -> None:

@@ -28,6 +28,12 @@ from lightning_shard.trainer.steps import Steps
 class OnMesh:
     """Mixin of a strategy: its processes are data replicas x domain ranks."""
 
+    # what each of Lightning's strategies has
+    global_rank: Any
+    local_rank: Any
+    world_size: Any
+    num_nodes: Any
+    parallel_devices: Any
     _environment: ClusterEnvironment | None
     _checkpoint_io: CheckpointIO | None
 
@@ -78,11 +84,6 @@ class OnMesh:
         explain(error)
 
     @property
-    def _of_lightning(self) -> Any:
-        """Itself, with what each of Lightning's strategies has."""
-        return self
-
-    @property
     def device_mesh(self) -> Any:
         """All processes, as data replicas x domain ranks; None before they have joined."""
         return self.processes.mesh
@@ -100,7 +101,7 @@ class OnMesh:
     @property
     def domain_rank(self) -> int:
         """The place of this process among those that share its samples."""
-        return self.processes.domain_rank(self._of_lightning.global_rank)
+        return self.processes.domain_rank(self.global_rank)
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -110,19 +111,18 @@ class OnMesh:
     @property
     def replicas(self) -> int:
         """The number of data replicas, which read different samples."""
-        return self._of_lightning.world_size // self.domain_size
+        return self.world_size // self.domain_size
 
     @property
     def num_processes(self) -> int:
         """The number of processes of this node."""
-        devices = self._of_lightning.parallel_devices or ()
-        return process_mesh.processes_of_node(self.cluster_environment, devices)
+        return process_mesh.processes_of_node(self.cluster_environment, self.parallel_devices or ())
 
     @property
     def root_device(self) -> torch.device:
         """The device of this process."""
-        shown = self._of_lightning.parallel_devices  # one, where a launcher shows each its own only
-        return shown[0] if len(shown) == 1 else shown[self._of_lightning.local_rank]
+        shown = self.parallel_devices  # one, where a launcher shows each its own only
+        return shown[0] if len(shown) == 1 else shown[self.local_rank]
 
     @property
     def cluster_environment(self) -> Any:
@@ -147,12 +147,11 @@ class OnMesh:
 
     def set_world_ranks(self) -> None:
         """Give the environment and the printing functions the rank of this process."""
-        own = self._of_lightning
         if self.cluster_environment is not None:
             process_mesh.tell_ranks(
-                self.cluster_environment, per_node=self.num_processes, nodes=own.num_nodes
+                self.cluster_environment, per_node=self.num_processes, nodes=self.num_nodes
             )
-        process_mesh.print_on_first_only(own.global_rank)
+        process_mesh.print_on_first_only(self.global_rank)
 
     def join(self, precision: Any) -> None:
         """Start the process group; `precision` is the plug-in that learns of the device."""
