@@ -34,18 +34,28 @@ def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([piece.unsqueeze(0) for piece in pieces], 1).squeeze(0)
 
 
-def empty_attached(shape: Sequence[int], *sources: Tensor | None) -> Tensor:
+def empty_attached(
+    shape: Sequence[int], *sources: Tensor | None, is_curved: bool = False
+) -> Tensor:
     """Make a tensor without elements, or of zeros, that depends on `sources`.
 
     A rank without rows must still take part in every collective of the backward pass, and give each
     parameter a gradient (of zeros). Each of these has memory of its own, since gradients are summed
     over ranks in place. They arrive in the order of `sources`, as from one node of torch with these
     operands: autograd begins with the node that was made last.
+
+    Args:
+        shape: The shape of the result.
+        sources: The operands of the operation; the first one gives the dtype.
+        is_curved: True where torch's gradient of each operand has all of them in its own graph, as
+            that of a convolution has. Then second derivatives call the same collectives.
     """
     kept = [s for s in sources if s is not None]
     pieces = [s.flatten()[:0].to(kept[0].dtype) for s in reversed(kept)]
     nothing = concatenated(pieces, 0)
     nothing = nothing.sum(dtype=kept[0].dtype)  # which autocast would change
+    if is_curved:
+        nothing = nothing.exp() - 1
     return nothing * kept[0].new_ones(tuple(shape))
 
 

@@ -21,6 +21,11 @@ from lightning_shard.tiles.caller_modes import CallerModes
 
 Job = Callable[[int], None]
 
+_STUCK = (
+    "the tiles cannot go on: an operation exchanges on some of them what it does not exchange on "
+    "others, as the second derivative of logcumsumexp does; take one tile, or another operation."
+)
+
 
 class Mover(Protocol):
     """Moves what tiles hold between a device and other memory."""
@@ -115,6 +120,7 @@ class Crew:
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._current = 0
+        self._exchanges_none = False  # whether the first tile has ended without an exchange
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread of the caller, while a job runs
         _crews.add(self)
@@ -149,6 +155,7 @@ class Crew:
         try:
             job(0)
             if self.exchanges == before:
+                self._exchanges_none = True
                 for tile in range(1, self.tiles):
                     self._tasks[tile].clear()
                     self._note_turn(tile)
@@ -160,7 +167,7 @@ class Crew:
             self._end_all(error)
             raise
         finally:
-            self.is_running = False
+            self.is_running = self._exchanges_none = False
 
     def meet(
         self,
@@ -184,6 +191,8 @@ class Crew:
         Raises:
             StuckError: The tiles exchange different things.
         """
+        if self._exchanges_none:
+            raise StuckError(_STUCK)
         self.exchanges += 1
         if key not in self._open:
             self._open[key] = _Exchange(len(members), kind)
@@ -218,11 +227,7 @@ class Crew:
     def _let_others_run(self, tile: int) -> None:
         following = self._following(tile)
         if following is None:
-            raise StuckError(
-                "the tiles cannot go on: an operation exchanges on some of them what it does not "
-                "exchange on others, as a second derivative may where tiles have no rows; take "
-                "fewer tiles."
-            )
+            raise StuckError(_STUCK)
         self._switch(tile, following)
         if self._failure is not None:
             raise self._failure if tile == 0 else _EndedError
@@ -288,7 +293,7 @@ class Crew:
                 self._fail(error)
         following = self._following(tile)
         if following is None and self._waits[0] is not None and self._waits[0].missing:
-            self._fail(StuckError("the tiles cannot go on: one waits for what no other brings."))
+            self._fail(StuckError(_STUCK))
             following = self._following(tile)
         following = following or 0
         self._note_turn(following)

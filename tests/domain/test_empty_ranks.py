@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torchvision.ops import DeformConv2d
 
-from lightning_shard import shard
+from lightning_shard import gather, shard
 from tests.parity import assert_same, mesh_of
 
 
@@ -72,3 +72,52 @@ def check(name):
 
 def test_hooks_of_parameters_may_communicate(run_each):
     run_each(2, check, {name: {"name": name} for name in LAYERS})
+
+
+class Fourier(nn.Module):
+    def forward(self, x):
+        return torch.fft.irfft2(torch.fft.rfft2(x) * 0.5, s=x.shape[2:])
+
+
+TWICE = {name: LAYERS[name] for name in LAYERS if name not in ("deformable", "attention")} | {
+    "max_pool2d": (lambda: nn.MaxPool2d(3, 1, 1), ROW, 2),
+    "adaptive_max_pool2d": (lambda: nn.AdaptiveMaxPool2d(1), ROW, 2),
+    "avg_pool2d": (lambda: nn.AvgPool2d(3, 1, 1), ROW, 2),
+    "upsampled": (lambda: nn.Upsample(scale_factor=1, mode="bilinear"), ROW, 2),
+    "reflected": (lambda: nn.ReflectionPad2d((1, 1, 0, 0)), ROW, 2),
+    "repeated": (lambda: nn.ReplicationPad2d(1), ROW, 2),
+    "around": (lambda: nn.CircularPad2d((1, 1, 0, 0)), ROW, 2),
+    "local_response_norm": (lambda: nn.LocalResponseNorm(3), (2, 1, 4, 5), 1),
+    "softmax": (lambda: nn.Softmax(2), ROW, 2),
+    "fourier": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), Fourier()), ROW, 2),
+}  # fmt: skip
+
+
+def second_gradients(make, shape, given):
+    """The gradients of a penalty of a loss that is linear in what the layer gives."""
+    torch.manual_seed(0)
+    layer = make().double()
+    x = given(torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    result = layer(x)
+    result = result[0] if isinstance(result, tuple) else result
+    (first,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    wanted = [x, *layer.parameters()]
+    if not first.requires_grad:
+        return [torch.zeros_like(each) for each in wanted]
+    penalty = first.square().sum()
+    return torch.autograd.grad(penalty, wanted, allow_unused=True, materialize_grads=True)
+
+
+def check_twice(name):
+    """Its second derivatives call the same collectives on the rank without rows."""
+    make, shape, dim = TWICE[name]
+    expected = second_gradients(make, shape, lambda x: x)
+    of_rows, *found = second_gradients(make, shape, lambda x: shard(x, mesh_of(2), dim))
+    assert_same(gather(of_rows), expected[0])
+    for mine, one in zip(found, expected[1:], strict=True):
+        dist.all_reduce(mine)
+        assert_same(mine / 2, one)
+
+
+def test_second_derivatives(run_each):
+    run_each(2, check_twice, {name: {"name": name} for name in TWICE})

@@ -169,7 +169,9 @@ def _with_all_keys(
     with own_random_state(weights) if dropout_p else nullcontext():  # also on a rank without rows
         if is_empty:
             learned = mask is not None and mask.requires_grad
-            return empty_attached(inner.local_shape, q, k, v, mask if learned else None)
+            return empty_attached(
+                inner.local_shape, q, k, v, mask if learned else None, is_curved=True
+            )
         grouped = operands.grouped
         return func(q, k, v, mask, dropout_p, is_causal, enable_gqa=grouped, **options)
 

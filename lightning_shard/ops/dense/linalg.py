@@ -43,7 +43,7 @@ def of_matrices(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: An
 
     def own(value: Tensor) -> Subdomain:
         if not value.numel() and value.is_floating_point():
-            value = empty_attached(value.shape, x.local).to(value.dtype)
+            value = empty_attached(value.shape, x.local, is_curved=True).to(value.dtype)
         added = tuple((Factor(n),) for n in value.shape[len(places) :])
         return x.like(value, Layout((*places, *added), x.layout.grid))
 

@@ -37,7 +37,7 @@ def batch_norm(
     if not training:
         own = [_of_channels(x, v) for v in (running_mean, running_var, weight, bias)]
         if not x.local.numel():
-            return x.like(empty_attached(x.local.shape, x.local, *own[2:]))
+            return x.like(empty_attached(x.local.shape, x.local, *own[2:], is_curved=True))
         return x.like(func(x.local, *own, False, momentum, eps))
     if x.layout.parts() == 1:
         statistics = running_mean, running_var, weight, bias

@@ -105,7 +105,7 @@ def local_response_norm(
     rows = window_rows(x, 1, x.shape[1], kernel=size, stride=1, padding=size // 2).local
     own = x.local.shape[1]
     if own == 0:
-        return x.like(empty_attached(x.local.shape, rows))
+        return x.like(empty_attached(x.local.shape, rows, is_curved=True))
     sums = sum(rows.narrow(1, i, own).square() for i in range(size))
     return x.like(x.local / (sums * (alpha / size) + k) ** beta)
 

@@ -66,7 +66,7 @@ def adaptive_max_pool_with_indices(
             layout = layout.with_dims({dim: x.layout.dims[dim]})
             shared += [] if layout.axes(dim) else axes
     if 0 in layout.local_shape:
-        values = empty_attached(layout.local_shape, x.local)
+        values = empty_attached(layout.local_shape, x.local, is_curved=True)
         indices = values.detach().long()
     else:
         values, places = WITH_INDICES[n - 1](x.local, layout.local_shape[-n:])

@@ -149,5 +149,5 @@ def _windows(
 
 def _empty(layout: Layout, *sources: Tensor | None) -> Tensor:
     if 0 in layout.local_shape:
-        return empty_attached(layout.local_shape, *sources)
+        return empty_attached(layout.local_shape, *sources, is_curved=True)
     raise UnsupportedOperationError(f"a convolution of nothing to shape {layout.shape}")

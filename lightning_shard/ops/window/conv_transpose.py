@@ -57,7 +57,7 @@ def conv_transpose(
             layout = layout.with_dim(dim, output)
     if 0 in layout.local_shape:
         sources = cast_for(func, x.local, weight, bias)
-        return x.like(empty_attached(layout.local_shape, *sources), layout)
+        return x.like(empty_attached(layout.local_shape, *sources, is_curved=True), layout)
     local = func(x.local, weight, bias, strides, inner, extra, groups, dilations)
     for dim, start in starts.items():
         local = local.narrow(dim, start, layout.local_shape[dim])

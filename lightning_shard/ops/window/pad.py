@@ -39,7 +39,9 @@ def pad(
             dim = x.ndim - 1 - i
             layout = layout.with_dim(dim, x.shape[dim] + sum(inner[2 * i : 2 * i + 2]))
     if mode != "constant" and 0 in layout.local_shape:  # torch refuses to mirror no rows
-        return x.like(empty_attached(layout.local_shape, x.local), layout)
+        is_curved = mode != "circular"  # torch copies those rows
+        attached = empty_attached(layout.local_shape, x.local, is_curved=is_curved)
+        return x.like(attached, layout)
     return x.like(F.pad(x.local, inner, mode, value), layout)
 
 

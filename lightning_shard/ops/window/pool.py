@@ -89,7 +89,7 @@ def max_pool(
     n = SPATIAL_DIMS[func]
     x, layout, windows = _pooled(func, input, n, kernel_size, stride, padding, dilation, ceil_mode)
     if 0 in layout.local_shape:
-        return x.like(empty_attached(layout.local_shape, x.local), layout)
+        return x.like(empty_attached(layout.local_shape, x.local, is_curved=True), layout)
     return x.like(MAX[n - 1](x.local, *windows, ceil_mode), layout)
 
 
@@ -108,7 +108,7 @@ def max_pool_with_indices(
     n = SPATIAL_DIMS[func]
     x, layout, windows = _pooled(func, input, n, kernel_size, stride, padding, dilation, ceil_mode)
     if 0 in layout.local_shape:
-        values = empty_attached(layout.local_shape, x.local)
+        values = empty_attached(layout.local_shape, x.local, is_curved=True)
         return x.like(values, layout), x.like(values.detach().long(), layout)
     values, places = MAX_WITH_INDICES[n - 1](x.local, *windows, ceil_mode)
     firsts: list[int] = []
@@ -171,7 +171,7 @@ def avg_pool(
         edges = (-p, extent + p) if count_include_pad else (0, extent)
         corrections.append(_corrections(range(low, high), k, s, p, edges))
     if 0 in x.layout.local_shape:
-        return x.like(empty_attached(x.layout.local_shape, x.local))
+        return x.like(empty_attached(x.layout.local_shape, x.local, is_curved=True))
     averages = AVERAGE[n - 1](x.local, kernels, strides)
     if divisor_override is not None:
         return x.like(averages * (math.prod(kernels) / divisor_override))
