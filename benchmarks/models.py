@@ -146,10 +146,9 @@ def with_lists(page: str, rows: Sequence[dict[str, str]]) -> str:
             exact = [mesh for mesh in MESHES if row[mesh].startswith("exact")]
             star = "*" if any("(float32)" in row[mesh] for mesh in exact) else ""
             if exact:
-                meshes = " and ".join(filter(None, (", ".join(exact[:-1]), exact[-1])))
-                by_meshes.setdefault(meshes, []).append(row["model"] + star)
+                by_meshes.setdefault(_in_words(exact), []).append(row["model"] + star)
         for meshes, names in by_meshes.items():
-            lines += [f"Exact on {meshes} ranks, {len(names)}: {', '.join(names)}.", ""]
+            lines += [f"Exact {meshes}, {len(names)}: {', '.join(names)}.", ""]
         for name, reason in refused.items():
             lines += [f"Not exact: {name}, {reason}.", ""]
     head, _, rest = page.partition("<!-- lists -->\n")
@@ -161,6 +160,14 @@ def simulated(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     """What `function(*args)` returns on simulated rank 0; `start` is the same with processes."""
     with contextlib.redirect_stdout(None):  # which ranks that take turns cannot do for themselves
         return lightning_shard.simulate(function, *args, processes=ranks)[0]
+
+
+def _in_words(meshes: Sequence[str]) -> str:
+    """Name meshes of ranks, and numbers of tiles: "on 2 and 2x2 ranks and in 3 tiles"."""
+    ranks = [mesh for mesh in meshes if "tiles" not in mesh]
+    tiles = [f"in {mesh}" for mesh in meshes if "tiles" in mesh]
+    on = " and ".join(filter(None, (", ".join(ranks[:-1]), *ranks[-1:])))
+    return " and ".join([f"on {on} ranks"] * bool(ranks) + tiles)
 
 
 def print_found(found: dict[str, dict[str, Row]]) -> None:

@@ -83,7 +83,7 @@ def _run(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func in _OF_GRAPH:
         return _of_graph(func, args, kwargs)
     if func in _OF_PARTS:
-        shown = DomainTensor(without_graph(fresh(args[0])._part.read()))
+        shown = DomainTensor(without_graph(_in_memory(args[0]).parts[0]))
         return FACTS[func](func, shown, *args[1:], **kwargs)
     if func in _BACKWARD:
         return _backward(func, args, kwargs)
@@ -106,6 +106,15 @@ def _run(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if error.is_named:
             raise
         raise refusal(func, [args, kwargs], str(error), TileTensor) from error
+
+
+def _in_memory(x: TileTensor) -> TileTensor:
+    """Return a field whose parts lie in memory as those of `x` do once somebody has read them."""
+    x = fresh(x)
+    if not x.is_lazy:
+        return x
+    with torch.no_grad():
+        return by_rule(Tensor.clone, (x,), {})
 
 
 def _shown(x: TileTensor) -> str:

@@ -178,7 +178,8 @@ def _with_room_for(x: Subdomain, size: Any) -> Layout | None:
     """Choose the split of new memory for images of the extents of `x`, or larger ones.
 
     As in `batch = image.new_full((B, C, H, W), 0); batch[0, :, :h, :w].copy_(image)`. Its last dims
-    are those of `x`. None for memory of another kind.
+    are those of `x`. None for memory of another kind, such as a kernel: one dim alone that is as
+    long or longer says too little, so that it and the first must be equal.
     """
     if isinstance(size, int) or min(len(size), x.ndim) < 3 or not x.layout.split_dims:
         return None
@@ -186,6 +187,8 @@ def _with_room_for(x: Subdomain, size: Any) -> Layout | None:
     if after >= len(size) or after >= x.ndim:
         return None
     if any(size[-d] < x.shape[-d] for d in range(1, after + 1)):
+        return None
+    if after == 1 and (size[0], size[-1]) != (x.shape[0], x.shape[-1]):
         return None
     splits = {d - x.ndim + len(size): x.layout.axes(d) for d in x.layout.split_dims}
     return Layout.of([int(n) for n in size], splits, x.layout.grid)

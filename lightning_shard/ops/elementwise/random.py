@@ -5,7 +5,9 @@ advances it equally and code that draws plain tensors stays in step. The numbers
 generator of their own, seeded by that seed and the place of this rank's part.
 
 Inside `with use_exact_random():` they are those of one process: every rank draws the numbers of the
-whole tensor, in the order of its memory, and keeps its part.
+whole tensor, in the order of its memory, and keeps its part. Where no rank has two rows of a dim,
+that order is not known for it, and the numbers of a tensor that does not lie row by row may have
+other places.
 """
 
 import contextlib
@@ -17,7 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_shard.domain.align import common_layout, gathered, local_part, take_part
+from lightning_shard.domain.align import (
+    all_gather_small,
+    common_layout,
+    gathered,
+    local_part,
+    take_part,
+)
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
@@ -140,11 +148,30 @@ def drawn(x: Subdomain, draw: Draw, generator: torch.Generator | None = None) ->
         draw(result, own_generator(x, generator))
         return result
     _refuse_in_a_graph()
-    order = sorted(range(x.ndim), key=lambda d: -local.stride(d))
+    order = _order_in_memory(x)
     whole = torch.empty_permuted(x.shape, order, dtype=local.dtype, device=local.device)
     with alike(x, generator, local.device):
         draw(whole, generator)
     return take_part(whole, x.layout).clone(memory_format=torch.preserve_format)
+
+
+def _order_in_memory(x: Subdomain) -> list[int]:
+    """Return the dims as the whole tensor has them in memory, equal on all ranks.
+
+    One row of a dim says nothing on its steps. Where some ranks have no more, all take the order of
+    the first rank that has two rows of each dim. If none has, a dim of one row comes before the dim
+    that follows it.
+    """
+    local, told = x.local, [n > 1 or x.shape[d] == 1 for d, n in enumerate(x.local.shape)]
+    order = sorted([d for d in range(x.ndim) if told[d]], key=lambda d: -local.stride(d))
+    for d in [d for d in reversed(range(x.ndim)) if not told[d]]:
+        order.insert(order.index(d + 1) if d + 1 < x.ndim else len(order), d)
+    split = [d for d in range(x.ndim) if x.layout.axes(d) and x.shape[d] > 1]
+    if all(2 * x.layout.parts(d) <= x.shape[d] for d in split):
+        return order
+    own = torch.tensor([int(all(told)), *order], device=local.device)
+    everyone = all_gather_small(x, tuple(range(len(x.layout.grid.sizes))), own).tolist()
+    return next((given for known, *given in everyone if known), everyone[0][1:])
 
 
 _FILLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {

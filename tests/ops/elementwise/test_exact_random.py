@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -77,6 +78,26 @@ def test_equals_one_process(maker, dims):
         (gradient,) = exactly(torch.autograd.grad, found.square().sum(), split)
         (expected,) = torch.autograd.grad(wanted.square().sum(), x)
         torch.testing.assert_close(lightning_shard.gather(gradient), expected)
+
+
+@pytest.mark.spmd(3)
+@pytest.mark.parametrize("rows", [2, 4, 5])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2), (2, 0, 3, 1)], ids=str)
+def test_ranks_agree_on_the_order_of_dims_in_memory(rows, order):
+    """One row of a dim says nothing of the order; the whole is drawn in that of two rows."""
+    torch.manual_seed(0)
+    x = torch.randn([(2, 3, rows, 9)[d] for d in order], dtype=torch.float64)
+    x = x.permute([order.index(d) for d in range(4)])
+    split = lightning_shard.shard(x, mesh_of(3), 2)
+    torch.manual_seed(3)
+    wanted = F.dropout(x, 0.4)
+    torch.manual_seed(3)
+    found = lightning_shard.gather(exactly(F.dropout, split, 0.4))
+    if rows > 2 or order == (0, 1, 2, 3):  # else no rank knows the order
+        assert torch.equal(found, wanted)
+    everyone = [torch.empty_like(found) for _ in range(3)]
+    dist.all_gather(everyone, found.contiguous())
+    assert all(torch.equal(each, found) for each in everyone)
 
 
 @pytest.mark.spmd(3)

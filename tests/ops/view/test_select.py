@@ -121,6 +121,7 @@ CASES = {
     "broadcast": (lambda x, y: torch.broadcast_tensors(x, y), [SHAPE, (3, 1, 5)]),
     "assign": (assign, [SHAPE]),
     "assign_where": (assign_where, [SHAPE]),
+    "new kernel": (lambda x: F.conv_transpose1d(x[..., 0], x.new_ones(3, 1, 9)), [SHAPE]),
     "new": (lambda x: (x.new_zeros(3, 4), x.new_full((2,), 5.0), x.new_ones(1), 0 * x), [SHAPE]),
 }
 SMOOTH = [
