@@ -185,7 +185,7 @@ class ShardCLI(LightningCLI):
         dims = strategy_options(config.trainer).get("shard_dims")
         where = {name: config[name] for name in ("tile_memory", "tile_budget")}
         what = self.trainer, self.model, self.datamodule, config.tiles, dims
-        with predicting(*what, **where) as least:
+        with predicting(*what, **where, gather=not config.output) as least:
             if least is not None:
                 note(str(least))
             super()._run_subcommand(subcommand)

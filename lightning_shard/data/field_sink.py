@@ -135,6 +135,14 @@ class FieldSink:
             )
         self._others.setdefault(sample, {})[name] = value
 
+    def abandon(self) -> None:
+        """Remove what was written; the file of its name stays as it is."""
+        if self.end in (".h5", ".hdf5") and self._root is not None:
+            self._root.close()
+        self._root = None
+        self._raw.clear()
+        remove(self.partial)
+
     def close(self) -> list[Path]:
         """Give the file its name, and return it, or the files of all samples."""
         if not (self.fields or self._others):
@@ -260,7 +268,7 @@ def _block(field: Field, block: Sequence[int]) -> tuple[int, ...]:
     for dim in reversed(range(len(found))):
         total = math.prod(found) * field.dtype.itemsize
         if total > MOST_BYTES and block[dim] >= field.shape[dim]:
-            found[dim] = max(1, found[dim] // -(-total // MOST_BYTES))
+            found[dim] = max(1, found[dim] * MOST_BYTES // total)
     return tuple(found)
 
 

@@ -6,13 +6,14 @@ memory and precision, until the strategy makes a `DomainTensor` of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard.data.file_field import FileField, Read
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.split import Dims, ShardDims, dims_of
 from lightning_shard.domain.layout import Layout, splits_of
@@ -27,11 +28,25 @@ class Slab:
         shape: The shape of the whole field of one sample, without the batch dim.
         index: This rank's rows along each dim; it may hold none where ranks are more than rows.
         is_split: True if other ranks read other parts.
+        is_by_tiles: True if each tile of this process will read its own rows.
     """
 
     shape: tuple[int, ...]
     index: tuple[slice, ...]
     is_split: bool
+    is_by_tiles: bool = False
+
+    def entry(self, read: Read, sample: int, dtype: torch.dtype) -> Any:
+        """Read the entry of a sample for a batch, or let tiles read it.
+
+        Args:
+            read: A function that reads the values at an index.
+            sample: The sample's number in the dataset.
+            dtype: The dtype to which values are converted.
+        """
+        if self.is_by_tiles:
+            return FileField([read], self.shape, dtype)
+        return self.part(torch.from_numpy(read(self.index)).to(dtype), sample)
 
     def part(self, rows: Tensor, sample: int) -> Any:
         """Make the entry of a sample for a batch.
@@ -72,6 +87,8 @@ def slab_of(
     """
     shape = tuple(shape)
     whole = Slab(shape, tuple(slice(0, n) for n in shape), is_split=False)
+    if getattr(getattr(trainer, "strategy", None), "reads_by_tiles", False):
+        return replace(whole, is_by_tiles=True)
     mesh: DeviceMesh | None = trainer if isinstance(trainer, DeviceMesh) else None
     strategy: Any = getattr(trainer, "strategy", None)
     # in tiles the first rank reads for all

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard.data.file_field import FileField
 from lightning_shard.data.local import LocalPart
 from lightning_shard.data.tree import entries_of, is_graph, leaves_of, map_leaves, with_entries
 from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import is_field, shard
 
+_WHOLE = (Tensor, LocalPart, FileField)
 Dims = int | Sequence[int]
 ShardDims = Dims | Mapping[str, Dims | None] | None
 
@@ -39,7 +41,7 @@ def shard_batch(batch: Any, mesh: DeviceMesh | LocalMesh, shard_dims: ShardDims 
             have.
     """
     if not isinstance(shard_dims, Mapping):
-        leaves = [x for x in leaves_of(batch) if isinstance(x, Tensor | LocalPart)]
+        leaves = [x for x in leaves_of(batch) if isinstance(x, _WHOLE)]
         return _Splitter(mesh, shard_dims, _fields(leaves, shard_dims, mesh.ndim)).split(batch, "")
     splitter = _Splitter(mesh, shard_dims)
     held = entries_of(batch)
@@ -92,7 +94,7 @@ class _Field(NamedTuple):
 
 
 def _fields(
-    leaves: Iterable[Tensor | LocalPart], shard_dims: ShardDims, axes: int
+    leaves: Iterable[Tensor | LocalPart | FileField], shard_dims: ShardDims, axes: int
 ) -> tuple[_Field, ...]:
     """Find the fields that are split along spatial dims, and are not the map of another field."""
     found: set[_Field] = set()
@@ -127,7 +129,7 @@ class _Splitter:
         """Split the tensors and graphs in an entry that the batch has under `key`."""
 
         def leaf(x: Any) -> Any:
-            if isinstance(x, Tensor | LocalPart):
+            if isinstance(x, _WHOLE):
                 return self._tensor(x, key)
             named = not isinstance(self.shard_dims, Mapping) or self._dims(key) is not None
             return self._graph(x) if named and is_graph(x) else x
@@ -137,14 +139,16 @@ class _Splitter:
     def _dims(self, key: str) -> Dims | None:
         return dims_of(self.shard_dims, key, 0, torch.float32, self.mesh.ndim)
 
-    def _tensor(self, x: Tensor | LocalPart, key: str) -> Tensor:
+    def _tensor(self, x: Tensor | LocalPart | FileField, key: str) -> Tensor:
         what = f"batch entry {key!r}" if key else "a batch entry"
         dims = dims_of(self.shard_dims, key, len(x.shape), x.dtype, self.mesh.ndim)
-        if dims is None or (self.shard_dims is None and isinstance(x, Tensor)):
+        if dims is None or (self.shard_dims is None and not isinstance(x, LocalPart)):
             maps = (f.dims_of_map(x.shape) for f in self.fields if f.has_map(x.shape))
             dims = next(maps, dims)
         if dims is not None:
             return _split(x, self.mesh, dims, what)
+        if isinstance(x, FileField):
+            return x.tensor
         if isinstance(x, LocalPart):
             raise ValueError(
                 f"{what} of shape {tuple(x.shape)} was read in parts, but shard_dims leaves it "
@@ -163,7 +167,9 @@ class _Splitter:
         return with_entries(graph, found)
 
 
-def _split(x: Tensor | LocalPart, mesh: DeviceMesh | LocalMesh, dims: Dims, what: str) -> Tensor:
+def _split(
+    x: Tensor | LocalPart | FileField, mesh: DeviceMesh | LocalMesh, dims: Dims, what: str
+) -> Tensor:
     if is_field(x):
         assert isinstance(x, Tensor)
         return x
@@ -173,6 +179,9 @@ def _split(x: Tensor | LocalPart, mesh: DeviceMesh | LocalMesh, dims: Dims, what
             f"shard_dims {chosen} of {what} must lie in its shape {tuple(x.shape)}; name dims "
             f"from 0 to {ndim - 1}."
         )
+    if isinstance(x, FileField):
+        assert isinstance(mesh, LocalMesh)  # nobody else is given one
+        return x.split(mesh, dims)
     if isinstance(x, LocalPart):
         if isinstance(mesh, LocalMesh):
             raise ValueError(f"{what} was read in parts, of which one process reads one.")

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.data.field_sink import FieldSink
+from lightning_shard.data.file_field import FileField, fields_of
+from lightning_shard.data.sink_parts import named, write
 from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.fsdp.options import bytes_of
@@ -33,7 +36,10 @@ def in_tiles(
     tile_memory: str | Path | None = None,
     tile_budget: str | None = None,
     exact_random: bool = True,
-) -> Generator[None]:
+    source: Any = None,
+    sink: FieldSink | str | Path | None = None,
+    gather: bool = True,
+) -> Generator[list[FileField]]:
     """Compute the calls of a module in tiles on one device, one after the other, exactly.
 
     The module's Python runs once, and each operation runs for all tiles, one after the other. While
@@ -58,15 +64,29 @@ def in_tiles(
         exact_random: False lets each tile draw random numbers of its own, reproducibly, for tensors
             that are split. By default it draws those of the whole tensor, which are then on the
             device at once, and keeps its part; see `use_exact_random`.
+        source: A file, or a list of files: `FieldFile`, `VolumeFile` or `ImageFile`. Its samples
+            are yielded one by one, to be given to the module as they are: each tile reads its rows.
+        sink: A file, such as "out.zarr", or a `FieldSink`: each tile writes its rows of the results
+            there, as sample n in call n of the source. A call returns the path of the file.
+        gather: False leaves results in tiles, for what takes fields in tiles.
+
+    Yields:
+        The samples of `source`, fields (1, C, *spatial) that are not in memory.
 
     Raises:
         ValueError: `tiles` is no number from 1 on, or the module lacks a method, is compiled or has
-            sharded parameters. A call in which no tensor is split raises it, too.
+            sharded parameters. A call in which no tensor is split raises it, too. So does a sink
+            without a source.
         RuntimeError: A call wants gradients.
 
     Example:
         >>> with torch.inference_mode(), in_tiles(network, 8):
         ...     volume = network(volume)  # on the host, as large as it is
+
+        >>> files = {"source": FieldFile("in.zarr"), "sink": "out.zarr", "tile_memory": "/scratch"}
+        >>> with torch.inference_mode(), in_tiles(network, 64, **files) as fields:
+        ...     for field in fields:
+        ...         network(field)  # from file to file
     """
     sizes = sizes_of_tiles(tiles)
     _refuse(module)
@@ -74,6 +94,9 @@ def in_tiles(
     budget = None if tile_budget is None else bytes_of(tile_budget, "tile_budget")
     pager = pager_of(where, budget, tile_memory)
     grid = Tiles(sizes, pager)
+    dtypes = (x.dtype for x in module.parameters() if x.is_floating_point())
+    fields = [] if source is None else fields_of(source, next(dtypes, torch.get_default_dtype()))
+    output = None if sink is None else _Output(sink, len(fields))
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
     try:
         for name in methods:
@@ -82,8 +105,19 @@ def in_tiles(
                 setattr(module, name, _on_device(method, where))
         with split_inputs(module, grid, shard_dims, methods=methods, gather=False):
             for name in methods:
-                setattr(module, name, _whole(name, getattr(module, name), where, exact_random))
-            yield
+                call = _calling(name, getattr(module, name), where, exact_random)
+                if output is not None:
+                    call = output.writing(call)
+                elif gather:
+                    call = _whole(call, where)
+                setattr(module, name, call)
+            yield fields
+        if output is not None:
+            output.sink.close()
+    except BaseException:
+        if output is not None:
+            output.sink.abandon()
+        raise
     finally:
         for name in methods:
             vars(module).pop(name, None)
@@ -104,10 +138,10 @@ def _on_device(method: Callable[..., Any], device: torch.device) -> Callable[...
     return call
 
 
-def _whole(
+def _calling(
     name: str, method: Callable[..., Any], device: torch.device, exact_random: bool
 ) -> Callable[..., Any]:
-    """Return a method whose results are whole, where the tensors of the call lay."""
+    """Return a method that refuses gradients, and reads fields of files on the device."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -116,13 +150,74 @@ def _whole(
                 f"{name} was called in tiles, which keep no gradients; call it within "
                 "torch.inference_mode() or torch.no_grad()."
             )
+        args, kwargs = map_leaves(lambda leaf: _read_on(leaf, device), (args, kwargs))
+        with use_exact_random(exact_random):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _read_on(leaf: Any, device: torch.device) -> Any:
+    """Return a field of a file whose rows are moved to the device; other leaves as they are."""
+    if not isinstance(leaf, FileField):
+        return leaf
+    # a Trainer of another precision sets the default for the step
+    default = torch.get_default_dtype()
+    converts = leaf.dtype == torch.float32 and default != leaf.dtype
+    return leaf.to(device, default if converts else leaf.dtype)
+
+
+def _whole(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a method whose results are whole, where the tensors of the call lay."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
         given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
         place = device if any(x.device.type != "cpu" for x in given) else torch.device("cpu")
-        with use_exact_random(exact_random):
-            result = method(*args, **kwargs)
+        result = method(*args, **kwargs)
         return map_leaves(lambda leaf: whole_at(leaf, place), result)
 
     return call
+
+
+class _Output:
+    """Writes what calls return into a file, as the samples of a source in their order.
+
+    Args:
+        sink: The file, or its name.
+        count: The number of samples.
+    """
+
+    def __init__(self, sink: FieldSink | str | Path, count: int) -> None:
+        if not count:
+            raise ValueError(
+                "sink takes the results of a source's samples; give source, such as "
+                'FieldFile("in.zarr"), or take the results as they are returned.'
+            )
+        self.sink = sink if isinstance(sink, FieldSink) else FieldSink(sink)
+        self._count, self._done = count, 0
+
+    def writing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method whose results go into the file."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._done == self._count:
+                raise RuntimeError(
+                    f"there are more calls than the {self._count} samples of the source, of which "
+                    f"{self.sink.path} holds one result each; call the module once for each."
+                )
+            for name, value in named(method(*args, **kwargs)):
+                if not isinstance(value, Tensor) or not value.ndim or len(value) != 1:
+                    raise ValueError(
+                        f"the call returned {name!r} of type {type(value).__name__}, which is not "
+                        "a tensor with one sample in dim 0; a sink takes these alone."
+                    )
+                write(self.sink, name, value, self._count, [self._done])
+            self._done += 1
+            return self.sink.path
+
+        return call
 
 
 def to_device(leaf: Any, device: torch.device) -> Any:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_shard.data.file_field import FileField
+from lightning_shard.data.tree import map_leaves
 from lightning_shard.lightning import LightningDataModule, LightningModule, is_overridden
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.narrow import is_list
@@ -69,7 +71,7 @@ def first_batches(module: LightningModule, data: Data, stage: Stage) -> list[Any
             return _of_own_loaders(_owner(module, data), stage)
         if isinstance(data, LightningDataModule) and stage != "fit":
             raise NotRehearsedError(f"{type(data).__name__} has no {STEPS[stage][1]}")
-        return [next(iter(_of_training(data)))]
+        return [_in_memory(next(iter(_of_training(data))))]
 
 
 def batches_in_turn(data: Data, count: int) -> list[Any]:
@@ -118,7 +120,16 @@ def _of_own_loaders(owner: Any, stage: Stage) -> list[Any]:
 
 
 def _one(loader: Any) -> list[Any]:
-    return list(itertools.islice(iter(loader), 1))
+    return [_in_memory(batch) for batch in itertools.islice(iter(loader), 1)]
+
+
+def _in_memory(batch: Any) -> Any:
+    """Return a batch in which fields that tiles read are tensors without memory."""
+
+    def stand_in(leaf: Any) -> Any:
+        return leaf.without_values() if isinstance(leaf, FileField) else leaf
+
+    return map_leaves(stand_in, batch)
 
 
 def _owner(module: LightningModule, data: Data) -> LightningDataModule | LightningModule:

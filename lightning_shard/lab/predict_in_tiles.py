@@ -22,6 +22,7 @@ def predicting(
     *,
     tile_memory: str | None,
     tile_budget: str | None,
+    gather: bool,
 ) -> Generator[LeastTiles | None]:
     """Let `predict_step` compute in tiles, while open.
 
@@ -33,11 +34,16 @@ def predicting(
         shard_dims: The dims that are split.
         tile_memory: A directory in whose files waiting tiles lie.
         tile_budget: Bytes that tiles may have on the device.
+        gather: False leaves predictions in tiles, for a `PredictionWriter`.
 
     Yields:
         The least number of tiles, if it was looked for.
     """
     device, found = trainer.strategy.root_device, None
+    strategy: Any = trainer.strategy
+    strategy.reads_by_tiles = True
+    if data is not None:
+        data.trainer = trainer  # its datasets ask for it as the least number of tiles is looked for
     if tiles == "auto":
         found = least_tiles(
             model, data, device, tile_memory, tile_budget, stage="predict", keeps_parameters=True,
@@ -45,7 +51,7 @@ def predicting(
         )  # fmt: skip
         tiles = found.tiles
     where: dict[str, Any] = {"device": device, "tile_memory": tile_memory}
-    where["tile_budget"] = tile_budget
+    where |= {"tile_budget": tile_budget, "gather": gather}
     with in_tiles(model, tiles, shard_dims, methods=("predict_step",), **where):
         holder: Any = model if data is None or is_overridden(_TRANSFER, model) else data
         setattr(holder, _TRANSFER, lambda batch, *_: batch)
@@ -53,3 +59,4 @@ def predicting(
             yield found
         finally:
             delattr(holder, _TRANSFER)
+            strategy.reads_by_tiles = False

@@ -12,6 +12,7 @@ from contextlib import suppress
 # numbers of glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 32 * 2**20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD
+SMALLEST = 2**16  # bytes: a larger block has a mapping of its own, which ends as it is freed
 SWITCH = "LIGHTNING_SHARD_CPU_SETTINGS"  # 0: this process is left as it is
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
@@ -53,9 +54,23 @@ def keep_freed_memory() -> None:
     blocks are still returned when they are freed. Where a variable of the environment sets one of
     glibc's limits (`man mallopt`), and with another C library, nothing is changed.
     """
+    _set_glibc(LARGEST, -1)  # -1 is never
+
+
+def return_freed_memory() -> None:
+    """Ask glibc to return to Linux what is freed, where tensors wait in files.
+
+    Else it keeps for the thread of each tile what this tile has freed. A variable of the
+    environment that sets one of glibc's limits leaves it as it is.
+    """
+    if os.environ.get(SWITCH, "1") != "0":
+        _set_glibc(SMALLEST, SMALLEST)
+
+
+def _set_glibc(mapped: int, trimmed: int) -> None:
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if platform.libc_ver()[0] != "glibc" or tuned or any(map(os.environ.get, CHOSEN)):
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # -1 is never
+    libc.mallopt(M_MMAP_THRESHOLD, mapped)
+    libc.mallopt(M_TRIM_THRESHOLD, trimmed)

@@ -1,7 +1,7 @@
 """Stands in the place of a device mesh where all parts of a field are in one process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,15 @@ class LocalMesh(ABC):
     @abstractmethod
     def cut(self, tensor: Tensor, dims: int | Sequence[int]) -> Any:
         """Return the field of a whole tensor, whose `dims` are split."""
+
+    @abstractmethod
+    def cut_by(
+        self,
+        shape: Sequence[int],
+        dims: int | Sequence[int],
+        read: Callable[[tuple[slice, ...]], Tensor],
+    ) -> Any:
+        """Return the field of this shape; `read` gives the rows of each part."""
 
 
 class LocalField(Tensor):

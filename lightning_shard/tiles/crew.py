@@ -19,6 +19,7 @@ import torch
 from lightning_shard.processes.errors import StuckError
 from lightning_shard.tiles.caller_modes import CallerModes
 
+STACK_BYTES = 2**19  # a thread of each tile, of which there may be hundreds
 Job = Callable[[int], None]
 
 _STUCK = (
@@ -273,6 +274,7 @@ class Crew:
 
     def _begin_threads(self) -> None:
         if not self._threads:
+            before = threading.stack_size(STACK_BYTES)
             for tile in range(1, self.tiles):
                 thread = threading.Thread(
                     target=_work, args=(weakref.ref(self), tile, self._wake[tile]), daemon=True
@@ -280,6 +282,7 @@ class Crew:
                 thread.name = f"tile {tile}"
                 self._threads.append(thread)
                 thread.start()
+            threading.stack_size(before)
 
     def work(self, tile: int) -> None:
         """Run what waits for a tile, in its thread, and hand over."""

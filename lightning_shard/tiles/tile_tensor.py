@@ -52,6 +52,15 @@ class Tiles(LocalMesh):
         """Cut a whole tensor into tiles."""
         return TileTensor.cut(self, tensor, dims)
 
+    def cut_by(
+        self,
+        shape: Sequence[int],
+        dims: int | Sequence[int],
+        read: Callable[[tuple[slice, ...]], Tensor],
+    ) -> "TileTensor":
+        """Make a field of which `read` gives the rows of each tile."""
+        return TileTensor.made_by(self, shape, dims, read)
+
 
 class View:
     """Tells of which field another one is a view.
@@ -90,6 +99,7 @@ class TileTensor(LocalField):
     changes: int
     run: Callable[..., Any]  # set by dispatch.py
     cut: Callable[..., "TileTensor"]  # set by whole.py
+    made_by: Callable[..., "TileTensor"]
     join: Callable[["TileTensor"], Tensor]
 
     @staticmethod

@@ -25,11 +25,38 @@ def cut(tiles: Tiles, tensor: Tensor, dims: int | Sequence[int]) -> TileTensor:
     Raises:
         ValueError: `dims` does not fit the tiles or the tensor.
     """
-    layouts = [
-        Layout.of(tensor.shape, splits_of(tensor.ndim, tiles.sizes, dims), domain.grid)
-        for domain in tiles.domains
-    ]
-    return cut_as(tensor, tiles, layouts)
+    return cut_as(tensor, tiles, _layouts(tiles, tensor.shape, dims))
+
+
+def made_by(
+    tiles: Tiles,
+    shape: Sequence[int],
+    dims: int | Sequence[int],
+    read: Callable[[tuple[slice, ...]], Tensor],
+) -> TileTensor:
+    """Make a field of which a function gives the rows of each tile, one after the other.
+
+    Args:
+        tiles: The tiles.
+        shape: The shape of the whole field.
+        dims: The dim that each axis of their grid splits: an int for one axis.
+        read: A function from the place of rows to these rows, in new memory.
+
+    Raises:
+        ValueError: `dims` does not fit the tiles or the shape.
+    """
+    layouts = _layouts(tiles, shape, dims)
+    call = Call(tiles, [], records=False)
+
+    def compute(tile: int, _: list[Any]) -> Subdomain:
+        return Subdomain(read(rows_of(layouts[tile])), layouts[tile], tiles.domains[tile])
+
+    return call.field(call.run(compute))
+
+
+def _layouts(tiles: Tiles, shape: Sequence[int], dims: int | Sequence[int]) -> list[Layout]:
+    splits = splits_of(len(shape), tiles.sizes, dims)
+    return [Layout.of(shape, splits, domain.grid) for domain in tiles.domains]
 
 
 def gathered_tiles(field: TileTensor, device: torch.device | None = None) -> Tensor:
@@ -83,6 +110,7 @@ def each_part(field: TileTensor, use: Callable[[Tensor, tuple[slice, ...]], None
 
 
 TileTensor.cut, TileTensor.join = staticmethod(cut), staticmethod(gathered_tiles)
+TileTensor.made_by = staticmethod(made_by)
 
 
 def rows_of(layout: Layout) -> tuple[slice, ...]:

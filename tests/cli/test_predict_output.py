@@ -1,11 +1,17 @@
 """`predict` keeps what it computes: where --output says, or beside the logs."""
 
 import sys
+from typing import ClassVar
 
+import h5py
+import numpy as np
 import pytest
 import torch
 import zarr
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
 
+from lightning_shard import FieldDataset, write_fields
 from lightning_shard.cli import main as cli
 from tests.cli.test_tiles import CONFIG, HERE, Net
 from tests.parity import assert_same
@@ -77,3 +83,61 @@ def test_other_commands_have_no_output(here, capsys):
     with pytest.raises(SystemExit):
         cli.main(["test", "--config", "given.yaml", "--output", "x.zarr"])
     assert "unknown option 'output'" in capsys.readouterr().err
+
+
+class FilesOfFields(LightningDataModule):
+    """Its fields lie in a file; it keeps the extents of what was read."""
+
+    read: ClassVar[list[int]] = []
+
+    def setup(self, stage):
+        dataset = FieldDataset("in.zarr", ["field"], self.trainer)
+        plain = dataset.file.read
+
+        def read(name, sample, index):
+            self.read.append(index[1].stop - index[1].start)
+            return plain(name, sample, index)
+
+        dataset.file.read = read
+        self.dataset = dataset
+
+    def predict_dataloader(self):
+        return DataLoader(self.dataset)
+
+
+class OfFiles(Net):
+    def predict_step(self, batch, batch_idx):
+        return self.layers(batch["field"]).tanh()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("output", ["out.zarr", "out.h5", "out"])
+def test_no_field_is_in_memory_as_a_whole(output, precision, here):
+    fields = np.random.default_rng(0).standard_normal((3, 2, 19, 12)).astype("float32")
+    write_fields("in.zarr", 3, [{"field": fields}])
+    model = "OfFiles" if precision == "64-true" else "OfFilesSingle"
+    (here / "given.yaml").write_text(
+        f"trainer: {{accelerator: cpu, logger: false, enable_progress_bar: false, "
+        f"precision: {precision}}}\n"
+        f"model: {__name__}.{model}\ndata: {__name__}.FilesOfFields\n"
+    )
+    FilesOfFields.read = []
+    cli.main(["predict", "--config", "given.yaml", "--tiles", "4", "--output", output])
+    assert sorted({*FilesOfFields.read}) == [4, 5]
+    assert len(FilesOfFields.read) == 3 * 4
+    module = globals()[model]()
+    with torch.no_grad():
+        x = torch.from_numpy(fields).to(next(module.parameters()).dtype)
+        wanted = module.predict_step({"field": x}, 0)
+    if output == "out":
+        found = torch.stack([torch.load(f"out/{n:06d}.pt") for n in range(3)])
+    else:
+        root = zarr.open("out.zarr") if output == "out.zarr" else h5py.File("out.h5")
+        found = torch.from_numpy(root["prediction"][:])
+    assert_same(found, wanted)
+
+
+class OfFilesSingle(OfFiles):
+    def __init__(self):
+        super().__init__()
+        self.float()

@@ -4,6 +4,7 @@ Shapes: S samples of C channels.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ class FieldDataset(Dataset[dict[str, Any]]):
     @override
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = self.samples[index]
-        entries: dict[str, Any] = {}
-        for key, slab in self.slabs.items():
-            rows = torch.from_numpy(self.file.read(self.arrays[key], sample, slab.index))
-            entries[key] = slab.part(rows.to(self.dtype), sample)
-        return entries
+        return {
+            key: slab.entry(partial(self.file.read, self.arrays[key], sample), sample, self.dtype)
+            for key, slab in self.slabs.items()
+        }

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from lightning_shard.data.file_field import Read
 from lightning_shard.data.readers.opened import OpenFile, optional
 
 HDF5, ZARR = (".h5", ".hdf5"), (".zarr",)
@@ -84,6 +85,23 @@ class FieldFile:
         stored = index[len(index) + 1 - array.ndim :]  # without a channel dim of one
         values = _read(array, self.path, (sample, *stored))
         return values.reshape([part.stop - part.start for part in index])
+
+    def samples(self) -> list[tuple[Read, tuple[int, ...]]]:
+        """Return for each sample of the only array a function that reads a part, and its shape.
+
+        Raises:
+            ValueError: There are several arrays, and none is named x.
+        """
+        with _opened(self.path, self.group) as arrays:
+            names = sorted(arrays)
+        if len(names) > 1 and "x" not in names:
+            raise ValueError(
+                f"{self.path} holds {', '.join(names)}; name the array that is read x, or read a "
+                "file that holds it alone."
+            )
+        name = names[0] if len(names) == 1 else "x"
+        count, shape = self.shapes([name])[name]
+        return [(functools.partial(self.read, name, n), shape) for n in range(count)]
 
     def blocks(
         self, names: Sequence[str], count: int, size: int

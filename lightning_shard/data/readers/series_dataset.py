@@ -6,6 +6,7 @@ dims.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -108,16 +109,22 @@ class SeriesDataset(Dataset[dict[str, Any]]):
         file = self.files[number]
         within = index - (self._ends[number - 1] if number else 0)
         trajectory, start = divmod(within, file.steps - self._length)
-        entries: dict[str, Any] = {}
-        for key, slab in self.slabs.items():
-            steps = self.inputs if key == "x" else self.targets
-            part = slab.index[1:]
-            fields = [_fields(file, trajectory, start + step, part, "T") for step in steps]
-            fields += [_fields(file, trajectory, 0, part, "")] if key == "x" else []
-            values = np.concatenate([f for group in fields for f in group])[slab.index[0]]
-            values = values.astype(values.dtype.newbyteorder("="))  # NetCDF 3 is big-endian
-            entries[key] = slab.part(torch.from_numpy(values).to(self.dtype), index)
-        return entries
+        where = file, trajectory, start
+        return {
+            key: slab.entry(partial(self._read, key, where), index, self.dtype)
+            for key, slab in self.slabs.items()
+        }
+
+    def _read(
+        self, key: str, where: tuple[SeriesFile, int, int], index: Sequence[slice]
+    ) -> np.ndarray:
+        """Read a part of the channels of one entry."""
+        (file, trajectory, start), part = where, index[1:]
+        steps = self.inputs if key == "x" else self.targets
+        fields = [_fields(file, trajectory, start + step, part, "T") for step in steps]
+        fields += [_fields(file, trajectory, 0, part, "")] if key == "x" else []
+        values = np.concatenate([f for group in fields for f in group])[index[0]]
+        return values.astype(values.dtype.newbyteorder("="))  # NetCDF 3 is big-endian
 
 
 def _fields(

@@ -4,6 +4,7 @@ Shapes: C channels, X x Y x Z voxels, in the order of the file.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class VolumeDataset(Dataset[dict[str, Any]]):
     @override
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {
-            key: slab.part(self._read(key, index, slab.index), index)
+            key: slab.entry(partial(self._read, key, index), index, self.dtypes[key])
             for key, slab in self.slabs[index].items()
         }
 
@@ -133,14 +134,14 @@ class VolumeDataset(Dataset[dict[str, Any]]):
         file = _opened(next(iter(self.files.values()))[sample])
         return file.affine if isinstance(file, VolumeFile) else None
 
-    def _read(self, key: str, index: int, part: Sequence[slice]) -> torch.Tensor:
+    def _read(self, key: str, index: int, part: Sequence[slice]) -> np.ndarray:
         path, dtype = self.files[key][index], self.dtypes[key]
         values = _opened(path).read(part)
         if dtype == torch.int64 and not np.array_equal(values, np.rint(values)):
             raise ValueError(
                 f"{path} must hold whole numbers, as a file of labels; got {values.dtype}."
             )
-        return torch.from_numpy(values).to(dtype)
+        return values
 
 
 def _opened(path: Path) -> VolumeFile | ImageFile:

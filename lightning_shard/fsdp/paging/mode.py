@@ -68,6 +68,9 @@ def facts_of(operator: Any) -> Facts:
     return Facts(operator)
 
 
+_ALONE = set[Any]()  # operators that are not made of others
+
+
 class Paging(DispatchMode):
     """While open in a thread, a pager sees the operators of this thread and of its backward."""
 
@@ -84,6 +87,12 @@ class Paging(DispatchMode):
             # a DTensor and the like: this mode sees the operators on what lies in it
             return NotImplemented
         with without_functions():
+            if func not in _ALONE:
+                with self:  # in inference mode torch shows functions that may copy, such as `to`
+                    result = func.decompose(*args, **(kwargs or {}))
+                if result is not NotImplemented:
+                    return result
+                _ALONE.add(func)
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_shard.fsdp.paging.memory import FileMemory, Memory
 from lightning_shard.fsdp.paging.mode import Exits, Paging
 from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
+from lightning_shard.processes.cpu_settings import return_freed_memory
 from lightning_shard.processes.torch_private.internals import (
     counting_writes,
     key_of_storage,
@@ -392,6 +393,8 @@ def pager_of(
     memory = None if folder is None else FileMemory(folder)
     if memory is None and device.type == "cpu":
         return None
+    if device.type == "cpu":
+        return_freed_memory()
     if budget is None and device.type != "cpu":
         budget = _half_of_free(device)
     return Pager(device, budget or None, memory)

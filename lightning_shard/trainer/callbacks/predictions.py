@@ -18,6 +18,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.data.field_sink import Field, FieldSink, remove
+from lightning_shard.data.sink_parts import (
+    as_array,
+    dtype_of,
+    each_part,
+    extents_of_parts,
+    is_kept_as_it_is,
+    named,
+    write,
+)
 from lightning_shard.lightning import (
     BasePredictionWriter,
     LightningModule,
@@ -29,14 +38,7 @@ from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import tree_map_only
 from lightning_shard.tensor.placement import gather
-from lightning_shard.trainer.callbacks.prediction_parts import (
-    as_array,
-    dtype_of,
-    each_part,
-    extents_of_parts,
-    is_kept_as_it_is,
-    named,
-)
+from lightning_shard.tensor.tensor import DomainTensor
 
 PATIENCE_S = 600.0  # for rank 0 to predict its first batch
 _STREAM = (
@@ -120,6 +122,8 @@ class PredictionWriter(BasePredictionWriter):
         loaders: Any = trainer.predict_dataloaders
         several = is_list(loaders) and len(loaders) > 1
         loader = loaders[dataloader_idx] if is_list(loaders) else loaders
+        # the first rank of a domain writes what is equal on all of them
+        self._is_first_of_domain = getattr(trainer.strategy, "domain_rank", 0) == 0
         for name, value in named(prediction):
             full = f"{dataloader_idx}/{name}" if several else name
             if isinstance(value, Tensor) and value.ndim and len(value) == len(batch_indices):
@@ -130,7 +134,7 @@ class PredictionWriter(BasePredictionWriter):
                     f"predict_step returned {name!r} of type {type(value).__name__}, which is not "
                     f"a tensor with the {len(batch_indices)} samples of its batch in dim 0",
                 )
-            elif getattr(trainer.strategy, "domain_rank", 0) == 0:
+            elif self._is_first_of_domain:
                 self._keep(full, value, batch_indices)
 
     def _leave_out(self, what: str, why: str) -> None:
@@ -147,25 +151,24 @@ class PredictionWriter(BasePredictionWriter):
             rank_zero_warn(f"{why}. It is not kept.")
 
     def _write(self, name: str, value: Tensor, samples: int, indices: Sequence[int]) -> None:
-        field = Field(samples, tuple(value.shape[1:]), dtype_of(value))
-        several, rank = _ranks() > 1, dist.get_rank() if _ranks() > 1 else 0
         sink: FieldSink = self._sink
-        if rank == 0:  # it has a batch whenever another rank has one
+        if _ranks() == 1:
+            write(sink, name, value, samples, indices)
+            return
+        if dist.get_rank() == 0:  # it has a batch whenever another rank has one
+            field = Field(samples, tuple(value.shape[1:]), dtype_of(value))
             sink.add(name, field, extents_of_parts(value))
-        array = _shared_array(sink.partial, name) if several and sink.end == ".zarr" else None
+        array = _shared_array(sink.partial, name) if sink.end == ".zarr" else None
 
         def use(rows: Tensor, where: tuple[slice, ...]) -> None:
-            if not rows.numel():
-                return
             for sample, index in zip(as_array(rows), indices, strict=True):
-                if array is not None:
+                if array is not None and sample.size:
                     array[(index, *where)] = sample
-                elif several:
+                elif sample.size:
                     self._stage(name, index, where, sample)
-                else:
-                    sink.write(name, index, where, sample)
 
-        each_part(value, use)
+        if isinstance(value, DomainTensor) or self._is_first_of_domain:
+            each_part(value, use)
 
     def _stage(self, name: str, index: int, where: Sequence[slice], values: np.ndarray) -> None:
         """Leave a part of a sample to the first rank."""

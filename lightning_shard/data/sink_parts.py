@@ -1,12 +1,13 @@
 """Finds in what `predict_step` returned the arrays of each sample, and the rows that are here."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_shard.data.field_sink import Field, FieldSink
 from lightning_shard.domain.align import one_factor
 from lightning_shard.domain.fetch import fetch
 from lightning_shard.domain.layout import Grid
@@ -37,6 +38,26 @@ def is_kept_as_it_is(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_kept_as_it_is, value))
     return isinstance(value, (*_PLAIN, Tensor))
+
+
+def write(sink: FieldSink, name: str, value: Tensor, count: int, indices: Sequence[int]) -> None:
+    """Write the rows of a tensor (B, ...) that are here into a file that this process writes alone.
+
+    Args:
+        sink: The file.
+        name: The name of the array.
+        value: The tensor.
+        count: The number of all samples.
+        indices: The number of each of its B samples.
+    """
+    sink.add(name, Field(count, tuple(value.shape[1:]), dtype_of(value)), extents_of_parts(value))
+
+    def use(rows: Tensor, where: tuple[slice, ...]) -> None:
+        if rows.numel():
+            for sample, index in zip(as_array(rows), indices, strict=True):
+                sink.write(name, index, where, sample)
+
+    each_part(value, use)
 
 
 def each_part(value: Tensor, use: Use) -> None:

@@ -1,0 +1,114 @@
+"""Stands in a batch for fields that lie in files, of which each tile reads its own rows.
+
+Shapes: B samples of C channels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_shard.processes.torch_private.internals import collate_functions
+from lightning_shard.tensor.local_mesh import LocalMesh
+
+Read = Callable[[Sequence[slice]], np.ndarray]
+
+
+class FileField:
+    """A field (B, C, *spatial) in files.
+
+    Attributes:
+        shape: The shape of the whole field.
+        dtype: The dtype to which what is read is converted.
+
+    Args:
+        reads: A function for each sample, which reads a part (C, *spatial) of it.
+        shape: The shape of a sample.
+        dtype: The dtype to which what is read is converted.
+        device: The device to which rows are moved.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[Read],
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        self._reads, self.shape, self.dtype = tuple(reads), (len(reads), *shape), dtype
+        self._device = device or torch.device("cpu")
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "FileField":
+        """Return the field as one of this device and dtype."""
+        return FileField(self._reads, self.shape[1:], dtype, device)
+
+    def pin_memory(self) -> "FileField":
+        """Return itself, as a DataLoader asks for it: nothing is in memory."""
+        return self
+
+    def read(self, index: Sequence[slice]) -> Tensor:
+        """Return the rows at an index (B, C, *spatial)."""
+        found = [torch.from_numpy(read(index[1:])) for read in self._reads[index[0]]]
+        made = torch.stack(found) if len(found) > 1 else found[0][None]
+        return made.to(self._device, self.dtype, copy=True)  # numpy's memory goes at once
+
+    @property
+    def tensor(self) -> Tensor:
+        """The whole field, which is read."""
+        return self.read([slice(0, n) for n in self.shape])
+
+    def split(self, mesh: LocalMesh, dims: int | Sequence[int]) -> Tensor:
+        """Return the field in tiles, each of which reads its rows."""
+        return mesh.cut_by(self.shape, dims, self.read)
+
+    def without_values(self) -> Tensor:
+        """Return a tensor of this shape that takes no memory, for a rehearsal."""
+        return torch.zeros((), dtype=self.dtype).expand(self.shape)
+
+    @staticmethod
+    def collate(
+        fields: Sequence["FileField"],
+        *,
+        collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
+    ) -> "FileField":
+        """Put samples together, as `default_collate` does.
+
+        Raises:
+            ValueError: They have several shapes.
+        """
+        shapes = sorted({field.shape[1:] for field in fields})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"the fields of a batch must have one shape; got {shapes[0]} and {shapes[1]}. Use "
+                "batch_size 1, or a dataloader for each shape."
+            )
+        reads = [read for field in fields for read in field._reads]
+        return FileField(reads, shapes[0], fields[0].dtype)
+
+
+def fields_of(source: Any, dtype: torch.dtype) -> list[FileField]:
+    """Return the samples of a file, or of several, each as a batch of one.
+
+    Args:
+        source: A file with `shape` and `read`, such as `VolumeFile` and `ImageFile`; a `FieldFile`;
+            or a list of these.
+        dtype: The dtype to which what is read is converted.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(source, list | tuple):
+        return [field for each in source for field in fields_of(each, dtype)]
+    if hasattr(source, "samples"):
+        return [FileField([read], shape, dtype) for read, shape in source.samples()]
+    if not hasattr(source, "read") or not hasattr(source, "shape"):
+        raise TypeError(
+            f"source must be a FieldFile, VolumeFile or ImageFile, or a list of them; got "
+            f"{type(source).__name__}."
+        )
+    return [FileField([source.read], source.shape, dtype)]
+
+
+collate_functions()[FileField] = FileField.collate
