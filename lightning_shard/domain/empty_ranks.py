@@ -27,7 +27,7 @@ def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """
     if pieces[0].ndim > 1:
         stored = format_of(max(pieces, key=Tensor.numel))
-        result = torch.cat(list(pieces), dim)  # which lies otherwise where a piece has no rows
+        result = torch.cat(list(pieces), dim)  # it lies otherwise where a piece has no rows
         return (
             result if stored == torch.contiguous_format else result.contiguous(memory_format=stored)
         )
@@ -53,7 +53,7 @@ def empty_attached(
     kept = [s for s in sources if s is not None]
     pieces = [s.flatten()[:0].to(kept[0].dtype) for s in reversed(kept)]
     nothing = concatenated(pieces, 0)
-    nothing = nothing.sum(dtype=kept[0].dtype)  # which autocast would change
+    nothing = nothing.sum(dtype=kept[0].dtype)  # autocast would change it
     if is_curved:
         nothing = nothing.exp() - 1
     return nothing * kept[0].new_ones(tuple(shape))

@@ -19,7 +19,7 @@ from lightning_shard.domain.one_thread import check_thread
 from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
 
-# what is called before ranks exchange, such as a meeting of those that one may have left alone
+# called before ranks exchange: a meeting, for instance, of those that one may have left alone
 BEFORE: ContextVar[Callable[[dist.ProcessGroup], None]] = ContextVar(
     "BEFORE", default=lambda group: None
 )
@@ -42,7 +42,7 @@ def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     if len(flat) > 1:
         return torch.cat(flat)
     one = flat[0].resolve_conj().resolve_neg().contiguous() if flat else like.new_empty(0)
-    # of at most one element torch calls any stride contiguous, and yet shows no bytes of it
+    # torch calls any stride of one element contiguous, and yet shows no bytes of it
     return one if one.stride() == (1,) else one.clone(memory_format=torch.contiguous_format)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_shard.lab.aligned import aligned
 from lightning_shard.lab.kernels import measured_device, wait_for
 from lightning_shard.lab.machine import (
     GB,
@@ -261,3 +260,20 @@ def _bytes(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.0f} {name}"
     return f"{size} B"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """Give the rows as lines, whose columns are two spaces apart.
+
+    Args:
+        rows: The head first.
+        numbers: True if all columns but the first are aligned on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if numbers and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_shard.lab.aligned import aligned
+from lightning_shard.lab.calibrate import aligned
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import Prediction
 from lightning_shard.lab.run import Mesh

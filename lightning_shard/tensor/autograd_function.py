@@ -41,12 +41,12 @@ from lightning_shard.tensor.gathering import gather_allowed, on_whole_tensors
 from lightning_shard.tensor.part import Part, followed, foreign_function
 from lightning_shard.tensor.tensor import DomainTensor
 
-# whose Functions on plain tensors may see what one rank has
+# modules whose Functions on plain tensors may see what one rank has
 _HOSTS = ("torch", "lightning", "lightning_shard")
 
 F = TypeVar("F", bound=type[Function])
 
-# of this process, for `check`: Functions that `allow_gather` met, and those to allow instead
+# for `check`, in this process: Functions that `allow_gather` met, and those to allow instead
 functions_met: dict[str, None] = {}
 functions_to_try: set[str] = set()
 PROCESS_STATE = {"functions_met": functions_met, "functions_to_try": functions_to_try}

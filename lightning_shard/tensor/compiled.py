@@ -59,9 +59,9 @@ class _Region:
 
     places: tuple[Any, ...]
     tree: Any
-    call: Callable[..., Any] | None = None  # what is compiled
+    call: Callable[..., Any] | None = None  # the compiled function
     block: "CompiledBlock | None" = None  # the one that runs now
-    names: list[str] = field(default_factory=list[str])  # of its parameters and buffers
+    names: list[str] = field(default_factory=list[str])  # names of its parameters and buffers
     results: tuple[list[Any], Any] | None = None  # the places of the results, and their tree
     refused: bool = False
 
@@ -235,7 +235,7 @@ def _mode() -> Hashable:
 
 def _warn(module: nn.Module, reason: str | BaseException) -> None:
     while isinstance(reason, BaseException) and (reason.__cause__ or reason.__context__):
-        reason = reason.__cause__ or reason.__context__ or reason  # what torch wrapped
+        reason = reason.__cause__ or reason.__context__ or reason  # the error that torch wrapped
     lines = str(reason).strip().splitlines() or [type(reason).__name__]
     name = type(module).__name__
     warnings.warn(f"{name} runs uncompiled on split tensors: {lines[0]}", stacklevel=4)

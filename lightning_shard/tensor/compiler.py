@@ -22,7 +22,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     Raises:
         UnsupportedOperationError: A graph has other collectives than were traced.
     """
-    # what backward does not compile must be known before forward runs
+    # a part that backward does not compile must be known before forward runs
     with internal("torch._functorch.config.patch")(force_non_lazy_backward_lowering=True):
         return internal("torch._inductor.compile_fx.compile_fx")(
             graph, inputs, inner_compile=_checked

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# what torch.nn.Module keeps for itself; hooks of inner modules are counted apart, but for those of
+# names that torch.nn.Module keeps for itself; hooks of inner modules count apart, but for those of
 # their state dicts, which FSDP2 adds to each
 _OWN = vars(nn.Module()).keys() - {"training"}
 _HOOKS = sorted(n for n in _OWN if n.endswith("hooks") and ("forward" in n or "backward" in n))
@@ -17,7 +17,7 @@ MIXED_IN = "_mixed_in"  # attribute of a class made by fsdp/mixins.py: what its 
 # all that a class holds which was made to put a mixin before the class of one module
 _EMPTY = {"__module__", "__doc__", "__deepcopy__", "__firstlineno__", "__static_attributes__",
           MIXED_IN}  # fmt: skip
-COMPILED = "_compiled_by_lightning_shard"  # what is compiled of a module, in its __dict__
+COMPILED = "_compiled_by_lightning_shard"  # the compiled part of a module, in its __dict__
 _NO_STATE = ("__composable_api", COMPILED)
 
 

@@ -55,7 +55,7 @@ Function = Callable[..., Any]
 _SET_REQUIRES_GRAD = accessors("requires_grad").__set__
 _OF_THE_GRAPH = {Tensor.detach_, torch.detach_, Tensor.requires_grad_}  # they write no values
 aten = torch.ops.aten
-# of what torch raises where it has no tangent
+# words of the errors that torch raises where it has no tangent
 _NO_TANGENT = ("forward AD", "forward grad", "forward mode AD", "jvp")
 
 _NO_MEMORY = (

@@ -93,11 +93,11 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     refused: Exception | None = None
     try:
         _run(func, args, kwargs, _on_meta)
-    except Exception as error:  # of any kind: the real function decides below
+    except Exception as error:  # any kind: the real function decides below
         if not small and isinstance(error, IndexError | ValueError | TypeError):
             raise
         refused = error
-    # what a CPU's library knows nothing of, rules compute in single precision
+    # rules compute in single precision where a CPU's library knows no such numbers
     known = all(t.dtype != torch.complex32 for t in tensors)
     floats = all(t.is_floating_point() and t.itemsize > 1 for t in tensors)
     if not small or (refused is None and (floats or not known)):
@@ -105,7 +105,7 @@ def _try(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     try:
         with _random_numbers_kept(t.device for t in tensors):
             _run_on_constants(func, args, kwargs)
-    except Exception as real:  # of any kind
+    except Exception as real:
         if refused is None:  # with other numbers it may run
             is_of_dtype = any(words in str(real) for words in _OF_THE_DTYPE)
             if not (is_of_dtype or isinstance(real, TypeError | NotImplementedError)):
@@ -121,7 +121,7 @@ def _run_on_constants(
     """Zeros may be any index, and ones any weight."""
     try:
         _run(func, args, kwargs, partial(_full, 0))
-    except Exception:  # of any kind; where ones fail too, theirs is raised
+    except Exception:  # where ones fail too, their error is raised
         _run(func, args, kwargs, partial(_full, 1))
 
 

@@ -28,7 +28,7 @@ from lightning_shard.trainer.steps import Steps
 class OnMesh:
     """Mixin of a strategy: its processes are data replicas x domain ranks."""
 
-    # what each of Lightning's strategies has
+    # each of Lightning's strategies has these
     global_rank: Any
     local_rank: Any
     world_size: Any

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 2**28  # of a file; a larger tensor has a file of its own
+CHUNK_BYTES = 2**28  # a file; a larger tensor has a file of its own
 _ALIGNED = 64  # bytes, so that a part can be seen in any dtype
 
 
@@ -82,7 +82,7 @@ class FileMemory(Memory):
         super().__init__()
         self.folder = Path(folder)
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # by their sizes
-        self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the newest file
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # the rest of the newest file
         try:
             with tempfile.TemporaryFile(dir=self.folder):
                 pass

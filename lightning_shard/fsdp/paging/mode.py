@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 _UNREAD = {_aten.detach.default, _aten.alias.default, _aten.view.default}
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 _LISTS = {list, tuple}
-# which batch norms write, though their schemas do not say so
+# batch norms write these, though their schemas do not say so
 _STATISTICS = {"running_mean", "running_var"}
 
 

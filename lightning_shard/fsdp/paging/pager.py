@@ -28,7 +28,7 @@ from lightning_shard.processes.torch_private.internals import (
 )
 
 SMALL_BYTES = 2**14  # a smaller storage stays: it costs more to move than to keep
-MEETING_SHARE = 1 / 8  # of the budget: ranks whose tensors take less exchange them on the device
+MEETING_SHARE = 1 / 8  # share of the budget; ranks whose tensors take less exchange on the device
 
 
 class Pager:
@@ -176,7 +176,7 @@ class Pager:
             versions = [version_of(copy) for _, copy in copies]
             yield moved
             for (tensor, copy), version in zip(copies, versions, strict=True):
-                if copy.is_inference() or version_of(copy) != version:  # whose writes nobody counts
+                if copy.is_inference() or version_of(copy) != version:  # nobody counts its writes
                     tensor.copy_(copy)
 
     # ---- what the modes tell
@@ -332,7 +332,7 @@ class Pager:
                 if not self._order:
                     return
             page = self._order.pop()
-            # what was used since it was put in order has its place in the next one
+            # a page used since it was put in order has its place in the next one
             if self._may_leave(page) and page.storage() is not None and (
                 is_new or page.used == page.place
             ):  # fmt: skip

@@ -110,10 +110,10 @@ class Page:
         self.storage: weakref.ref[UntypedStorage]
         self.host: Room | None = None
         self.copied: Any = None  # the event of the last copy
-        self.way = ""  # of that copy: "out" or "back"
+        self.way = ""  # the way of that copy: "out" or "back"
         self.waits = False  # whether the stream that computes has still to wait for it
         self.is_away = self.is_leaving = self.stays = False
-        self.stream: Any = None  # of whose memory it is
+        self.stream: Any = None  # the stream to which its memory belongs
         self.pins = self.used = self.rank = self.turn = self.held = self.place = 0
 
 

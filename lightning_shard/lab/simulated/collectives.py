@@ -23,7 +23,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 
-Pair = tuple[Tensor, Tensor]  # what goes, and where to put what comes
+Pair = tuple[Tensor, Tensor]  # one that goes, and the place for one that comes
 
 
 def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:

@@ -25,7 +25,7 @@ _VARIABLES = ("RANK", "LOCAL_RANK")
 _MISSING = object()
 _OURS = "lightning_shard."
 
-# what other packages have of a process: a module, an object in it ("" for the module), attributes
+# state of a process in other packages: a module, an object in it ("" for the module), attributes
 _OF_OTHERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("warnings", ""): ("filters", "showwarning", "_showwarnmsg_impl"),
     ("torch.distributed", ""): tuple(SENT),  # replaced where bytes are counted
@@ -69,7 +69,7 @@ class _Attribute:
 
 _attributes: list[_Attribute] = []  # it only grows: ranks import more modules while they run
 _looked_at: set[str] = set()  # names of modules
-_count = 0  # of modules, when they were looked at
+_count = 0  # the number of modules, when they were looked at
 
 
 def _all_attributes() -> list[_Attribute]:
@@ -128,7 +128,7 @@ class State:
         for attribute, value in zip(attributes, self._values, strict=True):
             attribute.use(value)
         with warnings.catch_warnings():
-            pass  # which makes Python forget what it has decided by the filters of another rank
+            pass  # Python forgets here what it has decided by the filters of another rank
 
 
 def _numpy() -> Any:

@@ -99,7 +99,7 @@ class LoneStore(SimulatedStore):
     def get(self, key: str) -> bytes:
         """Return a value as if all ranks had written what this one has."""
         name, _, last = key.rpartition("/")
-        if last == "verdict":  # of processes/agreement.py: no difference was found
+        if last == "verdict":  # processes/agreement.py has found no difference
             return json.dumps(["", dist.get_world_size()]).encode()
         return self.values.get(key, self.values.get(f"{name}/{dist.get_rank()}", b""))
 

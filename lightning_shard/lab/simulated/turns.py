@@ -115,7 +115,7 @@ class Turns:
                 with torch.autograd.set_multithreading_enabled(False):
                     self.values[rank] = self._bodies[rank]()
         except _OthersFailedError:
-            pass  # which the caller is told by the rank that failed
+            pass  # the caller is told by the rank that failed
         except BaseException as error:
             self._failure = self._failure or (rank, error)
         finally:
