@@ -22,9 +22,9 @@ _TORCH = ("__composable_api", "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Return True if any part of the module has another class than the user's, or holds shards."""
+    """Return True if any part of the module has a class or hooks of ours, or holds shards."""
     return any(
-        own_class(part)[0] is not type(part)
+        _is_prepared(part)
         or any(isinstance(p, DTensor) for p in own_parameters(part).values())
         or any(map(_holds_split, vars(part).values()))
         or reattached(part)
@@ -47,8 +47,13 @@ def reattached(value: Any) -> set[str]:
     return {
         name
         for name, owner in owners.items()
-        if isinstance(owner, nn.Module) and own_class(owner)[0] is not type(owner)
+        if isinstance(owner, nn.Module) and _is_prepared(owner)
     }
+
+
+def _is_prepared(module: nn.Module) -> bool:
+    """Return True if this package or FSDP2 gave the module a class or hooks."""
+    return own_class(module)[0] is not type(module) or bool(_own_hooks(vars(module)))
 
 
 def plain_copy(module: nn.Module, full: Callable[[Any], Any]) -> nn.Module:

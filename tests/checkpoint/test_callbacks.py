@@ -11,11 +11,12 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_shard.checkpoint.state import full
 from tests.checkpoint.tiny import SaveAt, fit, names, run_with
-from tests.training import shared_path
+from tests.training import shared_path, trainer
 
 SLOW = pytest.mark.slow
 DIRECTORY = {"checkpoint_format": "sharded"}
@@ -160,3 +161,42 @@ def test_modules_of_the_meta_device(options):
     fit((2,), odd, module=WithObject(), **options)
     with pytest.raises(ValueError, match=r"Lightning 2\.6 forgets weights_only=False"):
         fit((2,), module=Deferred(), path=odd.path, weights_only=False)
+
+
+class Reporter(nn.Module, Callback):
+    """A part of the network and a callback: Lightning gives it `log` of the whole module."""
+
+    def forward(self, x):
+        return x
+
+
+class Reports(LightningModule):
+    """Keeps a callback among its hyperparameters, as anomalib's models do."""
+
+    def __init__(self, reporter, path):
+        super().__init__()
+        self.save_hyperparameters()
+        self.reporter = reporter
+        self.network = nn.Conv2d(1, 1, 3, padding=1)
+
+    def configure_callbacks(self):
+        return [self.reporter]
+
+    def training_step(self, x, batch_idx):
+        return self.network(self.reporter(x)).square().mean()
+
+    def on_train_epoch_end(self):
+        self.trainer.save_checkpoint(self.hparams.path)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_module_among_the_hyperparameters_that_holds_the_whole(mode):
+    path = shared_path("reports.ckpt")
+    runner = trainer((2,), strategy={"sharding": mode})
+    runner.fit(Reports(Reporter(), path), DataLoader(torch.randn(2, 1, 6, 5), 1))
+    loaded = torch.load(path, weights_only=False)
+    assert type(loaded["hyper_parameters"]["reporter"]) is Reporter
