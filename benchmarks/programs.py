@@ -3,10 +3,11 @@
 Each program of benchmarks/program_zoo is built small, on random data, and trained by its Trainer
 for some steps: in one process with Lightning's own strategy, and on meshes of data replicas and
 domain ranks with `HybridShardStrategy`, under `exact_random`, with a seed for each batch. The
-losses of the steps, what is logged, and all weights at the end are compared. They are exact if the
-largest relative differences are below 1e-6, since Lightning logs and transformers computes losses
-in float32; of programs in float32 below 1e-5, 1e-4 and 1e-3. A weight's difference is relative to
-the largest number of its tensor, but to no less than a thousandth of the largest weight.
+losses of the steps, what is logged, and all weights at the end are compared. A program that has a
+test_step or a predict_step of its own is tested and predicts, too. They are exact if the largest
+relative differences are below 1e-6, since Lightning logs and transformers computes losses in
+float32; of programs in float32 below 1e-5, 1e-4 and 1e-3. A weight's difference is relative to the
+largest number of its tensor, but to no less than a thousandth of the largest weight.
 
 `python -m benchmarks.programs` runs all, and takes an hour on 2 cores. `--package torchgeo` runs
 those of a package, `--name unet` those with a word in their name, `--mesh 1x2` those of a mesh.
@@ -32,8 +33,9 @@ import torch.distributed as dist
 
 import lightning_shard
 from benchmarks.common import map_blocks_from, memory, reset_peak
-from benchmarks.program_zoo import Program, programs
+from benchmarks.program_zoo import Parts, Program, programs
 from lightning_shard.checkpoint.state import full_module_state
+from lightning_shard.data.tree import map_leaves
 
 RESULTS = Path(__file__).with_suffix(".csv")
 PAGE = Path(__file__).parents[1] / "docs/gallery.md"
@@ -94,6 +96,7 @@ def results(program: Program, meshes: Sequence[str]) -> dict[str, str]:
     warm(program)
     try:
         (alone,) = lightning_shard.launch(run, program.name, "", processes=1, timeout_s=WAIT_S)
+        stages = alone["stages"]
     except Exception as error:
         return dict.fromkeys(meshes, f"does not run in one process: {_sentence(error)}")
     row: dict[str, str] = {}
@@ -101,7 +104,7 @@ def results(program: Program, meshes: Sequence[str]) -> dict[str, str]:
         ranks = math.prod(map(int, mesh.split("x")))
         try:
             found, *_ = lightning_shard.launch(
-                run, program.name, mesh, processes=ranks, timeout_s=WAIT_S
+                run, program.name, mesh, False, stages, processes=ranks, timeout_s=WAIT_S
             )
         except Exception as error:
             sentence = _sentence(error)
@@ -135,8 +138,18 @@ def warm(program: Program) -> None:
         importlib.import_module(name)
 
 
-def run(name: str, mesh: str, large: bool = False) -> dict[str, Any]:
-    """Train in this process, or on this rank: its losses, what it logs, and its weights."""
+def run(
+    name: str, mesh: str, large: bool = False, stages: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Train in this process, or on this rank: its losses, what it logs, and its weights.
+
+    Args:
+        name: The program.
+        mesh: The mesh, such as "1x2"; "" for one process.
+        large: Whether to weigh it.
+        stages: What runs; None for the stages of the program, and those of the evaluation for which
+            it has a step and which run in one process.
+    """
     program = programs()[name]
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float32 if program.float32 else torch.float64)
@@ -173,19 +186,57 @@ def run(name: str, mesh: str, large: bool = False) -> dict[str, Any]:
     if large:
         map_blocks_from(2**20)  # holes between kept blocks would count as memory in use
     before = reset_peak()
-    for stage in parts.stages:
+    tried = () if stages is not None or large else _evaluations(parts, pl)
+    ran, predicted = list[str](), list[float]()
+    for stage in [*(parts.stages if stages is None else stages), *tried]:
         given = (data, data) if stage == "fit" and parts.validates else (data,)
-        getattr(trainer, stage)(parts.module, *given)
-        logged |= {f"{stage} {k}": float(v) for k, v in _trainer(trainer).callback_metrics.items()}
+        try:
+            returned = getattr(trainer, stage)(parts.module, *given)
+        except Exception:
+            if stage not in tried:
+                raise
+            continue
+        ran.append(stage)
+        predicted += _numbers(returned) if stage == "predict" else []
+        logged |= {
+            f"{stage} {k}": float(v)
+            for k, v in _trainer(trainer).callback_metrics.items()
+            if not k.endswith("flops")  # of one rank's rows, as a warning says
+        }
     grown = memory("VmHWM") - before
     if large:
         return {"grown": grown}
     logged = dict(zip(logged, _over_ranks([*logged.values()]), strict=True))
     return {
-        "losses": _over_ranks(losses.values), "logged": logged,
+        "losses": _over_ranks(losses.values), "logged": logged, "stages": ran,
+        "predicted": predicted if int(replicas or 1) == 1 else None,
         "weights": _weights(parts.module, bool(mesh)),
         "split": _split(_trainer(trainer)) if mesh else "",
     }  # fmt: skip
+
+
+def _evaluations(parts: Parts, pl: Any) -> list[str]:
+    """Return the stages for which the module has a step, beside those that run anyway."""
+    has = [
+        stage
+        for stage in ("test", "predict")
+        if getattr(type(parts.module), f"{stage}_step")
+        is not getattr(pl.LightningModule, f"{stage}_step")
+    ]
+    return [stage for stage in has if stage not in parts.stages]
+
+
+def _numbers(predictions: Any) -> list[float]:
+    """Return the mean size of each tensor of what `predict` has returned."""
+    found = list[float]()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel():
+            found.append(float(lightning_shard.gather(value).double().abs().mean()))
+        return value
+
+    map_leaves(note, predictions)
+    return found
 
 
 def _trainer(engine: Any) -> Any:
@@ -233,12 +284,14 @@ def compared(alone: dict[str, Any], found: dict[str, Any], float32: bool) -> str
     losses = _relative(dict(enumerate(alone["losses"])), dict(enumerate(found["losses"])))
     logged = _relative(alone["logged"], found["logged"])
     weights, worst = _of_weights(alone["weights"], found["weights"])
-    values = (losses, logged, weights)
-    is_exact = all(v <= bound for v, bound in zip(values, BOUNDS[float32], strict=True))
-    words = ", ".join(
-        f"{what} {value:.0e}" if value else f"{what} 0"
-        for what, value in zip(("losses", "logged", "weights"), values, strict=True)
-    )
+    values = {"losses": losses, "logged": logged, "weights": weights}
+    bounds = [*BOUNDS[float32], BOUNDS[float32][-1]]
+    if found["predicted"]:
+        expected, predicted = alone["predicted"], found["predicted"]
+        values["predicted"] = _relative(dict(enumerate(expected)), dict(enumerate(predicted)))
+    is_exact = all(v <= bound for v, bound in zip(values.values(), bounds, strict=False))
+    words = ", ".join(f"{what} {v:.0e}" if v else f"{what} 0" for what, v in values.items())
+    words += "; tested" if "test" in found["stages"] else ""
     return f"exact: {words}" if is_exact else f"DIFFERS: {words} ({worst})"
 
 
