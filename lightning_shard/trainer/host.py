@@ -36,7 +36,6 @@ from lightning_shard.lightning import (
     Sync,
     ThroughputMonitor,
     Trainer,
-    TrainerFn,
     TrainerSubprocessLauncher,
     is_param_in_hook_signature,
     set_num_threads_if_needed,
@@ -113,11 +112,6 @@ def tell_device(module: LightningModule, device: torch.device) -> None:
     module._device = device
 
 
-def trainer_of(module: LightningModule) -> Trainer | None:
-    """Return the Trainer of a module, or None where `module.trainer` raises."""
-    return module._trainer
-
-
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the Trainer's own list, which can be added to; Lightning does not declare it."""
     found: list[Callback] = vars(trainer)["callbacks"]
@@ -182,8 +176,8 @@ def data_of_stage(trainer: Trainer) -> Any:
     data = getattr(trainer, "datamodule", None)
     if data is not None:
         return data
-    loop: Any = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else trainer._active_loop
-    source = loop._data_source.instance
+    stage: Any = trainer.state.fn
+    source = getattr(trainer, f"{stage.value}_loop")._data_source.instance
     return None if isinstance(source, LightningModule) else source
 
 
