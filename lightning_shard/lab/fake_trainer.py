@@ -189,6 +189,10 @@ class _Body:
             batch = given.batches[0]
             if self._is_fake:
                 stack.enter_context(replaced(nn.Module, "_apply", _apply))
+                swap = torch.utils.swap_tensors
+                stack.enter_context(
+                    replaced(torch.utils, "swap_tensors", _forgetting(self.mode, swap))
+                )
             stack.enter_context(self.mode)
             with fake_copies(self.mode) if self._is_fake else ExitStack():
                 module, data = copy_of(given.module), copy.copy(given.data)
@@ -263,6 +267,18 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _forgetting(mode: Any, swap: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that swaps tensors of a mode, which it remembers by weak references."""
+
+    def swapping(one: Tensor, other: Tensor) -> None:
+        known = mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [key for key, x in known.items() if x is one or x is other]:
+            del known[key]
+        swap(one, other)
+
+    return swapping
 
 
 class _OnHost(saved_tensors_hooks):

@@ -42,6 +42,10 @@ SMALLER = {
         "data": {"extents": [8, 8, 8], "num_train": 2, "num_val": 1, "num_test": 1},
         "model": {"filters": [2, 2, 2], "strides": [1, 2, 2]},
     },
+    "whole_ct": {
+        "data": {"extents": [8, 8, 8], "num_train": 2, "num_val": 1, "num_test": 1},
+        "model": {"filters": [2, 2, 2], "strides": [1, 2, 2]},
+    },
     "t5_docstrings": {"data": PAIRS | {"corpus.init_args.packages": []}},
     "t5_wikihow": {
         "data": PAIRS | {"tokenizer": "null", "vocab_size": 64},
@@ -124,7 +128,7 @@ def test_every_file_is_in_the_docs():
     assert named == {path.stem for path in CONFIGS + OVERLAYS}
 
 
-SLOW = ("segmentation", "t5_wikihow", "tfno_darcy_large")
+SLOW = ("segmentation", "t5_wikihow", "tfno_darcy_large", "whole_ct")
 
 
 # one process and a few batches: neither workers nor Lightning's logging interval are needed
