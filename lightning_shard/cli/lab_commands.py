@@ -77,8 +77,8 @@ class LabCLI(lightning_cli.ShardCLI):
                     "auto asks the device of a run; give plan a number of tiles, such as --tiles 8"
                 )
             with as_usage_error(ValueError):
-                cluster = self.own.cluster
-                print(plan(self.model, source, tiles=self.tiles, cluster=cluster, **self.step))
+                where = {"cluster": self.own.cluster, "tile_budget": self.config["fit"].tile_budget}
+                print(plan(self.model, source, tiles=self.tiles, **where, **self.step))
         else:
             mesh = self._mesh()
             print(plan(self.model, source, mesh, cluster=self.own.cluster, **self.step))

@@ -94,7 +94,7 @@ class Traced:
 
 
 def traced(
-    task: Task, rank: int, device: Device | None = None, *, in_turns: bool = False
+    task: Task, rank: int, device: Device | None = None, *, in_turns: bool = False, budget: int = 0
 ) -> Traced:
     """Trace a step of one rank of the task's mesh, on real tensors only if fake ones do not do.
 
@@ -103,11 +103,13 @@ def traced(
         rank: The rank that runs alone.
         device: The device whose seconds are counted; None: only bytes are counted.
         in_turns: If true, the ranks take turns on one device, and what waits lies on the host.
+        budget: Bytes that all of them together may keep on the device between their turns.
 
     Raises:
         UnsupportedOperationError: The module uses an operation that cannot be split so.
     """
-    trace = partial(_trace, task, rank, device, in_turns=in_turns)
+    ranks = math.prod(task.mesh) if in_turns else 0
+    trace = partial(_trace, task, rank, lambda: Ledger(device, ranks, budget))
     with FakeTensorMode():  # torch 2.11 keeps a pointer into the first thread that enters it
         pass
     try:
@@ -129,11 +131,9 @@ def _is_same(found: Traced, trace: Callable[[int], Traced]) -> bool:
         return True
 
 
-def _trace(
-    task: Task, rank: int, device: Device | None, number: int | None, *, in_turns: bool = False
-) -> Traced:
-    ledger = Ledger(device, math.prod(task.mesh) if in_turns else 0)
-    at_wait = ledger.hand_over if in_turns else None
+def _trace(task: Task, rank: int, begun: Callable[[], Ledger], number: int | None) -> Traced:
+    ledger = begun()
+    at_wait = ledger.hand_over if ledger.in_turns else None
     recorder = Recorder(rank, lambda: ledger.seconds, at_wait)
     body = _Body(task, ledger, recorder, number)
     with _collecting_by_operations():
@@ -173,6 +173,8 @@ class _Body:
         return self
 
     def _begin_sum(self, flat: Tensor, group: dist.ProcessGroup) -> Any:
+        if self._ledger.in_turns:  # tiles add up in the parameters' gradients
+            self._ledger.leave_out([flat])
         self._recorder.named = "mean_of_gradients"
         try:
             return dist.all_reduce(flat, group=group, async_op=True)
@@ -457,6 +459,10 @@ class _Follow(Callback):
         self._names = {module: name for name, module in pl_module.named_modules()}
         if self._ledger.in_turns:
             _update_by_lists(trainer.optimizers)
+            for p in pl_module.parameters():
+                if p.requires_grad:
+                    hook = p.register_post_accumulate_grad_hook(self._take_gradient)
+                    self._hooks.callback(hook.remove)
         self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         self._hooks.enter_context(saved_tensors_hooks(self._keep, lambda x: x))
@@ -467,6 +473,10 @@ class _Follow(Callback):
 
     def _leave(self, *_: Any) -> None:
         self._open.pop()
+
+    def _take_gradient(self, p: Tensor) -> None:
+        """Tiles add up one gradient of all."""
+        self._ledger.hold(_locals([p.grad]), "gradients")
 
     def _keep(self, x: Tensor) -> Tensor:
         self._ledger.hold(_locals([x]), "activations")

@@ -137,7 +137,7 @@ def _needs(
     whole = sum(x.nbytes for x in leaves_of(batch) if isinstance(x, Tensor))
 
     def needs(tiles: int) -> int:
-        memory = predict(module, data, tiles=tiles, **options).memory
+        memory = predict(module, data, tiles=tiles, tile_budget="0", **options).memory
         memory += own if keeps_parameters else 0
         return memory if device.type != "cpu" else memory + whole  # the batch is in memory, too
 

@@ -16,11 +16,11 @@ import torch
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp import choose_sharding
 from lightning_shard.fsdp.in_tiles import refuse_to_offload, sizes_of_tiles
-from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.fsdp.options import ShardingOptions, bytes_of
 from lightning_shard.lab.batches import Data, Stage, first_batches
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
-from lightning_shard.lab.machine import Cluster
+from lightning_shard.lab.machine import Cluster, Device
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
 from lightning_shard.lab.timeline import HOST_RATES, Replay
 from lightning_shard.lightning import LightningDataModule, LightningModule
@@ -40,7 +40,7 @@ _NOTES = {
     "gathered": "whole parameters and gradients of blocks",
     "activations": "kept from forward for backward",
     "temporary": "results that are soon given back",
-    "waiting": "small tensors of waiting tiles",
+    "waiting": "of waiting tiles: small tensors, and what their budget keeps",
 }
 
 
@@ -193,6 +193,7 @@ def plan(
     shard_dims: ShardDims = None,
     *,
     tiles: Tiles | None = None,
+    tile_budget: str | None = None,
     cluster: Cluster | str | None = None,
     sharding: Sharding = "auto",
     activation_checkpointing: bool = False,
@@ -210,6 +211,8 @@ def plan(
         cluster: The machines, such as "8x8xH100", whose time is predicted, too.
         tiles: The number of tiles of `TiledStrategy`, in place of a mesh; or one for each split
             dim, as `(2, 4)` or "2x4".
+        tile_budget: Bytes that tiles may keep on the device, such as "8GB". By default half of what
+            the cluster's device has beside the parameters, as in a run; without a cluster, none.
         sharding: The mode of `ShardingOptions`; "auto" goes by the memory of the cluster's device,
             or by that of this machine.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
@@ -231,7 +234,8 @@ def plan(
         "activation_offload": activation_offload,
         **trainer_options(plan, trainer),
     }
-    found = predict(module, data, mesh, cluster, shard_dims, tiles=tiles, **options)
+    tiled: dict[str, Any] = {"tiles": tiles, "tile_budget": tile_budget}
+    found = predict(module, data, mesh, cluster, shard_dims, **tiled, **options)
     if found.is_measured:  # one step here is enough
         return found
     is_whole = math.prod(found.mesh) == 1 and not found.in_turns
@@ -247,6 +251,7 @@ def predict(
     shard_dims: ShardDims = None,
     *,
     tiles: Tiles | None = None,
+    tile_budget: str | None = None,
     sharding: Sharding = "auto",
     activation_checkpointing: bool = False,
     activation_offload: bool | str = False,
@@ -265,6 +270,8 @@ def predict(
         shard_dims: The dims that are split; see `HybridShardStrategy`.
         tiles: The number of tiles of `TiledStrategy`, in place of a mesh; or one for each split
             dim, as `(2, 4)` or "2x4".
+        tile_budget: Bytes that tiles may keep on the device, such as "8GB". By default half of what
+            the cluster's device has beside the parameters, as in a run; without a cluster, none.
         sharding: The mode of `ShardingOptions`; "auto" goes by the memory of the cluster's device,
             or by that of this machine.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
@@ -311,7 +318,8 @@ def predict(
     here = choose_sharding.memory_of_rank(torch.device("cpu"))
     memory = here if device is None else int(device.memory)
     with replaced(choose_sharding, "agreed_memory", lambda *_: memory):
-        found = traced(task, rank_inside(sizes), device, in_turns=in_turns)
+        budget = _budget_of(module, device, tile_budget)
+        found = traced(task, rank_inside(sizes), device, in_turns=in_turns, budget=budget)
     sent = dict.fromkeys(("parameters", "fields"), 0)
     for each in found.timeline.collectives:
         sent["parameters" if each.name in _OF_PARAMETERS else "fields"] += each.sent
@@ -320,6 +328,16 @@ def predict(
         found.peak.causes, found.activations, sent["parameters"], sent["fields"], found.is_measured,
         **(_in_turns(found, math.prod(sizes), where) if in_turns else _times(found, where)),
     )  # fmt: skip
+
+
+def _budget_of(module: LightningModule, device: Device | None, tile_budget: str | None) -> int:
+    """Return the bytes that tiles keep on a device between their turns."""
+    if tile_budget is not None:
+        return bytes_of(tile_budget, "tile_budget")
+    if device is None:
+        return 0
+    own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
+    return max(0, int(device.memory) - own) // 2
 
 
 def _in_turns(found: Traced, tiles: int, cluster: Cluster | None) -> dict[str, Any]:

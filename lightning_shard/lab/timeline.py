@@ -58,6 +58,7 @@ class _Memory:
         of: The storage, if it can be resized.
         away: The bytes that lie on the host.
         is_copied: True if the host has a copy that nobody has written since.
+        used: The operation that used it last.
     """
 
     sizes: list[tuple[int, int]]
@@ -65,10 +66,14 @@ class _Memory:
     of: Any = None
     away: int = 0
     is_copied: bool = False
+    used: int = 0
 
     def at(self, operation: int) -> int:
         place = bisect(self.sizes, operation, key=itemgetter(0))
         return self.sizes[place - 1][1] if place else 0
+
+
+_ONCE = ("parameters", "gradients", "optimizer")  # one for all ranks that take turns
 
 
 class Ledger:
@@ -84,17 +89,18 @@ class Ledger:
         on_host: The most bytes that it had there.
     """
 
-    def __init__(self, device: Device | None, in_turns: int = 0) -> None:
+    def __init__(self, device: Device | None, in_turns: int = 0, budget: int = 0) -> None:
         """Begin with an empty ledger.
 
         Args:
             device: The device whose seconds are counted; None: no seconds are.
             in_turns: The number of ranks that take turns on one device; 0: each has its own.
+            budget: Bytes that all of them together may keep there between their turns.
         """
         self.seconds = 0.0
         self.place = ""
         self.out = self.back = self.on_host = 0
-        self._device, self.in_turns = device, in_turns
+        self._device, self.in_turns, self._budget = device, in_turns, budget
         self._live: dict[int, _Memory] = {}
         self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
         self._near: dict[int, weakref.ref[Tensor]] = {}  # activations that a budget keeps
@@ -105,7 +111,7 @@ class Ledger:
 
     def next_step(self) -> None:
         """Begin a step, and forget the one before."""
-        self.operations = self._peak_at = self._most = self._waiting_at_peak = 0
+        self.operations = self._peak_at = self._most = self._waiting = self._waiting_at_peak = 0
         self.out = self.back = self.on_host = 0
         self._all = list(self._live.values())
         for memory in self._all:
@@ -136,6 +142,8 @@ class Ledger:
         for x in tensors:
             memory = self._see(x)
             memory.cause = memory.cause or cause
+            if cause in _ONCE:
+                self._bring(memory)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Count the memory of tensors no more, since a real run would not hold them."""
@@ -174,14 +182,17 @@ class Ledger:
             self._resize(memory, size, self.operations)
 
     def hand_over(self) -> None:
-        """Let all that this rank holds lie on the host, as its turn on the device ends.
+        """Let what this rank holds lie on the host, as its turn on the device ends.
 
-        Small storages stay; they are then there for all ranks.
+        Small storages stay, and what was used last as far as the budget goes. These are there for
+        all ranks. Parameters, gradients and the optimizer's states are there once.
         """
-        self._waiting = 0
-        for memory in self._live.values():
+        self._waiting, room = 0, self._budget // max(1, self.in_turns)
+        own = (memory for memory in self._live.values() if memory.cause not in _ONCE)
+        for memory in sorted(own, key=lambda memory: -memory.used):
             size = memory.sizes[-1][1]
-            if size < SMALL_BYTES:
+            if size < SMALL_BYTES or size <= room:
+                room -= size
                 self._waiting += size * (self.in_turns - 1)
                 continue
             self.out += 0 if memory.is_copied else size
@@ -213,6 +224,7 @@ class Ledger:
         written = {storage_key(x) for x in made} if writes else set[int]()
         for x in (*given, *made):
             memory = self._see(x)
+            memory.used = self.operations
             if self.in_turns:
                 self._bring(memory)
                 memory.is_copied = memory.is_copied and storage_key(x) not in written
