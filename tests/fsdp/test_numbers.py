@@ -34,6 +34,14 @@ def numbers(p):
     return [read(p) for read in READS]
 
 
+def gathered_or_refused(of):
+    """Torch gathers for this one; torch 2.11 does not, so that it is refused."""
+    try:
+        return bool(of.isfinite().all())
+    except RuntimeError as error:
+        return "sharding='none'" in str(error)
+
+
 @pytest.mark.spmd(2)
 def test_numbers_of_parameters_and_gradients():
     alone, module = layer(), layer()
@@ -48,7 +56,7 @@ def test_numbers_of_parameters_and_gradients():
             for read in READS:
                 with pytest.raises(RuntimeError, match=r"full_tensor\(\).*sharding='none'"):
                     read(of)
-            assert bool(of.isfinite().all())  # torch gathers for these
+            assert gathered_or_refused(of)
             assert float(of.mean()) == pytest.approx(float(other.mean()), rel=1e-5)
 
 

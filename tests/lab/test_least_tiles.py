@@ -87,7 +87,8 @@ def test_predicts_the_memory_of_tiles_without_gradients() -> None:
 @pytest.mark.slow
 def test_says_what_tiles_need() -> None:
     module, data = Plain(lambda: UNet(8)), loader()
-    found = plan(module, data, tiles="2x2", cluster="1xH100")
+    assert not plan(module, data, tiles="2x2", cluster="1xH100").to_host  # all of it fits
+    found = plan(module, data, tiles="2x2", tile_budget="0", cluster="1xH100")
     assert found.in_turns
     assert found.alone is not None
     assert found.to_host + found.from_host > found.on_host > 0

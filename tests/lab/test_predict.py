@@ -3,6 +3,8 @@
 import copy
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -21,6 +23,7 @@ from lightning_shard.lab.fake_trainer import traced
 from lightning_shard.lab.machine import Cluster, Collective, Cost, Device, Link
 from lightning_shard.lab.predict import predict, rank_inside
 from lightning_shard.lab.run import Task, on_each_rank, run_here
+from lightning_shard.lab.timeline import Ledger
 from lightning_shard.processes.torch_private.internals import base_of
 from tests.pairs import choose
 
@@ -94,6 +97,24 @@ def memory(x):
 def bytes_for_backward(task):
     run_here(task, kept := Kept())
     return sum(kept.sizes.values())
+
+
+PLANNED_FIRST = """
+import os, torch
+from tests.lab.test_predict import Net, data, predict
+predict(Net(4), data(2, 2, 12, 24), (1, 2))
+child = os.fork()
+if not child:
+    torch.ones(3, requires_grad=True).sum().backward()
+    os._exit(0)
+print("ended with", os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_process_that_has_planned_can_fork_ranks():
+    """The first backward pass of the process is not one of fake tensors."""
+    done = subprocess.run([sys.executable, "-c", PLANNED_FIRST], capture_output=True, text=True)
+    assert done.stdout.endswith("ended with 0\n"), done.stderr
 
 
 @pytest.mark.slow
@@ -371,7 +392,9 @@ def test_a_step_that_needs_numbers_is_measured(way, mesh):
 def test_a_measured_step_is_as_the_traced_one():
     for mesh in ((1, 1), (1, 2), (2, 2)):
         task = Task(Net(16), None, [torch.ones(2, 2, 12, 24)], mesh)
-        fake, real = (fake_trainer._trace(task, 0, SNAIL, number) for number in (1, None))
+        fake, real = (
+            fake_trainer._trace(task, 0, lambda: Ledger(SNAIL), number) for number in (1, None)
+        )
         assert real.equals(fake)
         assert real.activations == fake.activations
         assert real.peak.causes == pytest.approx(fake.peak.causes, rel=0.02)
