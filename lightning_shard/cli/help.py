@@ -93,7 +93,7 @@ examples
         "the model.",
         "the model, and writes what predict_step\nreturns, each sample once, in the order of the "
         "dataset.",
-    ).replace("last.ckpt\n", "last.ckpt --output out.zarr\n"),
+    ).replace("outputs/tfno_darcy/last.ckpt\n", "last.ckpt --output out.zarr\n"),
     "check": """\
 usage: {program} check --config FILE [options of fit]
 

@@ -20,6 +20,7 @@ class FileField:
     """A field (B, C, *spatial) in files.
 
     Attributes:
+        reads: A function for each sample, which reads a part of it.
         shape: The shape of the whole field.
         dtype: The dtype to which what is read is converted.
 
@@ -37,12 +38,12 @@ class FileField:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        self._reads, self.shape, self.dtype = tuple(reads), (len(reads), *shape), dtype
+        self.reads, self.shape, self.dtype = tuple(reads), (len(reads), *shape), dtype
         self._device = device or torch.device("cpu")
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "FileField":
         """Return the field as one of this device and dtype."""
-        return FileField(self._reads, self.shape[1:], dtype, device)
+        return FileField(self.reads, self.shape[1:], dtype, device)
 
     def pin_memory(self) -> "FileField":
         """Return itself, as a DataLoader asks for it: nothing is in memory."""
@@ -50,7 +51,7 @@ class FileField:
 
     def read(self, index: Sequence[slice]) -> Tensor:
         """Return the rows at an index (B, C, *spatial)."""
-        found = [torch.from_numpy(read(index[1:])) for read in self._reads[index[0]]]
+        found = [torch.from_numpy(read(index[1:])) for read in self.reads[index[0]]]
         made = torch.stack(found) if len(found) > 1 else found[0][None]
         return made.to(self._device, self.dtype, copy=True)  # numpy's memory goes at once
 
@@ -84,7 +85,7 @@ class FileField:
                 f"the fields of a batch must have one shape; got {shapes[0]} and {shapes[1]}. Use "
                 "batch_size 1, or a dataloader for each shape."
             )
-        reads = [read for field in fields for read in field._reads]
+        reads = [read for field in fields for read in field.reads]
         return FileField(reads, shapes[0], fields[0].dtype)
 
 
