@@ -1,5 +1,7 @@
 """One device in tiles: results are those of the whole field, and little is on the device."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +149,25 @@ class Fails(nn.Module):
         y = self.layer(x)
         y = y - y.mean()
         raise self.error
+
+
+def test_an_error_leaves_what_a_plain_call_leaves() -> None:
+    """Statistics, random numbers and the calls of hooks."""
+    left: list[Tensor] = []
+    for tiles in (None, 3):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm2d(3).double()
+        net = nn.Sequential(norm, nn.Dropout(0.5), nn.Linear(2, 2).double())
+        calls: list[int] = []
+        norm.register_forward_hook(lambda *_, to=calls: to.append(1))
+        opened = in_tiles(net, tiles) if tiles else nullcontext()
+        with torch.no_grad(), opened, pytest.raises(RuntimeError):
+            net(field(2, 3, 8, 7))  # a layer of two features
+        assert norm.running_mean is not None
+        left += [norm.running_mean, torch.rand(3)]
+        assert len(calls) == 1
+    assert_same(left[2], left[0])
+    assert torch.equal(left[3], left[1])
 
 
 @pytest.mark.spmd(1, "xpu")

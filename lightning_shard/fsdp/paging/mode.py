@@ -68,7 +68,7 @@ def facts_of(operator: Any) -> Facts:
     return Facts(operator)
 
 
-_ALONE = set[Any]()  # operators that are not made of others
+_ALONE = set[Any]()  # operators of views that are not made of others
 
 
 class Paging(DispatchMode):
@@ -87,8 +87,10 @@ class Paging(DispatchMode):
             # a DTensor and the like: this mode sees the operators on what lies in it
             return NotImplemented
         with without_functions():
-            if func not in _ALONE:
-                with self:  # in inference mode torch shows functions that may copy, such as `to`
+            if func not in _ALONE and not facts_of(func).makes:
+                # in inference mode torch shows functions that may copy, such as `to`; others may
+                # have a kernel of the device, such as attention
+                with self:
                     result = func.decompose(*args, **(kwargs or {}))
                 if result is not NotImplemented:
                     return result
