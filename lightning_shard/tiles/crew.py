@@ -19,7 +19,8 @@ import torch
 from lightning_shard.processes.errors import StuckError
 from lightning_shard.tiles.caller_modes import CallerModes
 
-STACK_BYTES = 2**19  # a thread of each tile, of which there may be hundreds
+STACKS_BYTES = 2**26  # for the threads of all tiles together
+STACK_BYTES = 2**19, 2**23  # for each thread, at least and at most: libraries of devices need much
 Job = Callable[[int], None]
 
 _STUCK = (
@@ -274,7 +275,8 @@ class Crew:
 
     def _begin_threads(self) -> None:
         if not self._threads:
-            before = threading.stack_size(STACK_BYTES)
+            least, most = STACK_BYTES
+            before = threading.stack_size(min(most, max(least, STACKS_BYTES // self.tiles)))
             for tile in range(1, self.tiles):
                 thread = threading.Thread(
                     target=_work, args=(weakref.ref(self), tile, self._wake[tile]), daemon=True
