@@ -71,7 +71,7 @@ def in_tiles(
         gather: False leaves results in tiles, for what takes fields in tiles.
 
     Yields:
-        The samples of `source`, fields (1, C, *spatial) that are not in memory.
+        The samples of `source`, fields `(1, C, *spatial)` that are not in memory.
 
     Raises:
         ValueError: `tiles` is no number from 1 on, or the module lacks a method, is compiled or has
