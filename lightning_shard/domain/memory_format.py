@@ -30,6 +30,11 @@ def format_of(x: Tensor) -> torch.memory_format:
     return last if descending and x.stride(1) == 1 < x.shape[1] else torch.contiguous_format
 
 
+def dims_in_memory(steps: Sequence[int]) -> list[int]:
+    """Return the dims of a tensor of these strides, the one with the longest step first."""
+    return sorted(range(len(steps)), key=lambda d: -steps[d])
+
+
 def empty(like: Tensor, shape: Sequence[int], stored: torch.memory_format) -> Tensor:
     """Memory for a tensor of another shape, in a format."""
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=stored)

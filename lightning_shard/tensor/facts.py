@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.processes.torch_private.internals import accessors, is_view, without_rules
 from lightning_shard.tensor.part import part_of
 
@@ -72,7 +73,7 @@ def _stride(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     local, shape = part_of(x).local, list(x.shape)
     order, stored = list(range(len(shape))), shape
     if local.ndim == len(shape) and not local.is_contiguous():
-        order.sort(key=lambda d: -local.stride(d))
+        order = dims_in_memory(local.stride())
         stored = [n if local.stride(d) else 1 for d, n in enumerate(shape)]  # expanded dims
     whole = torch.empty([stored[d] for d in order], device="meta")
     whole = whole.permute([order.index(d) for d in range(len(shape))]).expand(shape)

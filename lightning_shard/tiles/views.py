@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.view.write_back import refuse_stale
 from lightning_shard.processes.torch_private.internals import storage_key, without_rules
@@ -32,7 +33,8 @@ class _Rebase(Function):
         ctx: Any, base: TileTensor, written: TileTensor, again: Callable[[Any], Any]
     ) -> TileTensor:
         ctx.mark_dirty(base)
-        ctx.again, ctx.order = again, _order(base)
+        ctx.again = again
+        ctx.order = dims_in_memory(base.parts[0].read().local.stride())
         ctx.tiles, ctx.layouts = base.tiles, [part.layout for part in base.parts]
         return base
 
@@ -43,12 +45,6 @@ class _Rebase(Function):
         of_view = torch.clone(shown)
         shown.zero_()
         return fresh(rest), of_view, None
-
-
-def _order(x: TileTensor) -> list[int]:
-    """Return the dims of a field as they lie in memory, the one with the longest steps first."""
-    steps = x.parts[0].read().local.stride()
-    return sorted(range(x.ndim), key=lambda d: -steps[d])
 
 
 def _stored_in(x: Tensor, order: list[int]) -> TileTensor:

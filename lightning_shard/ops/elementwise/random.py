@@ -28,6 +28,7 @@ from lightning_shard.domain.align import (
 )
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.tracing import is_traced
 from lightning_shard.ops.registry import implements
@@ -163,7 +164,7 @@ def _order_in_memory(x: Subdomain) -> list[int]:
     that follows it.
     """
     local, told = x.local, [n > 1 or x.shape[d] == 1 for d, n in enumerate(x.local.shape)]
-    order = sorted([d for d in range(x.ndim) if told[d]], key=lambda d: -local.stride(d))
+    order = [d for d in dims_in_memory(local.stride()) if told[d]]
     for d in [d for d in reversed(range(x.ndim)) if not told[d]]:
         order.insert(order.index(d + 1) if d + 1 < x.ndim else len(order), d)
     split = [d for d in range(x.ndim) if x.layout.axes(d) and x.shape[d] > 1]

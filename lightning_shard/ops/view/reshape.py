@@ -19,6 +19,7 @@ from lightning_shard.domain.align import common_layout, one_factor, spread, whol
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import fetch, route_of
 from lightning_shard.domain.layout import Dim, Factor, Grid, Layout, merge, partition
+from lightning_shard.domain.memory_format import dims_in_memory
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.registry import implements, listed
 from lightning_shard.processes.torch_private.typed import typed_torch
@@ -87,7 +88,7 @@ def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[i
     """Return True if torch copies to give `target` of a whole tensor in this order of dims."""
     if 0 in strides or len(strides) != len(shape):
         return False
-    order = sorted(range(len(shape)), key=lambda d: -strides[d])
+    order = dims_in_memory(strides)
     if order == sorted(order):
         return False
     stored = torch.empty([shape[d] for d in order], device="meta")
