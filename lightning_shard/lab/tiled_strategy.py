@@ -22,7 +22,6 @@ from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
 from lightning_shard.lightning import (
     ParallelStrategy,
-    StrategyRegistry,
     Trainer,
     TrainerFn,
     is_overridden,
@@ -31,7 +30,7 @@ from lightning_shard.lightning import (
 from lightning_shard.tiles.tile_tensor import Tiles
 from lightning_shard.trainer.host import data_of_stage
 from lightning_shard.trainer.split_summary import split_summary
-from lightning_shard.trainer.strategy import HybridShardStrategy
+from lightning_shard.trainer.strategy import HybridShardStrategy, register
 
 _AFTER_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of a batch
 _STAGES: dict[TrainerFn, Stage] = {
@@ -201,14 +200,8 @@ def _without_advice() -> Generator[None]:
             cast("list[Any]", warnings.filters).remove(entry)
 
 
-def register() -> None:
-    """Give the strategy its name in Lightning's registry, once."""
-    if TiledStrategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(
-            TiledStrategy.strategy_name,
-            TiledStrategy,
-            description="fields in tiles on one device, each operation for all of them",
-        )
-
-
-register()
+register(
+    kind=TiledStrategy,
+    name=TiledStrategy.strategy_name,
+    description="fields in tiles on one device, each operation for all of them",
+)

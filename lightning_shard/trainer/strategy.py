@@ -624,19 +624,22 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
         self.checkpoint_io.teardown()
 
 
-def register(registry: Any = StrategyRegistry, kind: type = HybridShardStrategy) -> None:
-    """Give the strategy its name in a registry, once.
+def register(
+    registry: Any = StrategyRegistry,
+    kind: type = HybridShardStrategy,
+    name: str = HybridShardStrategy.strategy_name,
+    description: str = "FSDP2 and spatial domain decomposition on one device mesh",
+) -> None:
+    """Give a strategy its name in a registry, once.
 
     Args:
         registry: The registry of Lightning or of Fabric.
         kind: The class that the name makes.
+        name: The name.
+        description: A line on the strategy, for lists.
     """
-    if HybridShardStrategy.strategy_name not in registry:
-        registry.register(
-            HybridShardStrategy.strategy_name,
-            kind,
-            description="FSDP2 and spatial domain decomposition on one device mesh",
-        )
+    if name not in registry:
+        registry.register(name, kind, description=description)
 
 
 register()
