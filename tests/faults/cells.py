@@ -17,7 +17,7 @@ class Cell:
 
     Attributes:
         fault: What happens: "exception", "kill", "segfault", "_exit", "exit", "sigterm", "sigint",
-            "sigint of all" (as by Ctrl-C), or "stopped worker".
+            or "sigint of all" (as by Ctrl-C).
         phase: Where it happens.
         rank: To which rank; with "sigint of all", to which one in the first place.
         ranks: Of how many.
@@ -73,7 +73,6 @@ SLOW = [
     *(Cell(fault, "write file", 0) for fault in ("exception", "kill")),
     *(Cell(f, "write directory", rank) for f in ("exception", "kill") for rank in (0, 1)),
     *(Cell(f, "write async", rank) for f in ("exception", "kill") for rank in (0, 1)),
-    *(Cell("stopped worker", phase, 1) for phase in ("data", "forward")),
 ]
 CELLS = list(dict.fromkeys([*FAST, *SLOW]))
 # while rows are on their way; not among the cells that docs/reliability.md counts

@@ -3,7 +3,6 @@
 import atexit
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from unittest import mock
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_modules import SimpleCNNModule
 from lightning_shard import HybridShardStrategy
@@ -25,7 +24,6 @@ from tests import pool
 from tests.faults.cells import Cell
 
 TIMEOUT_S = 120.0
-WORKER_TIMEOUT_S = 6.0
 AT_STEP = 3  # when the fault happens, where steps are counted
 
 
@@ -79,12 +77,6 @@ class Fault:
             os.kill(int(process.read_text()), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    def _stopped_worker(self) -> None:
-        """Stop this process, or those that have sent what it has not taken yet."""
-        others = multiprocessing.active_children()
-        for pid in [child.pid for child in others] or [os.getpid()]:
-            os.kill(pid, signal.SIGSTOP)  # pyright: ignore[reportArgumentType]
-
 
 class Images(Dataset):
     def __init__(self, fault: Fault) -> None:
@@ -94,11 +86,7 @@ class Images(Dataset):
         return 64
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        in_worker = get_worker_info() is not None
-        # a worker is stopped before it has sent a batch: torch waits without a limit for one that
-        # it has sent and that is not yet taken
-        late = in_worker or index > 20
-        if in_worker == (self.fault.cell.fault == "stopped worker") and late:
+        if index > 20:
             self.fault("data")
         noise = torch.Generator().manual_seed(index)
         return torch.randn(3, 12, 10, generator=noise), index % 10
@@ -184,10 +172,7 @@ def train(cell: Cell, rank: int, folder: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    workers = int(cell.fault == "stopped worker")
-    loader = DataLoader(
-        Images(fault), 4, num_workers=workers, timeout=WORKER_TIMEOUT_S if workers else 0
-    )
+    loader = DataLoader(Images(fault), 4)
     module = Module()
     sent = overlap.send_halo
 

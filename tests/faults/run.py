@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.manifest import problem_of, read_manifest
-from lightning_shard.processes.failures.stopped_workers import STOPPED_S
 from tests import pool
 from tests.faults import ranks
 from tests.faults.cells import Cell
@@ -72,10 +71,8 @@ def run(cell: Cell, folder: Path) -> Seen:
     struck = json.loads((folder / "struck.json").read_text())
     damaged = [p for p, was in struck["kept"].items() if ranks.digest(Path(p)) != was]
     damaged += [str(p) for p in folder.glob("*.ckpt") if not _whole(p)]
-    stopped = {"data": ranks.WORKER_TIMEOUT_S, "forward": STOPPED_S}
-    unnoticed_s = stopped[cell.phase] if cell.fault == "stopped worker" else 0.0
     return Seen(
-        seconds=ended - struck["at"] - unnoticed_s,
+        seconds=ended - struck["at"],
         codes=[process.exitcode for process in processes],
         last_lines=["\n".join(text.strip().splitlines()[-LINES:]) for text in outputs],
         damaged=damaged,

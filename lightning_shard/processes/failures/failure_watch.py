@@ -1,12 +1,11 @@
 """When one rank fails, all end, and each says which rank it was: "rank N: reason".
 
-Four things happen in one process group, each told through the store in which the ranks met:
+Three things happen in one process group, each told through the store in which the ranks met:
 
 - A rank that fails says so. The others have `GRACE_S` to end by themselves, then they are ended.
 - A rank that is killed says nothing. A rank that has lost a connection, or waits for another one,
   sees whose process has ended or whose heartbeats have stopped.
 - A rank that is cut off from the store hears nothing. It ends once it has waited for `timeout_s`.
-- A rank whose data worker is stopped may wait for it without a limit, so it fails, too.
 
 The watch of a process group begins with the first stage of a Trainer. It rests between stages,
 when a rank may end or be late, but hears of failures.
@@ -36,7 +35,6 @@ from lightning_shard.processes.failures.failure import (
 from lightning_shard.processes.failures.first_failure import AGREE_S, FirstFailure
 from lightning_shard.processes.failures.guard import Guard
 from lightning_shard.processes.failures.heartbeats import Heartbeats
-from lightning_shard.processes.failures.stopped_workers import STOPPED_S, StoppedWorkers
 from lightning_shard.processes.failures.store_thread import ANSWER_S, StoreThread
 from lightning_shard.processes.store import store_of_attempt
 from lightning_shard.processes.torch_private.internals import default_store
@@ -112,7 +110,6 @@ class FailureWatch:
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
         self._hearts = Heartbeats(self._store, self._prefix, rank, self._ranks)
         self._first = FirstFailure(self._store, self._prefix, rank, self._ranks)
-        self._workers = StoppedWorkers(POLL_S)
         self._guard = Guard(rank, self._look, self._why, every_s=POLL_S)
         self._talk = StoreThread(self._beat, every_s=POLL_S)
         atexit.register(self._part)
@@ -238,12 +235,7 @@ class FailureWatch:
             self._talk.close()  # before torch logs that the store is not reached
 
     def _look(self) -> None:
-        """Let this process end where its data worker is stopped, or the store is silent."""
-        if not self._guard.counts_down and (worker := self._workers.found()) is not None:
-            self.leave(
-                f"its data worker, process {worker}, has been stopped for {STOPPED_S:.0f} s", 1
-            )
-            self._guard.end_within(AGREE_S)
+        """Let this process end where the store is silent."""
         silent_s = time.monotonic() - self._talk.answered
         if not self.rests and silent_s > self._timeout_s + ANSWER_S:
             self._guard.end(f"the store, at rank 0, has not answered for {self._timeout_s:.0f} s")

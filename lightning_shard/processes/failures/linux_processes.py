@@ -1,4 +1,4 @@
-"""Reads from Linux whether a process of this machine has ended, or is stopped."""
+"""Reads from Linux whether a process of this machine has ended."""
 
 import os
 from pathlib import Path
@@ -13,20 +13,6 @@ def has_ended(place: str) -> bool:
     """Return whether the process of an `own_place` has ended; False if it is on another machine."""
     machine, pid, started = place.split(" ")
     return machine == _machine() and _started(int(pid)) != started
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a process of this machine was stopped, and neither continued nor ended."""
-    return _fields(pid)[:1] == ["T"]
-
-
-def children() -> list[int]:
-    """Return the processes that the main thread of this one has begun; some kernels do not tell."""
-    own = os.getpid()
-    try:
-        return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def _machine() -> str:
