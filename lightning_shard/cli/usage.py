@@ -21,7 +21,6 @@ from typing import NoReturn
 from lightning_shard.processes.errors import LightningShardError
 from lightning_shard.processes.nearest import nearest
 from lightning_shard.processes.process_info import rank_variables
-from lightning_shard.processes.variables import end_attempts
 
 ENV_PREFIX = "LIGHTNING_SHARD"
 SAYS_ALL = (ValueError, OSError, NotImplementedError)  # their sentences need no kind
@@ -86,8 +85,6 @@ def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
     """
     is_usage = isinstance(err, UsageError)
     on_all_ranks = is_usage or type(err).__name__ == "DisagreementError"
-    if is_usage:  # another attempt would not change it
-        end_attempts()
     if not is_first_rank():
         if on_all_ranks:
             sys.exit(2 if is_usage else 1)

@@ -4,12 +4,10 @@ A launcher that leaves out the number of processes is completed from what else k
 the job's hosts, or mpi4py. A number is never guessed, since each process would then train alone.
 """
 
-import atexit
 import importlib
 import importlib.util
 import os
 import re
-import signal
 import sys
 import zlib
 from collections.abc import Callable, Mapping
@@ -30,26 +28,6 @@ _STEP_IDS = ("SLURM_STEP_ID", "PALS_APID")  # a job may start the processes of s
 def launcher_holds_store() -> bool:
     """Return whether torchrun's agent, or `launch`, holds the store in which the ranks meet."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def end_attempts() -> None:
-    """When this process ends, let the agent of torchrun that has started it end, too.
-
-    A status that says so does not exist, so the agent gets SIGTERM. Each agent has a first local
-    rank, which sends it.
-    """
-    env = os.environ
-    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and env.get("LOCAL_RANK") == "0" and _is_agent(os.getppid()):
-        atexit.register(os.kill, os.getppid(), signal.SIGTERM)
-
-
-def _is_agent(process: int) -> bool:
-    try:
-        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return any(w == b"torch.distributed.run" or w.endswith(b"/torchrun") for w in words)
 
 
 @dataclass(frozen=True)

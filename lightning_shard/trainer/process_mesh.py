@@ -28,7 +28,6 @@ from lightning_shard.processes.mesh import make_mesh, mesh_names, share_mesh, si
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.processes.start import join
 from lightning_shard.processes.store import store_of_attempt
-from lightning_shard.processes.variables import end_attempts
 from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.host import SubprocessScriptLauncher
 from lightning_shard.trainer.notebook import NotebookLauncher
@@ -188,7 +187,6 @@ class ProcessMesh:
         if self.fits_itself:
             self.domain_sizes = domain_that_is_left(world, self.data_parallel_size)
         if found := misfit(world, self.domain_sizes, self.data_parallel_size):
-            end_attempts()  # an elastic launcher's next one would have as many processes
             start = f", or start a multiple of {self.domain_size} processes"
             start = start if found.option == "domain_parallel_size" else ""
             raise ValueError(f"{found.option} {found.size}{found.problem}; {found.remedy}{start}.")
