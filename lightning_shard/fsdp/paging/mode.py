@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shard.fsdp.paging.pages import Page
+from lightning_shard.fsdp.paging.pages import Page, Pages
 from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
     FakeTensor,
@@ -18,9 +18,6 @@ from lightning_shard.processes.torch_private.internals import (
 )
 from lightning_shard.tensor.tensor import DomainTensor
 
-if TYPE_CHECKING:
-    from lightning_shard.fsdp.paging.pager import Pager
-
 _aten = torch.ops.aten
 # views that look at no byte, and not at the number of bytes
 _UNREAD = {_aten.detach.default, _aten.alias.default, _aten.view.default}
@@ -28,6 +25,21 @@ _PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 _LISTS = {list, tuple}
 # batch norms write these, though their schemas do not say so
 _STATISTICS = {"running_mean", "running_var"}
+
+
+class Sees(Protocol):
+    """Describes the part of a pager (pager.py) to which operators are shown."""
+
+    pages: Pages
+    device: torch.device
+    budget: int | None
+    small: int
+
+    def begin(self, given: list[Page], written: list[Page], key: Any) -> None: ...
+    def end(self, made: list[Page], key: Any, given: list[Page]) -> None: ...
+    def send_all(self) -> bool: ...
+    def bring(self, *tensors: Tensor) -> None: ...
+    def stay(self, *tensors: Tensor) -> None: ...
 
 
 class Facts:
@@ -74,7 +86,7 @@ _ALONE = set[Any]()  # operators of views that are not made of others
 class Paging(DispatchMode):
     """While open in a thread, a pager sees the operators of this thread and of its backward."""
 
-    def __init__(self, pager: "Pager") -> None:
+    def __init__(self, pager: Sees) -> None:
         """Show operators to the pager."""
         super().__init__()
         self.pager = pager
@@ -172,7 +184,7 @@ def _storages(args: Any) -> set[int]:
     return found
 
 
-def _new_storages(result: Any, pager: "Pager") -> list[torch.UntypedStorage]:
+def _new_storages(result: Any, pager: Sees) -> list[torch.UntypedStorage]:
     """Return the storages of results on the device that are large enough and not known."""
     if type(result) in _PLAIN:
         try:
@@ -194,7 +206,7 @@ def _new_storages(result: Any, pager: "Pager") -> list[torch.UntypedStorage]:
 class Exits(TorchFunctionMode):
     """Brings a tensor whose memory is handed to something that runs no operators, and keeps it."""
 
-    def __init__(self, pager: "Pager") -> None:
+    def __init__(self, pager: Sees) -> None:
         """Bring tensors by this pager."""
         super().__init__()
         self.pager = pager
