@@ -37,9 +37,10 @@ _NAMES = {
     "pytorch.accelerators": "Accelerator AcceleratorRegistry",
     "pytorch.callbacks":
         "BaseFinetuning BasePredictionWriter Checkpoint EarlyStopping LearningRateFinder "
-        "ModelCheckpoint ModelSummary ThroughputMonitor",
+        "ModelCheckpoint ModelSummary",
     "pytorch.cli": "LightningArgumentParser LightningCLI SaveConfigCallback",
     "pytorch.core.optimizer": "LightningOptimizer",
+    "pytorch.loggers.logger": "DummyLogger",
     "pytorch.overrides.distributed": "UnrepeatedDistributedSampler",
     "pytorch.plugins": "HalfPrecision MixedPrecision Precision",
     "pytorch.plugins.io": "TorchCheckpointIO",
@@ -49,7 +50,6 @@ _NAMES = {
     "pytorch.trainer.states": "TrainerFn TrainerStatus",
     "pytorch.utilities": "rank_zero_info rank_zero_warn",
     "pytorch.utilities.data": "extract_batch_size",
-    "pytorch.utilities.exceptions": "SIGTERMException",
     "pytorch.utilities.model_helpers": "is_overridden",
     "pytorch.utilities.signature_utils": "is_param_in_hook_signature",
 }  # fmt: skip
@@ -58,9 +58,6 @@ PRIVATE = {
     "BackwardSyncControl":
         ("fabric.strategies.strategy", "_BackwardSyncControl",
          "Fabric leaves gradients unsynchronized while it accumulates them"),
-    "ChildProcessObserver":
-        ("fabric.strategies.launchers.subprocess_script", "_ChildProcessObserver",
-         "rank 0 of a script can say which rank failed before it is killed"),
     "FabricSubprocessLauncher":
         ("fabric.strategies.launchers.subprocess_script", "_SubprocessScriptLauncher",
          "Fabric starts the processes of a script by itself"),
@@ -91,9 +88,6 @@ PRIVATE = {
     "register_ddp_comm_hook":
         ("pytorch.overrides.distributed", "_register_ddp_comm_hook",
          "hooks of DDP are registered on Intel GPUs"),
-    "set_num_threads_if_needed":
-        ("fabric.utilities.distributed", "_set_num_threads_if_needed",
-         "processes of a script do not each take all cores for threads"),
     "update_dataloader":
         ("pytorch.utilities.data", "_update_dataloader",
          "a loader is given the samples of one replica"),

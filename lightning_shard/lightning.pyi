@@ -19,9 +19,6 @@ from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecis
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY as STRATEGY_REGISTRY
 from lightning.fabric.strategies.launchers.subprocess_script import (
-    _ChildProcessObserver as ChildProcessObserver,
-)
-from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessLauncher,
 )
 from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
@@ -31,9 +28,6 @@ from lightning.fabric.utilities import move_data_to_device as move_data_to_devic
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.cloud_io import get_filesystem as get_filesystem
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_process_group
-from lightning.fabric.utilities.distributed import (
-    _set_num_threads_if_needed as set_num_threads_if_needed,
-)
 from lightning.fabric.utilities.exceptions import (
     MisconfigurationException as MisconfigurationException,
 )
@@ -54,11 +48,11 @@ from lightning.pytorch.callbacks import EarlyStopping as EarlyStopping
 from lightning.pytorch.callbacks import LearningRateFinder as LearningRateFinder
 from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
 from lightning.pytorch.callbacks import ModelSummary as ModelSummary
-from lightning.pytorch.callbacks import ThroughputMonitor as ThroughputMonitor
 from lightning.pytorch.cli import LightningArgumentParser as LightningArgumentParser
 from lightning.pytorch.cli import LightningCLI as LightningCLI
 from lightning.pytorch.cli import SaveConfigCallback as SaveConfigCallback
 from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
 from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSampler as UnrepeatedDistributedSampler,
 )
@@ -95,7 +89,6 @@ from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
 from lightning.pytorch.utilities.data import extract_batch_size as extract_batch_size
-from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from lightning.pytorch.utilities.signature_utils import (
     is_param_in_hook_signature as is_param_in_hook_signature,
@@ -115,9 +108,9 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CheckpointIO",
-    "ChildProcessObserver",
     "ClusterEnvironment",
     "DDPStrategy",
+    "DummyLogger",
     "EarlyStopping",
     "FabricAccelerator",
     "FabricBaseStrategy",
@@ -148,14 +141,12 @@ __all__ = [
     "Precision",
     "PyTorchProfiler",
     "ResultMetric",
-    "SIGTERMException",
     "SLURMEnvironment",
     "SaveConfigCallback",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
     "Sync",
-    "ThroughputMonitor",
     "TorchCheckpointIO",
     "TorchElasticEnvironment",
     "Trainer",
@@ -184,7 +175,6 @@ __all__ = [
     "refuse_mixture",
     "register_ddp_comm_hook",
     "seed_everything",
-    "set_num_threads_if_needed",
     "update_dataloader",
 ]  # fmt: skip
 

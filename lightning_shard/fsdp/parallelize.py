@@ -485,12 +485,10 @@ def _meet_outside_of_steps(work: _Work) -> None:
 
     def enter(block: nn.Module, *_: Any) -> None:
         if not work.running and backward_pass() == -1 and _is_sharded(block):
-            hook = getattr(work.module, "_current_fx_name", None)
             meet(
                 ranks,
                 "module",
-                f"runs {class_name(block)} outside of the steps of the LightningModule"
-                + (f", in {hook}" if hook else ""),
+                f"runs {class_name(block)} outside of the steps of the LightningModule",
                 "all ranks must run it, since each holds a part of its parameters; draw or log "
                 "the result on one rank, and leave the module out of rank_zero_only",
             )

@@ -13,6 +13,8 @@ from typing import Any
 from lightning_shard.lightning import Trainer
 from lightning_shard.processes.replica_world import INFRASTRUCTURE
 
+_COUNTS_SAMPLES = ".throughput_monitor"  # a callback of Lightning that multiplies by it
+
 
 @cache
 def count_replicas() -> None:
@@ -31,7 +33,8 @@ def _told(plain: property, count: Callable[[Trainer], Any]) -> property:
 
     def read(trainer: Trainer) -> Any:
         asks: str = sys._getframe(1).f_globals.get("__name__", "")
-        if asks.startswith(INFRASTRUCTURE) or _domain(trainer) == 1:
+        counts_devices = asks.startswith(INFRASTRUCTURE) and not asks.endswith(_COUNTS_SAMPLES)
+        if counts_devices or _domain(trainer) == 1:
             return plain.__get__(trainer)
         return count(trainer)
 

@@ -23,10 +23,11 @@ from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.fsdp.meeting import meet
 from lightning_shard.fsdp.same_blocks import order_of
-from lightning_shard.lightning import LightningModule, rank_zero_warn
+from lightning_shard.lightning import DummyLogger, LightningModule, rank_zero_warn
 from lightning_shard.ops.elementwise.show import READS
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
+from lightning_shard.trainer.host import hook_of
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 # run for each batch, on all ranks
@@ -56,7 +57,7 @@ class HookValues:
     @property
     def _hook(self) -> str:
         """The hook or step that runs, as Lightning names it; "" for none."""
-        return str(getattr(self._module, "_current_fx_name", None) or "")
+        return hook_of(self._module)
 
     def __call__(self, x: Subdomain) -> bool:
         """Return True in a hook, once all ranks of the domain have come to read the tensor."""
@@ -152,7 +153,7 @@ def _whole_experiment(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(make)
     def experiment(logger: Any) -> Any:
         made = make(logger)
-        if type(made).__name__ == "_DummyExperiment":  # both Lightnings have one
+        if isinstance(made, type(DummyLogger().experiment)):  # the first rank has the real one
             return _Joins()
         if type(made) not in _giving:
             _giving.add(type(made))

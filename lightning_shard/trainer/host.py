@@ -8,10 +8,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import fields
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from operator import attrgetter
+from threading import Thread
 from typing import Any
 
 import torch
@@ -23,27 +23,43 @@ from typing_extensions import override
 
 from lightning_shard.lightning import (
     Callback,
-    ChildProcessObserver,
     EarlyStopping,
     FabricSubprocessLauncher,
-    LightningEnvironment,
     LightningModule,
     LightningOptimizer,
     Metadata,
     ModelCheckpoint,
     ResultMetric,
-    SIGTERMException,
     Sync,
-    ThroughputMonitor,
     Trainer,
     TrainerSubprocessLauncher,
     is_param_in_hook_signature,
-    set_num_threads_if_needed,
     update_dataloader,
 )
 from lightning_shard.processes.failures.orphans import begin_to_start
+from lightning_shard.processes.torch_private.internals import tree_leaves
 
 END_S = 15.0  # for the process that started the others to end by itself, once one has failed
+
+# private attributes of Lightning's objects, each with what works by it; only this page reads them
+ATTRIBUTES = {
+    "_accelerator_connector": "loaders are read in the order of one process",
+    "_batch_sampler": "a sampler of one's own repeats nothing in a prediction",
+    "_combined_loader_states_to_load": "a loader that was made early goes on from its state",
+    "_current_fx_name": "what a hook reads is told from what a step reads",
+    "_data_fetcher": "the same as _combined_loader_states_to_load",
+    "_data_source": "TiledStrategy('auto') reads a batch of the loader that fit was given",
+    "_device": "self.device of a module is the device, where shards were not moved",
+    "_device_mesh": "self.device_mesh of a module is the mesh",
+    "_evaluate_stopping_criteria": "EarlyStopping stops all ranks by one value",
+    "_evaluation_step": "an evaluation counts each sample once",
+    "_get_cache": "a value of an epoch is reduced by its name",
+    "_has_run": "a ModelCheckpoint saves alike where a rank had no sample to validate",
+    "_is_sequential": "replicas repeat samples where a step reads several loaders",
+    "_monitor_candidates": "a ModelCheckpoint saves by one value on all ranks",
+    "_parallel_devices": "Lightning's strategy of one device trains on an Intel GPU",
+    "_results": "logged values are reduced by name, and saved within an epoch",
+}
 
 # the words that `self.log` was told, without functions
 _PLAIN_META = (
@@ -52,54 +68,70 @@ _PLAIN_META = (
 )  # fmt: skip
 
 
-class _PatientObserver(ChildProcessObserver):
-    """Kills this process once another has failed, but later than Lightning, which waits 0 to 5 s.
+def _kill_all_if_one_fails(processes: list[Any]) -> None:
+    """Kill this process and those that it has started, some time after one of them has failed.
 
-    So this process can say which rank failed, and save what it has.
+    Lightning does it after 0 to 5 s. Here this process can say which rank failed, and save.
     """
+    while any(process.poll() is None for process in processes):
+        time.sleep(1.0)
+        if any(process.returncode for process in processes):
+            time.sleep(END_S)
+            for number in (*(process.pid for process in processes), os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+
+
+def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """Start the other processes of a script, unless they run, and call a function in this one."""
+    if launcher.cluster_environment.creates_processes_externally:  # or in an earlier stage
+        return launch(function)
+    begin_to_start()
+
+    def begun() -> Any:
+        watched, launcher.procs = launcher.procs, [*launcher.procs]
+        watched.clear()  # Lightning's own observer has nothing left to kill
+        Thread(target=_kill_all_if_one_fails, args=(launcher.procs,), daemon=True).start()
+        return function()
+
+    return launch(begun)
+
+
+class FabricScriptLauncher(FabricSubprocessLauncher):
+    """Starts the other processes of a script with a loop of Fabric."""
 
     @override
-    def _run(self) -> bool:
-        if any(process.poll() for process in self._child_processes):
-            time.sleep(END_S)
-        return super()._run()
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the processes, and call the function in this one, too."""
+        return _in_patience(self, super().launch, partial(function, *args, **kwargs))
 
 
-class _Patient:
-    """Starts the other processes of a script, as Lightning does, under a patient observer."""
+class SubprocessScriptLauncher(TrainerSubprocessLauncher):
+    """Starts the other processes of a script with a Trainer."""
 
-    cluster_environment: Any
-    num_processes: int
-    num_nodes: int
-    procs: list[Any]
-    _call_children_scripts: Callable[[], None]
-
+    @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        """Start the processes, unless they run, and call the function in this one."""
-        self.cluster_environment.validate_settings(
-            num_devices=self.num_processes, num_nodes=self.num_nodes
-        )
-        if not self.cluster_environment.creates_processes_externally:  # else of an earlier stage
-            begin_to_start()
-            self._call_children_scripts()
-            _PatientObserver(os.getpid(), self.procs).start()
-        set_num_threads_if_needed(self.num_processes)
-        return function(*args, **kwargs)
-
-
-class FabricScriptLauncher(_Patient, FabricSubprocessLauncher):
-    """Starts the other processes of a script with a loop of Fabric."""
-
-
-class SubprocessScriptLauncher(_Patient, TrainerSubprocessLauncher):
-    """Starts the other processes of a script with a Trainer."""
+        """Start the processes, and call the function in this one, too."""
+        return _in_patience(self, super().launch, partial(function, *args, **kwargs))
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """Give the optimizer that Lightning has wrapped; the wrapper's state has no names."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def hook_of(module: Any) -> str:
+    """Return the hook or step of a module that runs, as Lightning names it; "" for none."""
+    return str(getattr(module, "_current_fx_name", None) or "")
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """Return the Trainer of a module; None where it has none."""
+    with suppress(RuntimeError):
+        return None if module is None else module.trainer
+    return None
 
 
 def tell_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
@@ -141,31 +173,16 @@ def with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[A
     return update_dataloader(loader, sampler)
 
 
+def own_batches(loader: DataLoader[Any]) -> Any:
+    """Return the batch sampler of a loader, and not what Lightning puts around it to predict."""
+    batches: Any = loader.batch_sampler
+    return getattr(batches, "_batch_sampler", batches)
+
+
 def chosen_devices(trainer: Trainer) -> list[torch.device]:
     """Give the devices that the Trainer was asked for, where Lightning took the CPU instead."""
     devices: list[Any] = trainer._accelerator_connector._parallel_devices
     return devices
-
-
-def begin_requeue(trainer: Trainer, received: signal.Signals) -> None:
-    """Do what Lightning does when SLURM says that a job ends: save, and queue the job again."""
-    handler: Any = trainer._signal_connector._slurm_sigusr_handler_fn
-    handler(received, None)
-
-
-def take_sigterm(trainer: Trainer, handler: Callable[..., Any]) -> None:
-    """Let `handler` be what Lightning calls at SIGTERM; its own begins a broadcast, which hangs."""
-    trainer._signal_connector._sigterm_notifier_fn = handler
-
-
-def meet_at(environment: LightningEnvironment, port: int) -> None:
-    """Let the processes of a notebook meet at the port, at which their store is already open."""
-    environment._main_port = port
-
-
-def throughputs(monitor: ThroughputMonitor) -> list[Any]:
-    """Give the counters of a monitor, of which each multiplies by a number of processes."""
-    return list(monitor._throughputs.values())
 
 
 def data_of_stage(trainer: Trainer) -> Any:
@@ -245,8 +262,7 @@ def end_saved_step(
         is_open = is_known() and (loop.restarted_on_train_batch_end or is_in_validation())
         if is_open and loop.restarted_on_train_batch_end:
             loop.batch_progress.increment_completed()
-        if is_open:
-            loop.reset_restart_stage()
+            find_stage()  # as one that has ended, the loop does not count it as it begins
 
     def end_step_or_advance(data_fetcher: Any) -> None:
         nonlocal is_open
@@ -254,12 +270,11 @@ def end_saved_step(
             advance(data_fetcher)
             return
         is_open = loop.val_loop.restarting = False
-        if not loop._should_accumulate():
-            loop._batches_that_stepped -= 1  # it was counted as the loop began
+        loop.reset_restart_stage()
 
     def end_epoch_as_ever() -> None:
         if is_known():
-            fit._restarting = False  # else schedulers that follow a value are left out
+            fit.on_iteration_done()  # else schedulers that follow a value are left out
         end_epoch()
 
     def wind_validation_on() -> None:
@@ -283,8 +298,10 @@ def load_late_states(trainer: Trainer) -> None:
     forgets the states.
     """
     fit: Any = trainer.fit_loop
-    if fit.restarting and fit._combined_loader_states_to_load:
-        fit._load_combined_loader_states()
+    if fit.restarting and (states := fit._combined_loader_states_to_load):
+        loaders = [x for x in tree_leaves(trainer.train_dataloader) if hasattr(x, "state_dict")]
+        for loader, state in zip(loaders, states, strict=True):
+            loader.load_state_dict(state)
         iter(fit._data_fetcher)
 
 
@@ -299,7 +316,7 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
                 "meta": {name: getattr(m.meta, name) for name in _PLAIN_META},
                 "reduce": how,
                 "sync": (m.meta.sync.should, m.meta.sync.rank_zero_only),
-                "states": {name: getattr(m, name).cpu() for name in m._defaults},
+                "states": {name: state.cpu() for name, state in m.metric_state.items()},
             }
             for key, m in metrics
             if m.is_tensor and m.meta.on_epoch and not m.has_reset
@@ -311,12 +328,18 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
 
 def log_on(trainer: Trainer, logged: dict[str, Any]) -> None:
     """Go on with the numbers that `logged_so_far` returned."""
-    connector: Any = trainer._logger_connector
-    connector._callback_metrics.update(logged["last"])
+    trainer.callback_metrics.update(logged["last"])
     if not (logged["epoch"] and trainer.fit_loop.restarted_mid_epoch):
         return
-    connector._first_loop_iter = False  # else Lightning begins to count with the next step
-    device = trainer.strategy.root_device
+    results: Any = trainer.fit_loop.epoch_loop._results
+    whole_reset, device = results.reset, trainer.strategy.root_device
+
+    def reset(metrics: bool | None = None, fx: str | None = None) -> None:
+        if fx is None:  # the epoch has ended; before, Lightning would count from the next step on
+            del vars(results)["reset"]
+            whole_reset(metrics)
+
+    vars(results)["reset"] = reset
     for entry in logged["epoch"]:
         meta = Metadata(**entry["meta"], reduce_fx=entry["reduce"])
         should, rank_zero_only = entry["sync"]
@@ -326,7 +349,7 @@ def log_on(trainer: Trainer, logged: dict[str, Any]) -> None:
         for name, value in entry["states"].items():
             setattr(metric, name, value.clone())
         metric._update_count = 1
-        trainer.fit_loop.epoch_loop._results[entry["key"]] = metric.to(device)
+        results[entry["key"]] = metric.to(device)
 
 
 def _named(plain: Callable[..., Any], reducing: Callable[..., Any], results: Any) -> Any:
@@ -384,11 +407,6 @@ def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
     return both
 
 
-def loaders_of(loop: Any) -> list[Any]:
-    """Return the loaders of an evaluation; none before they were asked for."""
-    return [] if loop._combined_loader is None else loop._combined_loader.flattened
-
-
 def reads_in_turn(loop: Any) -> bool:
     """Return True if each step of an evaluation reads one batch, of one loader after the other."""
     name = "test_step" if loop.trainer.testing else "validation_step"
@@ -404,19 +422,11 @@ def pass_over(loop: Any, loader: int) -> None:
         loop: The loop of the evaluation.
         loader: The number of the loader.
     """
-    several = loop._is_sequential and loop.num_dataloaders > 1
-    connector = loop.trainer._logger_connector
-    loop.batch_progress.increment_ready()
-    connector.on_batch_start(None, loader if several else None)
-    loop.batch_progress.increment_started()
-    loop.batch_progress.increment_processed()
-    connector.on_batch_end()
-    loop.batch_progress.increment_completed()
+    loop.batch_progress.increment_by(1, loop.batch_progress.is_last_batch)
+    # values count to a loader where steps read several loaders in turn
+    loop._results.dataloader_idx = loader if loop.num_dataloaders > 1 else None
     if not loop.trainer.sanity_checking:
         loop._has_run = True
-        loop._seen_batches_per_dataloader[loader] += 1
-    if not loop.batch_progress.is_last_batch and loop.trainer.received_sigterm:
-        raise SIGTERMException
 
 
 def logged_by(loop: Any) -> list[tuple[Any, ...]]:
@@ -424,7 +434,7 @@ def logged_by(loop: Any) -> list[tuple[Any, ...]]:
     return [
         (
             key,
-            {f.name: getattr(m.meta, f.name) for f in fields(m.meta) if f.name != "_sync"},
+            {name: getattr(m.meta, name) for name in (*_PLAIN_META, "reduce_fx")},
             (m.meta.sync.should, m.meta.sync.rank_zero_only),
             m.value.dtype if m.is_tensor else None,
         )

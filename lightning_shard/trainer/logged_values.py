@@ -36,6 +36,7 @@ from lightning_shard.trainer.host import (
     follow_candidates,
     follow_reductions,
     follow_stopping,
+    hook_of,
     not_reduced,
 )
 from lightning_shard.trainer.peers import Peers
@@ -200,8 +201,7 @@ class LoggedValues:
 
     def comes_to_in_hook(self, event: str, group: Any = None) -> None:
         """Notice in seconds that others have left a hook, in which this rank speaks to all."""
-        module: Any = self._trainer.lightning_module if self._world is not None else None
-        hook = getattr(module, "_current_fx_name", None) or ""
+        hook = hook_of(self._trainer.lightning_module) if self._world is not None else ""
         to_all = group is None or group is self._world
         if to_all and hook.startswith("on_") and self._is_possible():
             self._come_to(f"{event} in {hook}")

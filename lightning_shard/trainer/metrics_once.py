@@ -26,7 +26,6 @@ from lightning_shard.lightning import (
     FabricBaseStrategy,
     LightningModule,
     Strategy,
-    ThroughputMonitor,
     Trainer,
     TrainerStatus,
 )
@@ -34,7 +33,7 @@ from lightning_shard.processes.narrow import is_list
 from lightning_shard.tensor.local_mesh import LocalField
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
-from lightning_shard.trainer.host import callbacks_of, throughputs
+from lightning_shard.trainer.host import trainer_of
 
 
 class _Counted(NamedTuple):
@@ -56,9 +55,8 @@ def count_domains_once(
     module: LightningModule,
     data_group: dist.ProcessGroup | None,
     domain_mesh: DeviceMesh,
-    replicas: int,
 ) -> None:
-    """Let metrics and throughput monitors add up over data replicas, not over all ranks.
+    """Let metrics add up over data replicas, not over all ranks.
 
     It holds until another run begins after this one, or another Trainer takes the module. A metric
     that was given a process group keeps it. It holds also where the module is freed meanwhile:
@@ -67,7 +65,7 @@ def count_domains_once(
     model, runner = weakref.ref(module), weakref.ref(trainer)
 
     def lasts() -> bool:
-        taken_by = getattr(model(), "_trainer", None)
+        taken_by = trainer_of(model())
         return taken_by is None or taken_by is runner()
 
     def runs() -> bool:
@@ -75,10 +73,6 @@ def count_domains_once(
         return running is not None and running.state.status == TrainerStatus.RUNNING
 
     count_metrics_over(data_group, domain_mesh, lasts, runs)
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, ThroughputMonitor):
-            for throughput in throughputs(callback):
-                throughput.world_size = replicas
 
 
 def count_metrics_over(

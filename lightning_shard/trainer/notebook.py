@@ -26,7 +26,6 @@ from lightning_shard.processes.forking import (
     initialised_accelerator,
     store_of_ranks,
 )
-from lightning_shard.trainer.host import meet_at
 
 
 class NotebookLauncher(MultiProcessingLauncher):
@@ -51,13 +50,12 @@ class NotebookLauncher(MultiProcessingLauncher):
                 f"which is impossible because {device} has been initialised in it; restart the "
                 "kernel and call the Trainer before anything uses the device, or run a script."
             )
-        environment = self._strategy.cluster_environment
-        assert isinstance(environment, LightningEnvironment)
         outside = os.environ.get("MASTER_PORT")
         try:
             ranks = self._strategy.num_processes
             with forking(ranks) as self._all_forked, store_of_ranks() as port:
-                meet_at(environment, port)
+                os.environ["MASTER_PORT"] = str(port)
+                self._strategy.cluster_environment = LightningEnvironment()  # it asks once for it
                 return super().launch(function, *args, trainer=trainer, **named)
         finally:
             os.environ.pop("MASTER_PORT", None)  # Lightning has set it

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_shard.lightning import Trainer, TrainerFn, rank_zero_warn
+from lightning_shard.trainer.host import hook_of
 from lightning_shard.trainer.random_state import random_state, same_numbers, set_random_state
 
 CPU = torch.device("cpu")
@@ -262,7 +263,7 @@ def unfinished(trainer: Trainer) -> tuple[str, int] | None:
     if current.ready > current.processed:
         return "step", progress.total.ready
     in_validation = trainer.state.fn == TrainerFn.FITTING and trainer.validating
-    ends = getattr(trainer.lightning_module, "_current_fx_name", None) == "on_validation_end"
+    ends = hook_of(trainer.lightning_module) == "on_validation_end"
     return ("validation", progress.total.ready) if in_validation and not ends else None
 
 

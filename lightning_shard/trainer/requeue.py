@@ -5,14 +5,21 @@ so a rank in another collective would wait for ever or mix up what it receives.
 """
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_shard.lightning import Callback, LightningModule, SLURMEnvironment, Trainer
-from lightning_shard.trainer.host import add_once, begin_requeue
+from lightning_shard.lightning import (
+    Callback,
+    LightningModule,
+    SLURMEnvironment,
+    Trainer,
+    package,
+)
+from lightning_shard.trainer.host import add_once, callbacks_of
 
 
 class SaveBeforeRequeue(Callback):
@@ -21,13 +28,13 @@ class SaveBeforeRequeue(Callback):
     def __init__(self, wanted: signal.Signals) -> None:
         """Wait for the signal `wanted`."""
         self._signal, self._asked = wanted, False
+        self._saves: Any = None  # Lightning's handler
 
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the signal before Lightning does, which leaves one that has a handler alone."""
+    def take(self) -> None:
+        """Take the signal from Lightning, once it has set its handler; leave those of others."""
         handler = signal.getsignal(self._signal)
-        of_older = isinstance(getattr(handler, "__self__", None), SaveBeforeRequeue)
-        if of_older or handler is signal.SIG_DFL:
+        if str(type(handler).__module__).startswith(package()):
+            self._saves = handler
             signal.signal(self._signal, self._note)
 
     def _note(self, *_: Any) -> None:
@@ -42,12 +49,18 @@ class SaveBeforeRequeue(Callback):
         dist.all_reduce(asked, dist.ReduceOp.MAX)  # ranks hear of it at different times
         if asked:
             self._asked = False
-            begin_requeue(trainer, self._signal)
+            self._saves(self._signal, None)
 
 
-def save_before_requeue(trainer: Trainer, environment: Any) -> None:
-    """Let all ranks save together in a job of SLURM that Lightning may queue again."""
-    if not isinstance(environment, SLURMEnvironment) or environment.requeue_signal is None:
-        return
-    if environment.auto_requeue:
-        add_once(trainer, SaveBeforeRequeue(environment.requeue_signal))
+def save_before_requeue(trainer: Trainer, environment: Any) -> Callable[[], None]:
+    """Let all ranks save together in a job of SLURM that Lightning may queue again.
+
+    Returns:
+        A function that takes the signal, once Lightning has set its own handler.
+    """
+    received = environment.requeue_signal if isinstance(environment, SLURMEnvironment) else None
+    if received is None or not environment.auto_requeue:
+        return lambda: None
+    add_once(trainer, SaveBeforeRequeue(received))
+    (callback,) = (c for c in callbacks_of(trainer) if isinstance(c, SaveBeforeRequeue))
+    return callback.take

@@ -35,7 +35,12 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.processes.torch_private.internals import tree_leaves
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
-from lightning_shard.trainer.host import add_once, inject_samplers, with_sampler
+from lightning_shard.trainer.host import (
+    add_once,
+    inject_samplers,
+    own_batches,
+    with_sampler,
+)
 from lightning_shard.trainer.ordered_batches import (
     CommonDraws,
     LateStart,
@@ -149,8 +154,7 @@ class SampleOrder:
 
     def _read_each_once(self, loader: DataLoader[Any]) -> None:
         """Take from a loader, in place, the samples that its sampler repeats to fill a replica."""
-        batches: Any = loader.batch_sampler
-        batches = getattr(batches, "_batch_sampler", batches)  # Lightning numbers predictions
+        batches = own_batches(loader)
         sampler: Any = getattr(batches, "sampler", None)
         if type(sampler) in (DistributedSampler, Stride) and type(batches) is BatchSampler:
             batches.sampler = EachOnce(sampler, whole_batches=batches.drop_last)

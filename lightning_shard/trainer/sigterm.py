@@ -8,12 +8,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning_shard.lightning import ClusterEnvironment, SLURMEnvironment, Trainer
+from lightning_shard.lightning import ClusterEnvironment, SLURMEnvironment
 from lightning_shard.processes.failures.failure import SIGTERM_CODE
 from lightning_shard.processes.failures.failure_watch import POLL_S
-from lightning_shard.trainer.host import take_sigterm
 from lightning_shard.trainer.peers import Peers
 
 
@@ -37,24 +37,32 @@ class LeaveTogether:
 
 
 def leave_together_on_sigterm(
-    trainer: Trainer, environment: ClusterEnvironment, peers: Peers, rank: int
-) -> None:
+    environment: ClusterEnvironment, peers: Peers, rank: int
+) -> Callable[[], None]:
     """Take SIGTERM, unless the script has a handler of its own, or SLURM queues the job again.
 
-    Lightning then neither broadcasts nor ends the processes that it started.
+    Returns:
+        A function that takes it again, once Lightning has set its own handler.
     """
+    before = signal.getsignal(signal.SIGTERM)
+    is_free = before in (None, signal.SIG_DFL) or isinstance(before, LeaveTogether)
+    wanted: Any = LeaveTogether(peers, rank) if is_free else before
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        take_sigterm(trainer, _leave_it_to_others)
-        return
-    now = signal.getsignal(signal.SIGTERM)
-    if now not in (None, signal.SIG_DFL) and not isinstance(now, LeaveTogether):
-        take_sigterm(trainer, _leave_it_to_others)
-        return
-    handler = LeaveTogether(peers, rank)
-    take_sigterm(trainer, handler)
+        wanted = _leave_it_to_slurm if is_free else before
+    elif is_free:
+        _handle(wanted)
+
+    def take() -> None:
+        if signal.getsignal(signal.SIGTERM) not in (before, wanted):
+            _handle(wanted)
+
+    return take
+
+
+def _handle(handler: Any) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
-def _leave_it_to_others(*_: Any) -> None:
-    """Do nothing: another handler follows."""
+def _leave_it_to_slurm(*_: Any) -> None:
+    """Do nothing: SLURM queues the job again."""

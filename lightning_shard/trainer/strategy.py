@@ -4,7 +4,7 @@ Every method that Lightning calls is on this page. The work is done by parts: `P
 `Peers`, `LoggedValues`, `SampleOrder`, `UnevenEvaluation`, `Saver` and `Steps`.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +61,7 @@ from lightning_shard.trainer.host import (
     logged_so_far,
     tell_device,
     tell_mesh,
+    trainer_of,
 )
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
 from lightning_shard.trainer.logged_values import LoggedValues
@@ -169,6 +170,7 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
         self._while_set_up = ExitStack()
         self._deferred = False  # whether the module had no memory when this stage began
         self._last_checked: Any = None
+        self._take_signals: list[Callable[[], None]] = []
         self.hook_values: HookValues | None = None  # those of the newest stage on several ranks
 
     # The mesh, beside what OnMesh says of it.
@@ -193,7 +195,7 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
         return self.lightning_module
 
     def _is_interrupted(self) -> bool:
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     # The Trainer assigns its plug-ins, and reads back what it then works with.
@@ -256,10 +258,10 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
             say_what_was_not_saved(
                 self._module.trainer, self.peers.is_disconnected, lambda: self.saver.last_written
             )
-            save_before_requeue(self._module.trainer, self.cluster_environment)
-            leave_together_on_sigterm(
-                self._module.trainer, self.cluster_environment, self.peers, self.global_rank
-            )
+            self._take_signals = [
+                save_before_requeue(self._module.trainer, self.cluster_environment),
+                leave_together_on_sigterm(self.cluster_environment, self.peers, self.global_rank),
+            ]
         end_saved_step(
             self._module.trainer,
             lambda: self.saver.logged(mesh) is not None,
@@ -354,8 +356,7 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
             rank_zero_info(sentence)
 
     def _share_among_ranks(self, trainer: Trainer) -> None:
-        replicas = self.distributed_sampler_kwargs["num_replicas"]
-        count_domains_once(trainer, self._module, self.data_group, self.domain_mesh, replicas)
+        count_domains_once(trainer, self._module, self.data_group, self.domain_mesh)
         share_random_state(self.domain_mesh, self.root_device)
         self._while_set_up.close()
         if self.exact_random is not None:
@@ -494,6 +495,8 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; a rank that has failed ends the wait."""
+        for take in self._take_signals:  # Lightning has set its handlers before the loops begin
+            take()
         self.logged.comes_to_in_hook(waits := "waits for all ranks at a barrier")
         with self.logged.exchanges(waits):
             super().barrier(name)

@@ -19,7 +19,6 @@ from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.host import (
     follow_evaluation,
-    loaders_of,
     log_nothing,
     logged_by,
     pass_over,
@@ -44,6 +43,7 @@ class UnevenEvaluation:
             steps: Gathers sharded parameters.
         """
         self._logged, self._steps = logged, steps
+        self._loaders: list[DataLoader[Any]] = []  # of the evaluation that is being prepared
 
     def follow(
         self,
@@ -66,6 +66,7 @@ class UnevenEvaluation:
 
     def prepare(self, loader: DataLoader[Any]) -> None:
         """Let a loader for evaluation end on all ranks at once, in place."""
+        self._loaders.append(loader)
         if self._repeat:
             end_together(loader, self._device)
         else:
@@ -73,15 +74,12 @@ class UnevenEvaluation:
 
     def _prepared(self, loop: Any) -> None:
         """Let replicas repeat samples where one step reads several batches."""
-        loaders = loaders_of(loop)
-        if not loaders or reads_in_turn(loop):
-            return
-        for loader in loaders:
-            if isinstance(loader, DataLoader):
-                sampler = getattr(loader.batch_sampler, "sampler", None)
-                if isinstance(sampler, EachOnce):
-                    sampler.repeats = True
-                end_together(loader, self._device)
+        loaders, self._loaders = self._loaders, []
+        for loader in loaders if loaders and not reads_in_turn(loop) else ():
+            sampler = getattr(loader.batch_sampler, "sampler", None)
+            if isinstance(sampler, EachOnce):
+                sampler.repeats = True
+            end_together(loader, self._device)
 
     def _step(
         self, loop: Any, plain: Callable[..., None], batch: Any, index: int, loader: int, *args: Any

@@ -2,15 +2,21 @@
 
 import ast
 import importlib
-import signal
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, SequentialSampler
 
 import lightning_shard
 from lightning_shard.lightning import PRIVATE, places
@@ -48,31 +54,101 @@ def test_only_that_page_knows_lightning():
         assert not [m for m in modules if m and m.split(".")[0] == "lightning"], file
 
 
-def test_attributes_of_lightnings_objects():
+def test_this_release_of_lightning_has_all_attributes():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    module, fit = BoringModel(), trainer.fit_loop
+    validation = fit.epoch_loop.val_loop
+    validation._combined_loader = CombinedLoader([], "sequential")
+    numbered = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler([1]), 1, drop_last=False))
+    holders = {
+        trainer: ["_accelerator_connector"],
+        trainer._accelerator_connector: ["_parallel_devices"],
+        module: ["_current_fx_name", "_device", "_device_mesh"],
+        fit: ["_combined_loader_states_to_load", "_data_fetcher", "_data_source"],
+        validation: ["_evaluation_step", "_has_run", "_is_sequential", "_results"],
+        _Hashed(validation._results): ["_get_cache"],
+        ModelCheckpoint(): ["_monitor_candidates"],
+        EarlyStopping("loss"): ["_evaluate_stopping_criteria"],
+        numbered: ["_batch_sampler"],
+    }
+    assert sorted(name for names in holders.values() for name in names) == sorted(host.ATTRIBUTES)
+    for holder, names in holders.items():
+        assert not [name for name in names if not hasattr(getattr(holder, "held", holder), name)]
+
+
+class _Hashed:
+    """A dict that can be a key."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+def test_only_that_page_reads_attributes_of_lightning():
+    """An attribute of `self` may have the same name."""
+    assert len(host.ATTRIBUTES) <= 16
+    for file in PACKAGE.rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        read = {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "self"
+        }
+        read |= {
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant)
+            and file.stem != "host"
+            and isinstance(node.value, str)
+        }
+        if file.name == "host.py":
+            known = {
+                *host.ATTRIBUTES,
+                "_actions",
+                "_computed",
+                "_update_count",
+            }  # argparse, torchmetrics
+            assert {name for name in read if name[:1] == "_" != name[1:2]} <= known
+        elif file.parent.name in ("trainer", "callbacks", "xpu", "lab", "cli"):
+            assert not read & host.ATTRIBUTES.keys(), file
+
+
+def test_what_is_set_is_read():
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert host.chosen_devices(trainer) == [torch.device("cpu")]
-    assert callable(trainer._signal_connector._slurm_sigusr_handler_fn)
-    assert callable(trainer._signal_connector._sigterm_notifier_fn)
-    host.take_sigterm(trainer, print)
-    assert trainer._signal_connector._sigterm_notifier_fn is print
-    environment = LightningEnvironment()
-    host.meet_at(environment, 29511)
-    assert environment.main_port == 29511
-    assert hasattr(ThroughputMonitor(lambda _: 1), "_throughputs")
     module = BoringModel()
-    assert hasattr(module, "_device")
-    assert hasattr(module, "_device_mesh")
     host.tell_device(module, torch.device("meta"))
     assert module.device == torch.device("meta")
+    assert host.hook_of(module) == ""
+    assert host.trainer_of(module) is None
+    module.trainer = trainer
+    assert host.trainer_of(module) is trainer
     plain = torch.optim.SGD(module.parameters())
     assert host.plain_optimizer(LightningOptimizer(plain)) is plain
     assert host.plain_optimizer(plain) is plain
 
 
-def test_a_job_is_queued_again_by_lightnings_handler(monkeypatch):
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    heard = []
-    connector = trainer._signal_connector
-    monkeypatch.setattr(connector, "_slurm_sigusr_handler_fn", lambda *a: heard.append(a))
-    host.begin_requeue(trainer, signal.SIGUSR1)
-    assert heard == [(signal.SIGUSR1, None)]
+def test_the_observer_of_lightning_has_nobody_to_kill(monkeypatch):
+    """It would kill the script at once where another process fails; ours waits, and then does."""
+    begun, killed = [], []
+    monkeypatch.setattr(host, "END_S", 0.1)
+    monkeypatch.setattr(host.os, "kill", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(host, "begin_to_start", lambda: None)
+    failing = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    launcher = SimpleNamespace(
+        cluster_environment=SimpleNamespace(creates_processes_externally=False), procs=[failing]
+    )
+
+    def launch(function):
+        watched = launcher.procs
+        result = function()
+        begun.append(watched)
+        return result
+
+    assert host._in_patience(launcher, launch, lambda: 5) == 5
+    assert begun == [[]]
+    assert launcher.procs == [failing]
+    failing.wait()
+    deadline = time.monotonic() + 20
+    while len(killed) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert killed == [failing.pid, os.getpid()]

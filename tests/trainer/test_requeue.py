@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 from lightning_shard.trainer.requeue import SaveBeforeRequeue, save_before_requeue
 from tests.training import loader, make, trainer
@@ -35,10 +36,11 @@ def test_all_ranks_save_after_the_same_step():
             environment = mock.Mock(SLURMEnvironment, auto_requeue=True)
             environment.requeue_signal = signal.SIGUSR1
             save_before_requeue(runner, environment)
-            save_before_requeue(runner, environment)
+            take = save_before_requeue(runner, environment)
             assert sum(isinstance(c, SaveBeforeRequeue) for c in runner.callbacks) == 1
-            connector = runner._signal_connector
-            connector._slurm_sigusr_handler_fn = partial(note_step, runner, saved)
+            # as Lightning does in a job of SLURM
+            signal.signal(signal.SIGUSR1, _HandlersCompose([partial(note_step, runner, saved)]))
+            take()
             data = loader("simple_cnn", torch.float32, 2, 8)
             runner.fit(make("simple_cnn", torch.float32), data)
             assert saved == [2]
