@@ -43,7 +43,7 @@ class UnevenEvaluation:
             steps: Gathers sharded parameters.
         """
         self._logged, self._steps = logged, steps
-        self._loaders: list[DataLoader[Any]] = []  # of the evaluation that is being prepared
+        self._loaders: list[DataLoader[Any]] = []  # the evaluation that is prepared has these
 
     def follow(
         self,

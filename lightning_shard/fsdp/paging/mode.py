@@ -27,7 +27,7 @@ _LISTS = {list, tuple}
 _STATISTICS = {"running_mean", "running_var"}
 
 
-class Sees(Protocol):
+class _Pager(Protocol):
     """Describes the part of a pager (pager.py) to which operators are shown."""
 
     pages: Pages
@@ -86,7 +86,7 @@ _ALONE = set[Any]()  # operators of views that are not made of others
 class Paging(DispatchMode):
     """While open in a thread, a pager sees the operators of this thread and of its backward."""
 
-    def __init__(self, pager: Sees) -> None:
+    def __init__(self, pager: _Pager) -> None:
         """Show operators to the pager."""
         super().__init__()
         self.pager = pager
@@ -184,7 +184,7 @@ def _storages(args: Any) -> set[int]:
     return found
 
 
-def _new_storages(result: Any, pager: Sees) -> list[torch.UntypedStorage]:
+def _new_storages(result: Any, pager: _Pager) -> list[torch.UntypedStorage]:
     """Return the storages of results on the device that are large enough and not known."""
     if type(result) in _PLAIN:
         try:
@@ -206,7 +206,7 @@ def _new_storages(result: Any, pager: Sees) -> list[torch.UntypedStorage]:
 class Exits(TorchFunctionMode):
     """Brings a tensor whose memory is handed to something that runs no operators, and keeps it."""
 
-    def __init__(self, pager: Sees) -> None:
+    def __init__(self, pager: _Pager) -> None:
         """Bring tensors by this pager."""
         super().__init__()
         self.pager = pager
