@@ -3,29 +3,22 @@
     python -m benchmarks.trained_models
 
 One model of each library of benchmarks/model_zoo, in float64. Each takes five steps of AdamW in
-Lightning's Trainer: alone in one process, and split over several. The first table gives the largest
+Lightning's Trainer: alone in one process, and split over several. The table gives the largest
 relative error of the five losses, and the largest error of how far the steps moved weights and
 buffers. With two replicas, one process accumulates the gradients of both samples, and begins both
 with the same buffers, as replicas do: a spectral norm computes with them. The buffers afterwards
 differ from the replicas', as under DDP, and are not compared.
 
-The second table is of one step on larger inputs, where the model takes them, without the Trainer:
-what the rank that needs most holds (benchmarks/memory.py says how it is counted), and its processor
-time, which other work on the machine does not lengthen, the median of five steps.
-
-`--library timm smp` are some libraries; one that is not installed is named and left out. `--part
-steps` or `--part memory` is one table, `--mesh 2 2x2` are some meshes of the first one.
+`--library timm smp` are some libraries; one that is not installed is named and left out. `--mesh 2
+2x2` are some meshes.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import math
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,38 +32,34 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from benchmarks.common import describe, start, table
-from benchmarks.memory import MIB, Bytes, count, most_of
 from benchmarks.model_zoo import Case, cases
-from benchmarks.model_zoo.comparison import made, parts, relative_errors, tensors_of
+from benchmarks.model_zoo.comparison import made, relative_errors, tensors_of
 from lightning_shard.checkpoint.state import full_module_state
-from lightning_shard.processes.mesh import make_mesh
 
 STEPS = 5
 WAIT_S = 300
-# by library: a model, and larger inputs for memory and time
-MODELS: dict[str, tuple[str, Sequence[tuple[int, ...]]]] = {
-    "torchvision": ("resnet18", [(2, 3, 256, 192)]),
-    "neuralop": ("tfno_tucker", [(2, 1, 192, 160)]),
-    "transformers": ("bert_embeds", [(2, 384, 16)]),
-    "timm": ("test_convnext", [(2, 3, 256, 192)]),
-    "monai": ("unet_2d", [(2, 1, 256, 192)]),
-    "smp": ("unet", [(2, 3, 256, 192)]),
-    "diffusers": ("unet_2d", [(2, 3, 96, 64)]),
-    "torch_geometric": ("mesh_graph_net", []),
-    "aurora": ("pretrained", []),
-    "physicsnemo": ("dit", []),
-    "torch_harmonics": ("sfno", []),
-    "anemoi": ("transformer_processor", [(1024, 16)]),
-    "credit": ("wxformer", []),
-    "the_well": ("unet_convnext", []),
-    "nnunet": ("residual_encoder_unet", [(1, 2, 64, 48, 48)]),
-    "segment_anything": ("image_encoder", []),
-    "spandrel": ("swinir", [(1, 3, 96, 96)]),
-    "x_transformers": ("vision", []),
+MODELS = {  # one of each library
+    "torchvision": "resnet18",
+    "neuralop": "tfno_tucker",
+    "transformers": "bert_embeds",
+    "timm": "test_convnext",
+    "monai": "unet_2d",
+    "smp": "unet",
+    "diffusers": "unet_2d",
+    "torch_geometric": "mesh_graph_net",
+    "aurora": "pretrained",
+    "physicsnemo": "dit",
+    "torch_harmonics": "sfno",
+    "anemoi": "transformer_processor",
+    "credit": "wxformer",
+    "the_well": "unet_convnext",
+    "nnunet": "residual_encoder_unet",
+    "segment_anything": "image_encoder",
+    "spandrel": "swinir",
+    "x_transformers": "vision",
 }
 # data replicas, and the ranks of the domain along each of its axes
 MESHES = {"2": (1, (2,)), "3": (1, (3,)), "2x2": (1, (2, 2)), "2 replicas x 2": (2, (2,))}
-SIZES = (1, 2, 4)
 
 
 class Trained(LightningModule):
@@ -184,50 +173,14 @@ def compared(
     return loss, errors[worst], worst
 
 
-def held(library: str, name: str, inputs: Sequence[tuple[int, ...]]) -> tuple[Bytes, float]:
-    """What the rank that needs most holds, and the seconds of a step; called on each rank."""
-    case = cases(library)[name]
-    case = dataclasses.replace(case, inputs=inputs or case.inputs)
-    torch.manual_seed(0)
-    given, net = case.tensors(), made(case)
-    if (ranks := dist.get_world_size()) > 1:
-        mesh = make_mesh("cpu", 1, (ranks,))
-        lightning_shard.parallelize(net, mesh)
-        given = parts(case, given, mesh["domain"])
-
-    def loss() -> Tensor:
-        return distance(net(*given))
-
-    optimizer = adam(net.parameters())
-    most = most_of(count(net, loss, optimizer))
-    return most, seconds(loss, optimizer)
-
-
-def seconds(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """Of the processor for a step: the median, on the rank that needs most."""
-    spent = []
-    for _ in range(STEPS):
-        dist.barrier()
-        begin = time.process_time()
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-        spent.append(time.process_time() - begin)
-    most = torch.tensor(statistics.median(spent))
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return most.item()
-
-
 def each(libraries: Sequence[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """`function(library, model, *args)` of each library; an error is its words."""
     found: dict[str, Any] = {}
     for library in libraries:
         faulthandler.dump_traceback_later(WAIT_S, exit=True)
-        name, inputs = MODELS[library]
-        more = args or (inputs,)
         try:
             with contextlib.redirect_stdout(None):  # some models print
-                found[library] = function(library, name, *more)
+                found[library] = function(library, MODELS[library], *args)
         except Exception as error:
             found[library] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         faulthandler.cancel_dump_traceback_later()
@@ -246,44 +199,19 @@ def print_steps(libraries: Sequence[str], meshes: Sequence[str]) -> None:
     for library in libraries:
         errors = [of_mesh[library] for of_mesh in found]
         cells = [e if isinstance(e, str) else f"{e[0]:.0e}, {e[1]:.0e}" for e in errors]
-        rows.append((library, MODELS[library][0], *cells))
+        rows.append((library, MODELS[library], *cells))
     table(("library", "model", *meshes), rows)
-
-
-def print_memory(libraries: Sequence[str]) -> None:
-    """Print the table of memory and time."""
-    found = {ranks: start(ranks, each, libraries, held, fork=True) for ranks in SIZES}
-    rows = []
-    for library in libraries:
-        name, inputs = MODELS[library]
-        shapes = inputs or [x for x in cases(library)[name].inputs if isinstance(x, tuple)]
-        extents = " x ".join(map(str, shapes[0]))
-        rows.append((library, name, extents, *costs([found[r][library] for r in SIZES])))
-    table(("library", "model", "input", "states", "activations", "peak", "processor ms"), rows)
-
-
-def costs(found: Sequence[Any]) -> list[str]:
-    """The cells of a row: MiB and milliseconds for each number of ranks, or what went wrong."""
-    if wrong := [each for each in found if isinstance(each, str)]:
-        return [wrong[0]]
-    kinds = [[getattr(b, k) / MIB for b, _ in found] for k in ("states", "activations", "peak")]
-    cells = [" / ".join(f"{size:.2f}" for size in sizes) for sizes in kinds]
-    return [*cells, " / ".join(f"{time * 1e3:.0f}" for _, time in found)]
 
 
 def main() -> None:
     """Print the tables of the libraries asked for."""
     parser = argparse.ArgumentParser(description="Unmodified models trained by the Trainer.")
     parser.add_argument("--library", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--part", choices=("steps", "memory", "both"), default="both")
-    parser.add_argument("--mesh", nargs="+", choices=MESHES, default=[*MESHES], help="of the steps")
+    parser.add_argument("--mesh", nargs="+", choices=MESHES, default=[*MESHES])
     options = parser.parse_args()
     describe()
     libraries = [library for library in options.library if installed(library)]
-    if options.part != "memory":
-        print_steps(libraries, options.mesh)
-    if options.part != "steps":
-        print_memory(libraries)
+    print_steps(libraries, options.mesh)
 
 
 def installed(library: str) -> bool:

@@ -36,15 +36,9 @@ LIBRARIES = {
     "piq": ("piq",),
     "ptwt": ("ptwt",),
     "vit_pytorch": ("vit_pytorch",),
-    "handwritten": (
-        "handwritten_fields",
-        "handwritten_steps",
-        "handwritten_attention",
-        "handwritten_losses",
-        "handwritten_rows",
-        "points",
-    ),
-}
+    "handwritten": ("handwritten_fields", "handwritten_steps", "handwritten_attention",
+        "handwritten_losses", "handwritten_rows", "points"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

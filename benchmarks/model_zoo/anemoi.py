@@ -24,16 +24,14 @@ def over_nodes(make):
 
 CASES = {
     "mlp_processor": Case(over_nodes(lambda: PointWiseMLPProcessor(**SIZES)), [(37, 16)], (0,)),
-    "transformer_processor": Case(
-        over_nodes(lambda: TransformerProcessor(**HEADS)), [(37, 16)], (0,)
-    ),
+    "transformer_processor": Case(over_nodes(lambda: TransformerProcessor(**HEADS)), [(37, 16)],
+        (0,)),
     "transformer_qk_norm": Case(
         over_nodes(
             lambda: TransformerProcessor(**HEADS, qk_norm=True, mlp_implementation="swiglu")
         ),
         [(37, 16)], (0,),
     ),
-    "transformer_window": Case(
-        over_nodes(lambda: TransformerProcessor(**HEADS, window_size=5)), [(37, 16)], (0,)
-    ),
+    "transformer_window": Case(over_nodes(lambda: TransformerProcessor(**HEADS, window_size=5)),
+        [(37, 16)], (0,)),
 }  # fmt: skip

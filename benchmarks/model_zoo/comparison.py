@@ -94,10 +94,8 @@ def made(case: Case) -> nn.Module:
 def parts(case: Case, inputs: Sequence[Tensor], mesh: DeviceMesh | Tiles) -> list[Tensor]:
     """The inputs of a case, split over the ranks."""
     each = zip(
-        inputs,
-        case.dims_of_each(mesh.ndim),
-        strict=True,
-    )
+        inputs, case.dims_of_each(mesh.ndim), strict=True,
+    )  # fmt: skip
     return [lightning_shard.shard(x, mesh, dims) for x, dims in each]
 
 

@@ -22,29 +22,14 @@ STATE = (1, 6, 1, 32, 64)
 
 CASES = {
     "crossformer": Case(lambda: CrossFormer(**CROSS), [STATE], (3, 4)),
-    "crossformer_padded": Case(
-        lambda: CrossFormer(**CROSS, padding_conf=PADDED), [STATE], (3, 4)
-    ),
+    "crossformer_padded": Case(lambda: CrossFormer(**CROSS, padding_conf=PADDED), [STATE], (3, 4)),
     "wxformer": Case(lambda: WXFormer(**CROSS), [STATE], (3, 4)),
-    "wxformer_next": Case(
-        lambda: NextGenWXFormer(**CROSS, col_attn_heads=1, num_spectral_nodes=6), [STATE], (3, 4)
-    ),
+    "wxformer_next": Case(lambda: NextGenWXFormer(**CROSS, col_attn_heads=1, num_spectral_nodes=6),
+        [STATE], (3, 4)),
     "camulator": Case(lambda: Float32(called, Camulator(**CROSS)), [STATE], (3, 4), 1e-4),
-    "fuxi": Case(
-        lambda: Float32(
-            called,
-            Fuxi(
-                **GRID, **FIELDS, patch_height=4, patch_width=4, frames=2, frame_patch_size=2,
-                dim=16, num_groups=4, num_heads=2, depth=2, window_size=2,
-            ),
-        ),
-        [(1, 6, 2, 32, 64)], (3, 4), 1e-4,
-    ),
-    "swin": Case(
-        lambda: SwinTransformerV2Cr(
-            img_size=(32, 64), patch_size=2, window_size=4, **FIELDS, frames=1, embed_dim=8,
-            depths=(2, 2), num_heads=(2, 2),
-        ),
-        [STATE], (3, 4),
-    ),
+    "fuxi": Case(lambda: Float32(called, Fuxi(**GRID, **FIELDS, patch_height=4, patch_width=4,
+        frames=2, frame_patch_size=2, dim=16, num_groups=4, num_heads=2, depth=2, window_size=2)),
+        [(1, 6, 2, 32, 64)], (3, 4), 1e-4),
+    "swin": Case(lambda: SwinTransformerV2Cr(img_size=(32, 64), patch_size=2, window_size=4,
+        **FIELDS, frames=1, embed_dim=8, depths=(2, 2), num_heads=(2, 2)), [STATE], (3, 4)),
 }  # fmt: skip

@@ -39,13 +39,11 @@ def there_and_back(make, shape=IMAGE):
 
 def unrolled():
     return deepinv.unfolded.unfolded_builder(
-        "PGD",
-        params_algo={"stepsize": [0.5] * 3, "lambda": [0.1] * 3, "g_param": [0.1] * 3},
-        trainable_params=["stepsize"],
-        data_fidelity=deepinv.optim.data_fidelity.L2(),
+        "PGD", params_algo={"stepsize": [0.5] * 3, "lambda": [0.1] * 3, "g_param": [0.1] * 3},
+        trainable_params=["stepsize"], data_fidelity=deepinv.optim.data_fidelity.L2(),
         prior=deepinv.optim.prior.PnP(models.DnCNN(3, 3, depth=3, nf=8, pretrained=None)),
         max_iter=3,
-    )
+    )  # fmt: skip
 
 
 def blur(padding):
@@ -59,23 +57,12 @@ CASES = {
     "drunet": network(lambda: models.DRUNet(3, 3, **SMALL)),
     "dncnn": network(lambda: models.DnCNN(3, 3, depth=4, nf=8, **NO_WEIGHTS)),
     "unet": network(lambda: models.UNet(3, 3, scales=3)),
-    "restormer": network(
-        lambda: models.Restormer(
-            3, 3, dim=8, num_blocks=[1] * 4, num_refinement_blocks=1, **NO_WEIGHTS
-        )
-    ),
-    "swinir": network(
-        lambda: models.SwinIR(
-            img_size=32, in_chans=3, embed_dim=12, depths=[2], num_heads=[2], window_size=8,
-            upscale=1, **NO_WEIGHTS,
-        )
-    ),
-    "icnn": Case(
-        lambda: Float64Defaults(
-            called, models.ICNN(in_channels=3, num_filters=8, kernel_dim=3, num_layers=3)
-        ),
-        [IMAGE], (2, 3),
-    ),
+    "restormer": network(lambda: models.Restormer(3, 3, dim=8, num_blocks=[1] * 4,
+        num_refinement_blocks=1, **NO_WEIGHTS)),
+    "swinir": network(lambda: models.SwinIR(img_size=32, in_chans=3, embed_dim=12, depths=[2],
+        num_heads=[2], window_size=8, upscale=1, **NO_WEIGHTS)),
+    "icnn": Case(lambda: Float64Defaults(called,
+        models.ICNN(in_channels=3, num_filters=8, kernel_dim=3, num_layers=3)), [IMAGE], (2, 3)),
     "tv": without_weights(lambda: models.TVDenoiser(n_it_max=5)),
     "tgv": without_weights(lambda: models.TGVDenoiser(n_it_max=5)),
     "wavelet": without_weights(lambda: models.WaveletDenoiser(level=2)),
@@ -95,18 +82,12 @@ CASES = {
     "inpainting": there_and_back(lambda: physics.Inpainting((3, 24, 32), mask=MASK)),
     "demosaicing": there_and_back(lambda: physics.Demosaicing(img_size=(3, 24, 32))),
     "decolorize": there_and_back(physics.Decolorize),
-    "mri": there_and_back(
-        lambda: physics.MRI(img_size=(24, 32), mask=MASK[:1]), (1, 2, 24, 32)
-    ),
+    "mri": there_and_back(lambda: physics.MRI(img_size=(24, 32), mask=MASK[:1]), (1, 2, 24, 32)),
     "multicoil_mri": there_and_back(
         lambda: physics.MultiCoilMRI(img_size=(24, 32), mask=MASK[:1], coil_maps=COILS),
         (1, 2, 24, 32),
     ),
-    "tomography": Case(
-        lambda: Float64Defaults(
-            lambda c, p, x: p.A(c(x)),
-            conv(1), physics.Tomography(angles=7, img_width=24, normalize=False).double(),
-        ),
-        [(1, 1, 24, 24)], (2, 3),
-    ),
+    "tomography": Case(lambda: Float64Defaults(lambda c, p, x: p.A(c(x)), conv(1),
+        physics.Tomography(angles=7, img_width=24, normalize=False).double()), [(1, 1, 24, 24)],
+        (2, 3)),
 }  # fmt: skip

@@ -102,29 +102,21 @@ def _quantized(model: Any, x: Tensor) -> Tensor:
 
 CASES = {
     "vae": Case(coder(_vae), IMAGE, (2, 3)),
-    "vae_without_attention": Case(
-        coder(lambda: _vae(mid_block_add_attention=False)), IMAGE, (2, 3)
-    ),
+    "vae_without_attention": Case(coder(lambda: _vae(mid_block_add_attention=False)), IMAGE,
+        (2, 3)),
     "vae_asymmetric": Case(coder(_asymmetric), IMAGE, (2, 3)),
     "vae_tiny": Case(coder(_tiny), IMAGE, (2, 3)),
     # its linear attention divides in float32 by sums that may be small
     "vae_dc": Case(coder(_dc), [(1, 3, 24, 16)], (2, 3), 1e-4),
     "vae_temporal": Case(coder(_temporal, num_frames=2), [(2, 3, 16, 12)], (2, 3)),
-    "vq": Case(
-        lambda: Apply(
-            _quantized,
-            diffusers.VQModel(3, 3, DOWN, UP, (8, 16), norm_num_groups=4, num_vq_embeddings=16),
-        ),
-        IMAGE,
-        (2, 3),
-    ),
+    "vq": Case(lambda: Apply(_quantized, diffusers.VQModel(3, 3, DOWN, UP, (8, 16),
+        norm_num_groups=4, num_vq_embeddings=16)), IMAGE, (2, 3)),
     "vae_cogvideox": Case(coder(_cogvideox), VIDEO, (3, 4)),
     "vae_wan": Case(coder(_wan), VIDEO, (3, 4), 1e-5),
-    "vae_qwen_image": Case(
-        coder(lambda: _wan(diffusers.AutoencoderKLQwenImage)), VIDEO, (3, 4), 1e-5
-    ),
+    "vae_qwen_image": Case(coder(lambda: _wan(diffusers.AutoencoderKLQwenImage)), VIDEO, (3, 4),
+        1e-5),
     "vae_hunyuan_video": Case(coder(_hunyuan), VIDEO, (3, 4)),
     "vae_ltx": Case(coder(_ltx), [(1, 3, 5, 16, 16)], (3, 4), 1e-5),
     "vae_mochi": Case(coder(_mochi), [(1, 3, 7, 16, 16)], (3, 4), 1e-5),
     "vae_magvit": Case(coder(_magvit), VIDEO, (3, 4)),
-}
+}  # fmt: skip

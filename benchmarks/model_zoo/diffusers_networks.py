@@ -146,9 +146,8 @@ CASES = {
         [(1, 2, 32)],
     ),
     "unet_2d": Case(called(_unet_2d, step), [(1, 3, 18, 12)], (2, 3)),
-    "unet_2d_condition": Case(
-        called(_unet_2d_condition, step, text(1, 5, 12)), [(1, 4, 18, 12)], (2, 3)
-    ),
+    "unet_2d_condition": Case(called(_unet_2d_condition, step, text(1, 5, 12)), [(1, 4, 18, 12)],
+        (2, 3)),
     "unet_2d_cross_attention": Case(
         called(
             lambda: _unet_2d_condition(only_cross_attention=True, use_linear_projection=True),
@@ -158,49 +157,24 @@ CASES = {
         [(1, 4, 18, 12)],
         (2, 3),
     ),
-    "unet_3d_condition": Case(
-        called(_unet_3d_condition, step, text(1, 5, 12)), [(1, 4, 3, 18, 12)], (3, 4)
-    ),
-    "unet_spatio_temporal": Case(
-        called(_unet_spatio_temporal, step, text(1, 1, 32), text(1, 3)), [(1, 2, 8, 16, 12)], (3, 4)
-    ),
+    "unet_3d_condition": Case(called(_unet_3d_condition, step, text(1, 5, 12)), [(1, 4, 3, 18, 12)],
+        (3, 4)),
+    "unet_spatio_temporal": Case(called(_unet_spatio_temporal, step, text(1, 1, 32), text(1, 3)),
+        [(1, 2, 8, 16, 12)], (3, 4)),
     "unet_motion": Case(called(_unet_motion, step, text(3, 5, 12)), [(1, 4, 3, 16, 12)], (3, 4)),
-    "controlnet": Case(
-        lambda: Apply(
-            lambda m, x, image: m(x, 7, text(1, 5, 12)(), image, return_dict=False)[0],
-            _controlnet(),
-        ),
-        [(1, 4, 16, 12), (1, 3, 32, 24)],
-        (2, 3),
-    ),
-    "stable_cascade": Case(
-        called(_stable_cascade, text(1), text(1, 1, 10)), [(1, 4, 16, 12)], (2, 3)
-    ),
-    "dit": Case(
-        called(
-            lambda: diffusers.DiTTransformer2DModel(
-                2, 6, 4, sample_size=16, patch_size=2, num_layers=2, norm_num_groups=2
-            ),
-            step,
-            lambda: torch.tensor([3]),
-        ),
-        [(1, 4, 16, 16)],
-        (2, 3),
-    ),
+    "controlnet": Case(lambda: Apply(lambda m, x,
+        image: m(x, 7, text(1, 5, 12)(), image, return_dict=False)[0], _controlnet()),
+        [(1, 4, 16, 12), (1, 3, 32, 24)], (2, 3)),
+    "stable_cascade": Case(called(_stable_cascade, text(1), text(1, 1, 10)), [(1, 4, 16, 12)],
+        (2, 3)),
+    "dit": Case(called(lambda: diffusers.DiTTransformer2DModel(2, 6, 4, sample_size=16,
+        patch_size=2, num_layers=2, norm_num_groups=2), step, lambda: torch.tensor([3])),
+        [(1, 4, 16, 16)], (2, 3)),
     "pixart": Case(called(_pixart, text(1, 5, 10), step), [(1, 4, 16, 16)], (2, 3)),
     "sd3": Case(called(_sd3, text(1, 5, 12), text(1, 10), step), [(1, 4, 18, 12)], (2, 3)),
-    "flux": Case(
-        called(
-            _flux,
-            text(1, 5, 12),
-            text(1, 10),
-            text(1),
-            img_ids=lambda: torch.cartesian_prod(*map(torch.arange, (1, 6, 4))).double(),
-            txt_ids=zeros(5, 3),
-        ),
-        [(1, 24, 4)],
-        (1,), 1e-5,
-    ),
+    "flux": Case(called(_flux, text(1, 5, 12), text(1, 10), text(1),
+        img_ids=lambda: torch.cartesian_prod(*map(torch.arange, (1, 6, 4))).double(),
+        txt_ids=zeros(5, 3)), [(1, 24, 4)], (1,), 1e-5),
     "sana": Case(
         called(
             lambda: diffusers.SanaTransformer2DModel(
@@ -213,9 +187,8 @@ CASES = {
         (2, 3),
         1e-5,
     ),
-    "lumina2": Case(
-        called(_lumina2, step, text(1, 5, 10), ones(1, 5)), [(1, 4, 16, 12)], (2, 3), 1e-5
-    ),
+    "lumina2": Case(called(_lumina2, step, text(1, 5, 10), ones(1, 5)), [(1, 4, 16, 12)], (2, 3),
+        1e-5),
     "aura_flow": Case(
         called(
             lambda: diffusers.AuraFlowTransformer2DModel(16, 2, 4, 1, 1, 8, 2, 10, 16, 4, 96),
@@ -251,13 +224,8 @@ CASES = {
         [(1, 48, 4)],
         (1,), 1e-5,
     ),
-    "hunyuan_video": Case(
-        called(
-            _hunyuan_video, step, text(1, 5, 10), ones(1, 5, dtype=torch.float32), text(1, 6)
-        ),
-        [(1, 4, 3, 16, 12)],
-        (3, 4), 1e-5,
-    ),
+    "hunyuan_video": Case(called(_hunyuan_video, step, text(1, 5, 10),
+        ones(1, 5, dtype=torch.float32), text(1, 6)), [(1, 4, 3, 16, 12)], (3, 4), 1e-5),
     "mochi": Case(
         called(
             lambda: diffusers.MochiTransformer3DModel(2, 2, 8, 2, 6, 4, None, "rms_norm", 16, 8),

@@ -21,21 +21,17 @@ def edge_index(nodes=NODES, edges=EDGES, seed=3, others=None):
 def of_edges(layer, *, features=4):
     """A case of a layer that takes nodes and `edge_index`."""
     return Case(
-        lambda: Apply(lambda f, x, edges: f(x, edges), layer()),
-        [(NODES, features), edge_index],
-        (0,),
-        each=[(0, 0), (1, 1)],
-    )
+        lambda: Apply(lambda f, x, edges: f(x, edges), layer()), [(NODES, features), edge_index],
+        (0,), each=[(0, 0), (1, 1)],
+    )  # fmt: skip
 
 
 def with_features(layer):
     """A case of a layer that takes features of edges, too."""
     return Case(
         lambda: Apply(lambda f, x, edges, e: f(x, edges, e), layer()),
-        [(NODES, 4), edge_index, (EDGES, 3)],
-        (0,),
-        each=[(0, 0), (1, 1), (0, 0)],
-    )
+        [(NODES, 4), edge_index, (EDGES, 3)], (0,), each=[(0, 0), (1, 1), (0, 0)],
+    )  # fmt: skip
 
 
 def mlp(inputs, width=8, outputs=None):
@@ -145,40 +141,16 @@ CASES = {
     "cheb": of_edges(lambda: gnn.ChebConv(4, 8, K=3)),
     "gen": with_features(lambda: gnn.GENConv(4, 8, edge_dim=3)),
     "nn_conv": with_features(lambda: gnn.NNConv(4, 4, mlp(3, outputs=16))),
-    "pna": of_edges(
-        lambda: gnn.PNAConv(
-            4, 8, ["mean", "max", "std"], ["identity", "amplification"], torch.tensor([1, 4, 9, 4])
-        )
-    ),
+    "pna": of_edges(lambda: gnn.PNAConv(4, 8, ["mean", "max", "std"], ["identity", "amplification"],
+        torch.tensor([1, 4, 9, 4]))),
     "graph_unet": of_edges(lambda: gnn.GraphUNet(4, 8, 2, depth=2)),
-    "reductions": Case(
-        Reductions, [(41, 3), lambda: edge_index(10, 41)[0]], (0,), each=[(0, 0), (0, 0)]
-    ),
-    "graphs": Case(
-        GraphClassifier,
-        [(NODES, 4), edge_index, lambda: torch.arange(NODES) // 8],
-        (0,),
-        each=[(0, 0), (1, 1), (0, 0)],
-    ),
-    "mesh_graph_net": Case(
-        MeshGraphNet,
-        [(NODES, 4), edge_index, (EDGES, 3)],
-        (0,),
-        each=[(0, 0), (1, 1), (0, 0)],
-    ),
-    "graph_cast": Case(
-        GraphCastLike,
-        [
-            (NODES, 4),
-            (11, 3),
-            lambda: edge_index(NODES, 31, 1, 11),
-            lambda: edge_index(11, 25, 2),
-            lambda: edge_index(11, 37, 4, NODES),
-            (31, 3),
-            (25, 3),
-            (37, 3),
-        ],
-        (0,),
-        each=[(0, 0), (0, 0), (1, 1), (1, 1), (1, 1), (0, 0), (0, 0), (0, 0)],
-    ),
-}
+    "reductions": Case(Reductions, [(41, 3), lambda: edge_index(10, 41)[0]], (0,),
+        each=[(0, 0), (0, 0)]),
+    "graphs": Case(GraphClassifier, [(NODES, 4), edge_index, lambda: torch.arange(NODES) // 8],
+        (0,), each=[(0, 0), (1, 1), (0, 0)]),
+    "mesh_graph_net": Case(MeshGraphNet, [(NODES, 4), edge_index, (EDGES, 3)], (0,),
+        each=[(0, 0), (1, 1), (0, 0)]),
+    "graph_cast": Case(GraphCastLike, [(NODES, 4), (11, 3), lambda: edge_index(NODES, 31, 1, 11),
+        lambda: edge_index(11, 25, 2), lambda: edge_index(11, 37, 4, NODES), (31, 3), (25, 3),
+        (37, 3)], (0,), each=[(0, 0), (0, 0), (1, 1), (1, 1), (1, 1), (0, 0), (0, 0), (0, 0)]),
+}  # fmt: skip

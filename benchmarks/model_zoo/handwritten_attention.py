@@ -191,28 +191,20 @@ def einops_forms(x):
     h = x.shape[2] // 2 * 2
     x = x[:, :, :h]
     return (
-        rearrange(x, "b c (h p) w -> b (c p) h w", p=2),
-        rearrange(x, "b c h w -> (b h) w c"),
-        rearrange(x, "b c h w -> h (b w) c"),
-        rearrange(x, "b c (p h) w -> b (h p) (c w)", p=2),
-        reduce(x, "b c (h 2) w -> b c h w", "max"),
-        reduce(x, "b c h w -> b c", "mean"),
-        reduce(x, "b c h w -> b c () w", "sum"),
-        repeat(x, "b c h w -> b c (h 2) (w 3)"),
-        repeat(x, "b c h w -> b r c h w", r=2),
-        rearrange([x, x], "n b c h w -> b (n c) h w"),
-    )
+        rearrange(x, "b c (h p) w -> b (c p) h w", p=2), rearrange(x, "b c h w -> (b h) w c"),
+        rearrange(x, "b c h w -> h (b w) c"), rearrange(x, "b c (p h) w -> b (h p) (c w)", p=2),
+        reduce(x, "b c (h 2) w -> b c h w", "max"), reduce(x, "b c h w -> b c", "mean"),
+        reduce(x, "b c h w -> b c () w", "sum"), repeat(x, "b c h w -> b c (h 2) (w 3)"),
+        repeat(x, "b c h w -> b r c h w", r=2), rearrange([x, x], "n b c h w -> b (n c) h w"),
+    )  # fmt: skip
 
 
 def patches():
     return nn.Sequential(
-        Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=4, q=4),
-        nn.Linear(48, 8),
-        nn.LayerNorm(8),
-        nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
-        Reduce("b n c -> b c", "mean"),
-        nn.Linear(8, 2),
-    )
+        Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=4, q=4), nn.Linear(48, 8),
+        nn.LayerNorm(8), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+        Reduce("b n c -> b c", "mean"), nn.Linear(8, 2),
+    )  # fmt: skip
 
 
 class SequenceModel(nn.Module):
@@ -246,23 +238,12 @@ CASES = {
         [(2, 11, 8)],
         (1,),
     ),
-    "transformer": Case(
-        lambda: Apply(
-            lambda m, x: m(x, x[:5], tgt_mask=m.generate_square_subsequent_mask(5)),
-            nn.Transformer(8, 2, 1, 1, 16, 0.0),
-        ),
-        [(11, 2, 8)],
-        (0,),
-    ),
+    "transformer": Case(lambda: Apply(lambda m,
+        x: m(x, x[:5], tgt_mask=m.generate_square_subsequent_mask(5)),
+        nn.Transformer(8, 2, 1, 1, 16, 0.0)), [(11, 2, 8)], (0,)),
     "gru_batch_split": Case(lambda: SequenceModel(nn.GRU), [(5, 7, 4)], (0,)),
     "lstm": Case(lambda: SequenceModel(nn.LSTM), [(5, 7, 4)], (1, 0)),
-    "mlp_mixer": Case(
-        lambda: Apply(
-            lambda a, b, x: b(x + a(x.transpose(1, 2)).transpose(1, 2)),
-            nn.Sequential(nn.Linear(11, 6), nn.GELU(), nn.Linear(6, 11)),
-            nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)),
-        ),
-        [(2, 11, 4)],
-        (1,),
-    ),
-}
+    "mlp_mixer": Case(lambda: Apply(lambda a, b, x: b(x + a(x.transpose(1, 2)).transpose(1, 2)),
+        nn.Sequential(nn.Linear(11, 6), nn.GELU(), nn.Linear(6, 11)),
+        nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))), [(2, 11, 4)], (1,)),
+}  # fmt: skip

@@ -75,13 +75,9 @@ def discriminator(norm):
         return norm(c)
 
     return nn.Sequential(
-        conv(3, 8, 2),
-        nn.LeakyReLU(0.2, True),
-        conv(8, 8, 2),
-        nn.InstanceNorm2d(8, affine=True),
-        nn.LeakyReLU(0.2, True),
-        conv(8, 1, 1),
-    )
+        conv(3, 8, 2), nn.LeakyReLU(0.2, True), conv(8, 8, 2), nn.InstanceNorm2d(8, affine=True),
+        nn.LeakyReLU(0.2, True), conv(8, 1, 1),
+    )  # fmt: skip
 
 
 def group_equivariant(conv, x):
@@ -153,11 +149,9 @@ class PixelShuffleSR(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(3, 12, 5, padding=2, padding_mode="reflect"),
-            nn.PReLU(),
-            nn.PixelShuffle(2),
+            nn.Conv2d(3, 12, 5, padding=2, padding_mode="reflect"), nn.PReLU(), nn.PixelShuffle(2),
             nn.Conv2d(3, 3, 3, padding="same", padding_mode="replicate"),
-        )
+        )  # fmt: skip
 
     def forward(self, x):
         return self.net(x) + F.interpolate(x, scale_factor=2, mode="bicubic", align_corners=False)
@@ -192,12 +186,9 @@ class AttentionUNet(nn.Module):
     @staticmethod
     def block(a: int, b: int) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(a, b, 3, padding=1),
-            nn.GroupNorm(2, b),
-            nn.SiLU(),
-            nn.Conv2d(b, b, 3, padding=1),
-            nn.ReLU(),
-        )
+            nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.SiLU(),
+            nn.Conv2d(b, b, 3, padding=1), nn.ReLU(),
+        )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.down1(x)
@@ -219,41 +210,22 @@ CASES = {
         [FIELD],
         (2, 3),
     ),
-    "dilated_1d": Case(
-        lambda: nn.Sequential(
-            nn.Conv1d(2, 4, 3, dilation=1, padding=1),
-            nn.SiLU(),
-            nn.Conv1d(4, 4, 3, dilation=4, padding=4),
-            nn.BatchNorm1d(4),
-            nn.Conv1d(4, 1, 3, stride=2),
-        ),
-        [(2, 2, 29)],
-        (2,),
-    ),
-    "causal_wavenet": Case(
-        lambda: Apply(
-            lambda a, b, x: b(
-                F.pad(torch.tanh(a(F.pad(x, (2, 0)))) * torch.sigmoid(x[:, :1]), (4, 0))
-            ),
-            nn.Conv1d(2, 4, 3),
-            nn.Conv1d(4, 1, 3, dilation=2),
-        ),
-        [(2, 2, 29)],
-        (2,),
-    ),
+    "dilated_1d": Case(lambda: nn.Sequential(nn.Conv1d(2, 4, 3, dilation=1, padding=1), nn.SiLU(),
+        nn.Conv1d(4, 4, 3, dilation=4, padding=4), nn.BatchNorm1d(4), nn.Conv1d(4, 1, 3, stride=2)),
+        [(2, 2, 29)], (2,)),
+    "causal_wavenet": Case(lambda: Apply(lambda a, b,
+        x: b(F.pad(torch.tanh(a(F.pad(x, (2, 0)))) * torch.sigmoid(x[:, :1]), (4, 0))),
+        nn.Conv1d(2, 4, 3), nn.Conv1d(4, 1, 3, dilation=2)), [(2, 2, 29)], (2,)),
     "coordinates": Case(Coordinates, [FIELD], (2, 3)),
     "odd_unet_pad": Case(lambda: OddUNet("pad"), [(2, 3, 29, 23)], (2, 3)),
     "odd_unet_crop": Case(lambda: OddUNet("crop"), [(2, 3, 29, 23)], (2, 3)),
     "odd_unet_resize": Case(lambda: OddUNet("resize"), [(2, 3, 29, 23)], (2, 3)),
-    "spectral_norm_gan": Case(
-        lambda: discriminator(parametrizations.spectral_norm), [(2, 3, 33, 30)], (2, 3)
-    ),
-    "weight_norm_gan": Case(
-        lambda: discriminator(parametrizations.weight_norm), [(2, 3, 33, 30)], (2, 3)
-    ),
-    "group_equivariant": Case(
-        lambda: Apply(group_equivariant, nn.Conv2d(3, 2, 3, padding=1)), [(2, 3, 11, 11)], (2, 3)
-    ),
+    "spectral_norm_gan": Case(lambda: discriminator(parametrizations.spectral_norm),
+        [(2, 3, 33, 30)], (2, 3)),
+    "weight_norm_gan": Case(lambda: discriminator(parametrizations.weight_norm), [(2, 3, 33, 30)],
+        (2, 3)),
+    "group_equivariant": Case(lambda: Apply(group_equivariant, nn.Conv2d(3, 2, 3, padding=1)),
+        [(2, 3, 11, 11)], (2, 3)),
     "group_equivariant_uneven": Case(
         lambda: Apply(group_equivariant, nn.Conv2d(3, 2, 3, padding=1)), [(2, 3, 13, 11)], (2, 3)
     ),
@@ -271,4 +243,4 @@ CASES = {
         [FIELD],
         (2, 3),
     ),
-}
+}  # fmt: skip

@@ -137,12 +137,9 @@ def shear(x):
         torch.zeros(()).to(x),
     )
     return (
-        limited,
-        torch.cumsum(x, 2),
-        torch.trapezoid(x, dx=0.1, dim=2),
-        torch.cumulative_trapezoid(x, dim=3),
-        torch.trapz(x, dim=3),
-    )
+        limited, torch.cumsum(x, 2), torch.trapezoid(x, dx=0.1, dim=2),
+        torch.cumulative_trapezoid(x, dim=3), torch.trapz(x, dim=3),
+    )  # fmt: skip
 
 
 def total_variation(x):
@@ -172,33 +169,19 @@ def gram(x):
 
 
 CASES = {
-    "spectral_loss": Case(
-        lambda: Apply(spectral_loss, nn.Conv2d(3, 3, 3, padding=1)), [FIELD, FIELD], (2, 3)
-    ),
-    "sobolev_loss": Case(
-        lambda: Apply(sobolev_loss, nn.Conv2d(3, 3, 3, padding=1)), [FIELD, FIELD], (2, 3)
-    ),
+    "spectral_loss": Case(lambda: Apply(spectral_loss, nn.Conv2d(3, 3, 3, padding=1)),
+        [FIELD, FIELD], (2, 3)),
+    "sobolev_loss": Case(lambda: Apply(sobolev_loss, nn.Conv2d(3, 3, 3, padding=1)), [FIELD, FIELD],
+        (2, 3)),
     "energy_spectrum": Case(function(energy_spectrum), [FIELD], (2, 3)),
     "energy_spectrum_bincount": Case(function(energy_spectrum_bincount), [FIELD], (2, 3)),
     "structure_functions": Case(function(structure_functions), [FIELD], (2, 3)),
     "divergence_curl": Case(function(divergence_curl), [FIELD], (2, 3)),
     "central_conv": Case(function(central_conv), [FIELD], (2, 3)),
-    "physics_loss": Case(
-        lambda: Apply(
-            physics_loss,
-            nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1)),
-        ),
-        [FIELD],
-        (2, 3),
-    ),
-    "pinn": Case(
-        lambda: Apply(
-            pinn,
-            nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
-        ),
-        [(17, 2)],
-        (0,),
-    ),
+    "physics_loss": Case(lambda: Apply(physics_loss, nn.Sequential(nn.Conv2d(3, 4, 3, padding=1),
+        nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1))), [FIELD], (2, 3)),
+    "pinn": Case(lambda: Apply(pinn, nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8),
+        nn.Tanh(), nn.Linear(8, 1))), [(17, 2)], (0,)),
     "masked_losses": Case(function(masked_losses), [FIELD, FIELD], (2, 3)),
     "masked_select_loss": Case(function(masked_select_loss), [FIELD, FIELD], (2, 3)),
     "relative_losses": Case(function(relative_losses), [FIELD, FIELD], (2, 3)),
@@ -208,4 +191,4 @@ CASES = {
     "total_variation": Case(function(total_variation), [FIELD], (2, 3)),
     "ssim": Case(function(ssim), [FIELD, FIELD], (2, 3)),
     "gram": Case(function(gram), [FIELD], (2, 3)),
-}
+}  # fmt: skip

@@ -40,33 +40,18 @@ def grid(n):
 
 def gino(**options):
     return to_double(
-        m.GINO(
-            in_channels=2,
-            out_channels=2,
-            in_gno_radius=0.2,
-            out_gno_radius=0.2,
-            in_gno_channel_mlp_hidden_layers=[8],
-            out_gno_channel_mlp_hidden_layers=[8],
-            fno_in_channels=2,
-            fno_hidden_channels=8,
-            **OPTIONS,
-            **options,
-        )
-    )
+        m.GINO(in_channels=2, out_channels=2, in_gno_radius=0.2, out_gno_radius=0.2,
+        in_gno_channel_mlp_hidden_layers=[8], out_gno_channel_mlp_hidden_layers=[8],
+        fno_in_channels=2, fno_hidden_channels=8, **OPTIONS, **options),
+    )  # fmt: skip
 
 
 CASES = {
-    "gino": Case(
-        lambda: Apply(in_double(lambda f, p, grid, to, x: f(p, grid, to, x=x)), gino()),
+    "gino": Case(lambda: Apply(in_double(lambda f, p, grid, to, x: f(p, grid, to, x=x)), gino()),
         [lambda: cloud(23, 1), lambda: grid(6), lambda: cloud(17, 2), (2, 23, 2)],
-        each=[(1, 1)] * 4,
-    ),
-    "gino_weighted": Case(
-        lambda: Apply(
-            in_double(lambda f, p, grid, to, x: f(p, grid, to, x=x)),
-            gino(gno_weighting_function="half_cos", out_gno_transform_type="nonlinear"),
-        ),
+        each=[(1, 1)] * 4),
+    "gino_weighted": Case(lambda: Apply(in_double(lambda f, p, grid, to, x: f(p, grid, to, x=x)),
+        gino(gno_weighting_function="half_cos", out_gno_transform_type="nonlinear")),
         [lambda: cloud(23, 1), lambda: grid(6), lambda: cloud(17, 2), (2, 23, 2)],
-        each=[(1, 1), (1, 2), (1, 1), (1, 1)],
-    ),
-}
+        each=[(1, 1), (1, 2), (1, 1), (1, 1)]),
+}  # fmt: skip

@@ -35,12 +35,9 @@ CASES = {
     "wavedec2": image(lambda x: ptwt.waverec2(ptwt.wavedec2(x * 2, "db2", level=2), "db2")),
     "fswavedec2": image(lambda x: ptwt.fswaverec2(ptwt.fswavedec2(x, "db2", level=1), "db2")),
     "shrinkage": image(shrunk),
-    "wavedec3": of(
-        nn.Conv3d,
+    "wavedec3": of(nn.Conv3d,
         lambda x: ptwt.waverec3(ptwt.wavedec3(x[:, 0], "haar", level=1), "haar"),
-        (1, 1, 16, 16, 16),
-        (2, 3),
-    ),
+        (1, 1, 16, 16, 16), (2, 3)),
     "swt": signal(lambda x: ptwt.iswt(ptwt.swt(x, "haar", level=2), "haar")),
     "cwt": signal(lambda x: ptwt.cwt(x, WIDTHS, "mexh")[0]),
-}
+}  # fmt: skip

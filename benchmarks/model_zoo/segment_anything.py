@@ -28,16 +28,10 @@ def segmented(image_encoder, prompts, decoder, x):
 
 CASES = {
     "image_encoder": Case(encoder, [(1, 3, 64, 64)], (2, 3)),
-    "image_encoder_windows": Case(
-        lambda: encoder(window_size=7, global_attn_indexes=(1,)), [(1, 3, 64, 64)], (2, 3)
-    ),
-    "sam": Case(
-        lambda: Apply(
-            segmented,
-            encoder(window_size=7, global_attn_indexes=(1,)),
-            PromptEncoder(8, (16, 16), (64, 64), 4),
-            MaskDecoder(transformer_dim=8, transformer=TwoWayTransformer(1, 8, 2, 16)),
-        ),
-        [(1, 3, 64, 64)], (2, 3), 1e-5,
-    ),
+    "image_encoder_windows": Case(lambda: encoder(window_size=7, global_attn_indexes=(1,)),
+        [(1, 3, 64, 64)], (2, 3)),
+    "sam": Case(lambda: Apply(segmented, encoder(window_size=7, global_attn_indexes=(1,)),
+        PromptEncoder(8, (16, 16), (64, 64), 4),
+        MaskDecoder(transformer_dim=8, transformer=TwoWayTransformer(1, 8, 2, 16))),
+        [(1, 3, 64, 64)], (2, 3), 1e-5),
 }  # fmt: skip

@@ -46,13 +46,11 @@ CASES = {
     "deeplabv3_plus": Case(net(smp.DeepLabV3Plus), [IMAGE], (2, 3)),
     "upernet": Case(net(smp.UPerNet), [IMAGE], (2, 3)),
     "segformer": Case(net(smp.Segformer, "mit_b0"), [IMAGE], (2, 3)),
-    "dpt": Case(
-        net(smp.DPT, "tu-vit_tiny_patch16_224", dynamic_img_size=True), [(1, 3, 64, 96)], (2, 3)
-    ),
+    "dpt": Case(net(smp.DPT, "tu-vit_tiny_patch16_224", dynamic_img_size=True), [(1, 3, 64, 96)],
+        (2, 3)),
     "dice_loss": loss(lambda: smp.losses.DiceLoss("multiclass")),
-    "dice_binary": loss(
-        lambda: smp.losses.DiceLoss("binary"), lambda: torch.randint(2, (2, 3, 9, 7)).double()
-    ),
+    "dice_binary": loss(lambda: smp.losses.DiceLoss("binary"),
+        lambda: torch.randint(2, (2, 3, 9, 7)).double()),
     "dice_multilabel": loss(
         lambda: smp.losses.DiceLoss("multilabel", log_loss=True, ignore_index=2),
         lambda: torch.randint(3, (2, 3, 9, 7)),
@@ -61,21 +59,14 @@ CASES = {
     "tversky_loss": loss(lambda: smp.losses.TverskyLoss("multiclass")),
     "focal_loss": loss(lambda: smp.losses.FocalLoss("multiclass")),
     "focal_ignore": loss(lambda: smp.losses.FocalLoss("multiclass", ignore_index=1)),
-    "focal_binary": loss(
-        lambda: smp.losses.FocalLoss("binary", alpha=0.3, normalized=True),
-        lambda: torch.randint(2, (2, 3, 9, 7)).double(),
-    ),
-    "soft_bce": loss(
-        lambda: smp.losses.SoftBCEWithLogitsLoss(smooth_factor=0.1),
-        lambda: torch.randint(2, (2, 3, 9, 7)).double(),
-    ),
+    "focal_binary": loss(lambda: smp.losses.FocalLoss("binary", alpha=0.3, normalized=True),
+        lambda: torch.randint(2, (2, 3, 9, 7)).double()),
+    "soft_bce": loss(lambda: smp.losses.SoftBCEWithLogitsLoss(smooth_factor=0.1),
+        lambda: torch.randint(2, (2, 3, 9, 7)).double()),
     "soft_ce": loss(lambda: smp.losses.SoftCrossEntropyLoss(smooth_factor=0.1)),
-    "mcc": Case(
-        lambda: Apply(lambda f, x, y: f(x.sigmoid(), y), smp.losses.MCCLoss()),
-        [(2, 3, 9, 7), lambda: torch.randint(2, (2, 3, 9, 7)).double()],
-        (2, 3),
-    ),
-}
+    "mcc": Case(lambda: Apply(lambda f, x, y: f(x.sigmoid(), y), smp.losses.MCCLoss()),
+        [(2, 3, 9, 7), lambda: torch.randint(2, (2, 3, 9, 7)).double()], (2, 3)),
+}  # fmt: skip
 
 CASES["dpt"] = Case(
     net(smp.DPT, "tu-vit_tiny_patch16_224", dynamic_img_size=True), [(1, 3, 64, 96)], (2, 3), 1e-5

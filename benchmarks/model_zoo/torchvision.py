@@ -47,15 +47,9 @@ def mvit(new):
         MSBlockConfig(2, 16, 16, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
     ]
     return MViT(
-        (32, 32),
-        8,
-        blocks,
-        residual_pool=new,
-        residual_with_cls_embed=not new,
-        rel_pos_embed=new,
-        proj_after_attn=new,
-        num_classes=5,
-    )
+        (32, 32), 8, blocks, residual_pool=new, residual_with_cls_embed=not new, rel_pos_embed=new,
+        proj_after_attn=new, num_classes=5,
+    )  # fmt: skip
 
 
 def maxvit():

@@ -21,13 +21,8 @@ SAMPLED = {
 
 def detector():
     return fasterrcnn_mobilenet_v3_large_320_fpn(
-        weights=None,
-        weights_backbone=None,
-        num_classes=3,
-        min_size=80,
-        max_size=112,
-        **SAMPLED,
-    )
+        weights=None, weights_backbone=None, num_classes=3, min_size=80, max_size=112, **SAMPLED,
+    )  # fmt: skip
 
 
 class Backbone(nn.Sequential):
@@ -41,26 +36,20 @@ class Backbone(nn.Sequential):
 
 def masks():
     return MaskRCNN(
-        Backbone(),
-        num_classes=3,
+        Backbone(), num_classes=3,
         rpn_anchor_generator=AnchorGenerator(((8, 16, 32),), ((0.5, 1.0, 2.0),)),
-        box_roi_pool=MultiScaleRoIAlign(["0"], 5, 2),
-        mask_roi_pool=MultiScaleRoIAlign(["0"], 5, 2),
-        min_size=48,
-        max_size=64,
-        **SAMPLED,
-    )
+        box_roi_pool=MultiScaleRoIAlign(["0"], 5, 2), mask_roi_pool=MultiScaleRoIAlign(["0"], 5, 2),
+        min_size=48, max_size=64, **SAMPLED,
+    )  # fmt: skip
 
 
 def losses(model, x):
     images = [x[0], x[1, :, :-20]]
     targets = [
-        {
-            "boxes": torch.tensor([[4.0, 6, 30, 40], [20, 10, 60, 50]]).double(),
-            "labels": torch.tensor([1, 2]),
-        },
-        {"boxes": torch.tensor([[10.0, 12, 50, 44]]).double(), "labels": torch.tensor([2])},
-    ]
+        {"boxes": torch.tensor([[4.0, 6, 30, 40], [20, 10, 60, 50]]).double(),
+        "labels": torch.tensor([1, 2])}, {"boxes": torch.tensor([[10.0, 12, 50, 44]]).double(),
+        "labels": torch.tensor([2])},
+    ]  # fmt: skip
     for image, target in zip(images, targets, strict=True):
         target["masks"] = torch.zeros(len(target["boxes"]), *image.shape[-2:], dtype=torch.uint8)
         for mask, (x1, y1, x2, y2) in zip(target["masks"], target["boxes"].long(), strict=True):

@@ -39,48 +39,21 @@ def cached(model, config, run=continued, tolerance=FLOAT32):
 SSM = {"expand": 2, "n_groups": 1, "state_size": 4, "chunk_size": 4}
 
 CASES = {
-    "mamba2": of_ids(
-        tf.Mamba2Model,
-        lambda: tf.Mamba2Config(
-            num_heads=4, head_dim=8, vocab_size=32, hidden_size=16, num_hidden_layers=2, **SSM
-        ),
-        FLOAT32,
-    ),
-    "falcon_mamba": of_ids(
-        tf.FalconMambaModel,
-        lambda: tf.FalconMambaConfig(
-            vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4
-        ),
-        FLOAT32,
-    ),
-    "rwkv": of_ids(
-        tf.RwkvModel,
-        lambda: tf.RwkvConfig(
-            vocab_size=32, hidden_size=16, num_hidden_layers=2, context_length=32
-        ),
-        FLOAT32,
-    ),
-    "recurrent_gemma": of_ids(
-        tf.RecurrentGemmaModel,
-        conf(
-            tf.RecurrentGemmaConfig, num_hidden_layers=3, lru_width=16,
-            attention_window_size=6, head_dim=8,
-        ),
-        FLOAT32, use_cache=False,
-    ),
-    "lfm2": of_ids(
-        tf.Lfm2Model,
-        rope(tf.Lfm2Config, layer_types=["conv", "full_attention"]),
-        FLOAT32, use_cache=False,
-    ),
+    "mamba2": of_ids(tf.Mamba2Model, lambda: tf.Mamba2Config(num_heads=4, head_dim=8, vocab_size=32,
+        hidden_size=16, num_hidden_layers=2, **SSM), FLOAT32),
+    "falcon_mamba": of_ids(tf.FalconMambaModel, lambda: tf.FalconMambaConfig(vocab_size=32,
+        hidden_size=16, num_hidden_layers=2, state_size=4), FLOAT32),
+    "rwkv": of_ids(tf.RwkvModel, lambda: tf.RwkvConfig(vocab_size=32, hidden_size=16,
+        num_hidden_layers=2, context_length=32), FLOAT32),
+    "recurrent_gemma": of_ids(tf.RecurrentGemmaModel, conf(tf.RecurrentGemmaConfig,
+        num_hidden_layers=3, lru_width=16, attention_window_size=6, head_dim=8), FLOAT32,
+        use_cache=False),
+    "lfm2": of_ids(tf.Lfm2Model, rope(tf.Lfm2Config, layer_types=["conv", "full_attention"]),
+        FLOAT32, use_cache=False),
     "gpt2_cache": cached(tf.GPT2Model, gpt2, tolerance=1e-10),
     "gpt2_steps": cached(tf.GPT2Model, gpt2, one_by_one, 1e-10),
     "llama_cache": cached(tf.LlamaModel, rope(tf.LlamaConfig)),
     "llama_steps": cached(tf.LlamaModel, rope(tf.LlamaConfig), one_by_one),
-    "mistral_window_cache": cached(
-        tf.MistralModel, rope(tf.MistralConfig, sliding_window=4)
-    ),
-    "qwen3_cache": cached(
-        tf.Qwen3Model, rope(tf.Qwen3Config, head_dim=8)
-    ),
+    "mistral_window_cache": cached(tf.MistralModel, rope(tf.MistralConfig, sliding_window=4)),
+    "qwen3_cache": cached(tf.Qwen3Model, rope(tf.Qwen3Config, head_dim=8)),
 }  # fmt: skip

@@ -34,10 +34,8 @@ CASES = {
     "rotary_xpos": decoder(rotary_xpos=True),
     "alibi": decoder(alibi_pos_bias=True),
     "relative_bias": decoder(rel_pos_bias=True),
-    "dynamic_bias": Case(
-        lambda: Float32(called, xt.Encoder(**SIZES, dynamic_pos_bias=True)),
-        [(2, 17, 16)], (1,), 1e-4,
-    ),
+    "dynamic_bias": Case(lambda: Float32(called, xt.Encoder(**SIZES, dynamic_pos_bias=True)),
+        [(2, 17, 16)], (1,), 1e-4),
     "grouped_query": decoder(attn_kv_heads=1),
     "multi_query_flash": decoder(1e-10, attn_one_kv_head=True, attn_flash=True),
     "talking_heads": decoder(attn_pre_talking_heads=True, attn_post_talking_heads=True),
@@ -55,24 +53,12 @@ CASES = {
     "hyper_connections": decoder(num_residual_streams=2),
     "cope": decoder(attn_flash=False, attn_use_cope=True, attn_cope_max_pos=17),
     "gate_values": encoder(attn_gate_values=True),
-    "cross": Case(
-        lambda: Apply(
-            lambda m, x, c: m(x, context=c), xt.Decoder(**SIZES, cross_attend=True)
-        ),
-        [(2, 17, 16), (2, 9, 16)], (1,), FLOAT32,
-    ),
-    "vision": Case(
-        lambda: xt.ViTransformerWrapper(
-            image_size=24, patch_size=4, num_classes=5, attn_layers=xt.Encoder(**SIZES)
-        ),
-        [(1, 3, 24, 24)], (2, 3), FLOAT32,
-    ),
-    "continuous": Case(
-        lambda: xt.ContinuousTransformerWrapper(
-            dim_in=3, dim_out=2, max_seq_len=20, attn_layers=xt.Encoder(**SIZES)
-        ),
-        [(2, 17, 3)], (1,), FLOAT32,
-    ),
+    "cross": Case(lambda: Apply(lambda m, x, c: m(x, context=c),
+        xt.Decoder(**SIZES, cross_attend=True)), [(2, 17, 16), (2, 9, 16)], (1,), FLOAT32),
+    "vision": Case(lambda: xt.ViTransformerWrapper(image_size=24, patch_size=4, num_classes=5,
+        attn_layers=xt.Encoder(**SIZES)), [(1, 3, 24, 24)], (2, 3), FLOAT32),
+    "continuous": Case(lambda: xt.ContinuousTransformerWrapper(dim_in=3, dim_out=2, max_seq_len=20,
+        attn_layers=xt.Encoder(**SIZES)), [(2, 17, 3)], (1,), FLOAT32),
     "autoregressive_loss": Case(
         lambda: xt.AutoregressiveWrapper(
             xt.TransformerWrapper(num_tokens=32, max_seq_len=24, attn_layers=xt.Decoder(**SIZES))

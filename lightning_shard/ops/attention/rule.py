@@ -11,7 +11,7 @@ B batch, H heads, L queries, S keys, E features, D ranks: queries (B, H, l, E), 
 Where features are split, as in attention over channels, the scores are sums over the ranks.
 
 Bytes sent forward by each rank, of n bytes of its rows: 4 n (D - 1) / D by all_to_all, 2 n (D - 1)
-by the others. Measured by benchmarks/attention.py on 2 x AMD EPYC, gloo, torch 2.15.0, forward and
+by the others. Measured on 2 x AMD EPYC, gloo, torch 2.15.0, forward and
 backward relative to gather (processor time; bytes; peak memory above the operands):
 
 | S, H, E            | ranks | all_to_all       | ring, time and bytes |
