@@ -60,8 +60,7 @@ class Groups:
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of each group over all ranks, as (1, K, 1, 1)."""
-        own = own_moments(self.view(x.float() if x.dtype in _HALF else x))
-        mean, variance = self.combined(own)
+        mean, variance = self.combined(own_moments(self.view(wide(x))))
         return mean, variance
 
     def combined(self, own: Tensor) -> Tensor:
@@ -84,6 +83,11 @@ class Groups:
         axes = self.place.layout.axes(*self.dims)
         if axes and sums.numel():
             reduce_in_place(sums, dist.ReduceOp.SUM, self.place.domain.group(axes))
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return values of half precision in float32, others as they are."""
+    return x.float() if x.dtype in _HALF else x
 
 
 def own_moments(view: Tensor) -> Tensor:

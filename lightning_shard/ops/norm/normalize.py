@@ -3,8 +3,8 @@
 Each rank reduces its own rows to a mean and a variance. These few numbers are gathered and combined
 exactly: each counts by its rank's number of rows, which all ranks know. Then every value is
 multiplied and added to. Both passes run on torch's fused kernels. A backward pass that is to be
-differentiated again is a formula of functions that autograd knows; so is the forward pass in half
-precision, of which float32 takes the moments.
+differentiated again is a formula of functions that autograd knows. Half precision is computed in
+float32, and autograd keeps the values in half precision alone.
 
 A local tensor is (B, C, ...), and its channels are K groups (ops/norm/groups.py).
 """
@@ -19,7 +19,7 @@ from torch.autograd import Function
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.memory_format import format_of, owned
-from lightning_shard.ops.norm.groups import Groups, mixed, own_moments
+from lightning_shard.ops.norm.groups import Groups, mixed, own_moments, wide
 from lightning_shard.processes.torch_private.internals import in_transform
 
 _sums = torch.ops.aten.native_batch_norm_backward
@@ -40,10 +40,9 @@ def normalize_groups(
         The result, and of each group the mean and the biased variance over all ranks, (K), which
         carry no gradient.
     """
-    given = [t for t in (local, weight, bias) if t is not None]
-    fused = local.dtype in (torch.float32, torch.float64)
-    fused = fused and not in_transform() and not in_forward_mode()
-    if fused and all(t.dtype == local.dtype for t in given):
+    given = {wide(t).dtype for t in (local, weight, bias) if t is not None}
+    fused = given in ({torch.float32}, {torch.float64})
+    if fused and not in_transform() and not in_forward_mode():
         return _Normalize.apply(local, weight, bias, groups)
     flat = groups.flat(local)
     mean, variance = groups.moments(flat)
@@ -82,27 +81,30 @@ class _Normalize(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flat = groups.flat(x)
+        flat = groups.flat(wide(x))
         moments = groups.combined(_fused_moments(flat, groups))
         of_channels = _each_channel(flat, groups, moments)
         ctx.save_for_backward(x, weight, of_channels)
-        ctx.groups = groups
+        ctx.groups, ctx.of_bias = groups, None if bias is None else bias.dtype
         mean, variance = map(owned, moments)
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)
-        result = _scaled(flat, weight, bias, of_channels, groups.eps)
+        wide_weight, wide_bias = (None if v is None else wide(v) for v in (weight, bias))
+        result = _scaled(flat, wide_weight, wide_bias, of_channels, groups.eps).to(x.dtype)
         return owned(_shaped_as(x, result), x), mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (x, weight, moments), groups = ctx.saved_tensors, ctx.groups
-        grad, flat = groups.flat(grads[0]), groups.flat(x)
+        (x, own_weight, moments), groups = ctx.saved_tensors, ctx.groups
+        grad, flat = groups.flat(wide(grads[0])), groups.flat(wide(x))
+        weight = None if own_weight is None else wide(own_weight)
         if torch.is_grad_enabled():  # they are to be differentiated again
             of_x, *others = _gradients(grad, flat, weight, groups)
         else:
             of_x, *others = _fused_gradients(grad, flat, weight, moments, groups)
-        wanted = zip((_shaped_as(x, of_x), *others), ctx.needs_input_grad, strict=False)
-        return *(gradient if needed else None for gradient, needed in wanted), None
+        dtypes = (x.dtype, None if own_weight is None else own_weight.dtype, ctx.of_bias)
+        wanted = zip((_shaped_as(x, of_x), *others), dtypes, ctx.needs_input_grad, strict=False)
+        return *(found.to(dtype) if needed else None for found, dtype, needed in wanted), None
 
 
 def _fused_moments(x: Tensor, groups: Groups) -> Tensor:

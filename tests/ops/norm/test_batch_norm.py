@@ -104,6 +104,26 @@ def test_half_precision(case, dtype):
     torch.testing.assert_close(lightning_shard.gather(result), expected, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("case", ["batch_norm", "group_norm", "instance_norm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_kept_for_backward_as_it_is(case, dtype):
+    """Not in float32, which takes twice the memory; parameters are in float32, as in autocast."""
+    function, shapes = CASES[case]
+    torch.manual_seed(1)
+    x, *rest = [torch.randn(s) for s in shapes]
+    whole = x.to(dtype).requires_grad_()
+    field = lightning_shard.shard(x.to(dtype), mesh_of(2), 2).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        result = function(field, *rest)
+    assert sum(t.nbytes for t in kept if t.numel() > 16) <= x[:, :, :4].numel() * dtype.itemsize
+    (result * lightning_shard.shard(x, mesh_of(2), 2)).sum().backward()
+    (function(whole, *rest) * x).sum().backward()
+    gradient = lightning_shard.gather(field.grad)
+    torch.testing.assert_close(gradient, whole.grad, rtol=0.02, atol=0.02)
+
+
 def modules():
     return {
         "batch_norm": nn.BatchNorm2d(4),
