@@ -31,11 +31,22 @@ class _Ellipsoid(NamedTuple):
 
     def holds(self, axes: Sequence[Tensor]) -> Tensor:
         """Return True for the nodes of a grid of three axes that are inside."""
-        offsets = [axis - c for axis, c in zip(axes, self.centre, strict=True)]
+        found = torch.zeros([len(axis) for axis in axes], dtype=torch.bool)
+        # a box around it, since most of a volume is far from a small organ
+        near = [(a - c).abs() <= self.radii.max() for a, c in zip(axes, self.centre, strict=True)]
+        box = [_run(mask) for mask in near]
+        offsets = [a[run] - c for a, run, c in zip(axes, box, self.centre, strict=True)]
         along = torch.meshgrid(*offsets, indexing="ij")
         rows = torch.tensordot(self.turned, torch.stack(along), 1)
         squares = [(x / r).square() for x, r in zip(rows, self.radii, strict=True)]
-        return torch.stack(squares).sum(0) <= 1
+        found[tuple(box)] = torch.stack(squares).sum(0) <= 1
+        return found
+
+
+def _run(mask: Tensor) -> slice:
+    """The places of a run of True; an empty slice if there is none."""
+    places = mask.nonzero()
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
 
 
 class Phantoms:
