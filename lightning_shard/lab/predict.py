@@ -124,7 +124,8 @@ class Prediction:
         return "\n".join(lines)
 
     def _times(self) -> list[tuple[str, str, str]]:
-        if self.cluster is None:
+        cluster = self.cluster
+        if cluster is None:
             return []
         rate = self.samples / self.seconds if self.seconds else math.inf
         return [
@@ -133,7 +134,9 @@ class Prediction:
             (
                 "  link" if self.in_turns else "  fields",
                 _milliseconds(self.exchange),
-                "PCIe 4, nothing hidden" if self.in_turns else "waiting for halos, modes and sums",
+                f"{_link_of(cluster)}, nothing hidden"
+                if self.in_turns
+                else "waiting for halos, modes and sums",
             ),
             (
                 "  parameters",
@@ -374,6 +377,12 @@ def rank_inside(mesh: Mesh) -> int:
     for size in mesh[1:]:
         place = place * size + min(1, size - 1)
     return place
+
+
+def _link_of(cluster: Cluster) -> str:
+    """Name the link between a device and its host."""
+    names = (name for name, rate in HOST_RATES.items() if rate == cluster.device.host_rate)
+    return next(names, "the link of the device")
 
 
 def _milliseconds(seconds: float) -> str:

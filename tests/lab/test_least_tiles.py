@@ -90,6 +90,7 @@ def test_says_what_tiles_need() -> None:
     assert not plan(module, data, tiles="2x2", cluster="1xH100").to_host  # all of it fits
     found = plan(module, data, tiles="2x2", tile_budget="0", cluster="1xH100")
     assert found.in_turns
+    assert "PCIe 5, nothing hidden" in str(found)
     assert found.alone is not None
     assert found.to_host + found.from_host > found.on_host > 0
     assert found.seconds == pytest.approx(found.compute + found.exchange)
