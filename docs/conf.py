@@ -4,7 +4,8 @@ from importlib import metadata
 
 project = "lightning_shard"
 release = metadata.version("lightning-shard")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+copybutton_selector = ", ".join(f".highlight-{name} pre" for name in ("bash", "python", "yaml"))
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_site"]
 myst_heading_anchors = 3

@@ -4,7 +4,7 @@ python docs/serve_decoder.py --ranks 2 --port 8000
 
 `POST /decode` takes a safetensors file with a tensor `latents` (C, H, W) of any height and width.
 The answer is one with a tensor `image` (3, 8 H, 8 W). `GET /health` counts the requests that wait
-or are in work. The page serving.md explains it. To serve another network change `make_decoder`,
+or are in work. The page predictions.md explains it. To serve another network change `make_decoder`,
 `decoded` and `latents_of`.
 """
 

@@ -9,12 +9,14 @@ The line above a block says how it runs:
     <!-- run: xpu -->          by tests/trainer/xpu/test_features.py, after README's program
     <!-- run: commands -->     each line in a shell, in a folder with README's program
     <!-- run: parse -->        the options of each `fit` are read, and nothing is trained
+    <!-- run: file NAME -->    a file of a page that makes several; `add to NAME` adds to it
     <!-- not run: why -->
 
 `slow` at its end keeps it out of the default run. A block imports what it uses, so that it can be
 pasted; only `field` and `model` of ranks, and `module` and `data` of one process, are the reader's.
 """
 
+import ast
 import contextlib
 import io
 import os
@@ -27,6 +29,7 @@ from unittest import mock
 
 import pytest
 
+import lightning_shard
 from lightning_shard.cli import main as cli
 from lightning_shard.cli.words import read_words
 from lightning_shard.ops import registry
@@ -70,8 +73,31 @@ def blocks(*kinds):
 def test_it_runs_or_says_why_not(mark, code):
     assert mark is not None, "no word says how this block is run"
     how, _, what = mark.partition(": ")
-    known = {"script", "with", "ranks", "alone", "xpu", "commands", "parse"}
+    known = {"script", "with", "ranks", "alone", "xpu", "commands", "parse", "file", "add"}
     assert (how == "run" and what.split()[0] in known) or (how == "not run" and len(what) > 10)
+
+
+LIBRARIES = {*dir(lightning_shard), *"lightning_shard torch nn F dist np os pathlib".split()}
+LIBRARIES |= {"Trainer", "LightningModule", "LightningDataModule", "DataLoader", "ModelCheckpoint"}
+
+
+@blocks()
+def test_it_imports_what_it_uses(mark, code):
+    """Also a block that does not run; what a reader has, such as `module`, is the reader's."""
+    try:
+        nodes = [*ast.walk(ast.parse(code))]
+    except SyntaxError:  # commands, YAML
+        return
+    if mark.startswith(("not run: what you have", "run: add to")):
+        return
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    known = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            known |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            known.add(node.name)
+    assert not ({name.id for name in names} - known) & LIBRARIES
 
 
 @pytest.fixture
@@ -159,3 +185,18 @@ def test_options(folder, capsys, mark, code):
         with pytest.raises(SystemExit) as ended:
             cli.main(["fit", *options, "--print_config"])
         assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_a_rule_is_written_from_failure_to_test(folder):
+    """The files of the page fail without the rule, and pass with it."""
+    page = (ROOT / "docs" / "refused.md").read_text()
+    files = {mark: code for mark, _, code in BLOCK.findall(page) if "run: file" in mark}
+    added = [code for mark, _, code in BLOCK.findall(page) if "run: add to slope.py" in mark]
+    for mark, code in files.items():
+        (folder / mark.split()[-1]).write_text(code)
+    command = [sys.executable, "try_slope.py"]
+    failed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "cannot run torch.ops.mine.slope.default on a tensor split" in failed.stderr
+    with (folder / "slope.py").open("a") as file:
+        file.writelines(added)
+    run(command)

@@ -171,7 +171,7 @@ class Check:
         if self.is_exact and self.gathered:
             lines += [
                 "It is exact, but gathering costs memory and traffic: train inside "
-                "`with lightning_shard.allow_gather():`, or register rules (docs/autograd.md)."
+                "`with lightning_shard.allow_gather():`, or register rules (docs/refused.md)."
             ]
         return "\n".join(lines)
 

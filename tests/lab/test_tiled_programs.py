@@ -264,7 +264,7 @@ class Seen(Callback):
 
 
 class Looking(Stranger):
-    """Looks at what the table of docs/tiled_training.md lists."""
+    """Looks at what the table of docs/tiles.md lists."""
 
     def __init__(self, told: list[Any]) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def look(folder: Path, tiles: int | None) -> tuple[list[Any], Any]:
 def test_shows_user_code_what_the_docs_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The table of docs/tiled_training.md, row by row."""
+    """The table of docs/tiles.md, row by row."""
     alone_told, one = look(tmp_path / "one", None)
     words = capsys.readouterr().out
     said = [record.message for record in caplog.records if record.name == "user"]

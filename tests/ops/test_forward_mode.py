@@ -1,6 +1,6 @@
 """The operator database in forward mode: a row is exact, or refused by name; nothing else passes.
 
-`python -m pytest -s -m slow tests/ops/test_forward_mode.py` prints the table of docs/autograd.md.
+`python -m pytest -s -m slow tests/ops/test_forward_mode.py` prints the table of docs/engine.md.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A penalty on the gradients of plain weights, as docs/autograd.md shows it."""
+"""A penalty on the gradients of plain weights, as docs/engine.md shows it."""
 
 import copy
 

@@ -78,7 +78,8 @@ def test_cells():
 @pytest.mark.spmd(2)
 def test_refusals():
     layer = nn.LSTM(4, 3, 2, dropout=0.5)
-    for dim, reason in ((0, "all steps"), (2, "all steps"), (1, "dropout between")):
+    steps = "a recurrence needs all steps"
+    for dim, reason in ((0, steps), (2, steps), (1, "dropout between")):
         x = lightning_shard.shard(torch.randn(5, 7, 4), mesh_of(2), dim)
         with pytest.raises(UnsupportedOperationError, match=reason):
             layer(x)
