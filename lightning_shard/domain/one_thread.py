@@ -1,50 +1,145 @@
 """Refuses to exchange rows where ranks would not pair their messages.
 
 A forked process, such as a worker of a DataLoader, has no threads of gloo, so it would wait for
-ever. Two threads that work at once run in another order on each rank.
+ever. Two threads that work at once run in another order on each rank. So before a thread takes over
+from another, the ranks compare which one it is.
 """
 
 import os
+import re
 import sys
 import threading
+import time
+from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
+from lightning_shard.processes.store import store_of_attempt
 
 # innermost functions of a thread that only waits, for others or for backward
 _WAITING = {"_engine_run_backward", "_wait_for_tstate_lock", "_worker", "join", "select", "wait"}
+_LONGEST_S = 0.05  # between two looks for the other ranks
+_WAIT_S = 120.0  # for the other ranks
+_REFUSED = "threads/refused"  # in the store, once a rank has refused a thread
 
 _thread: threading.Thread | None = None  # the one that exchanged last
+_compared: threading.Thread | None = None  # the one that the ranks compared last; None for the main
+_comparing: list[threading.Thread] = []  # the one that waits for the other ranks, at most
+_comparisons: Counter[tuple[int, ...]] = Counter()  # by the ranks of the group
+_refusals: list[str] = []  # after one, no rank knows what the others wait for
 _of_parent: Any = None  # the process group of the process that this one was forked from
-PROCESS_STATE = {"_thread": _thread}
+PROCESS_STATE = {
+    "_thread": _thread, "_compared": _compared, "_comparing": _comparing,
+    "_comparisons": _comparisons, "_refusals": _refusals,
+}  # fmt: skip
 
 
-def check_thread() -> None:
+def check_thread(group: dist.ProcessGroup) -> None:
     """Refuse an exchange of a forked process, or of one of two threads that work at once.
 
     Raises:
         UnsupportedOperationError: Ranks would not pair their messages.
     """
-    global _thread
+    global _thread, _compared
     if _of_parent is not None and dist.group.WORLD is _of_parent:
         raise _refusal(
             "rows of a split tensor cannot be exchanged in a forked process, such as a worker of a "
             "DataLoader or of a pool: compute there with plain tensors, or with num_workers=0"
         )
+    if _refusals:
+        raise _refusal(_refusals[0])
     last = _thread
-    if last is not None and last.ident == threading.get_ident():
+    if last is not None and last.ident == threading.get_ident() and not _comparing:
         return
-    frame = None
-    if last is not None and last in threading.enumerate():  # a new one may have its number
-        frame = sys._current_frames().get(last.ident or 0)  # pyright: ignore[reportPrivateUsage]
-    if frame is not None and frame.f_code.co_name not in _WAITING:
-        raise _refusal(
-            "two threads use split tensors at once, and each rank would run them in another order: "
-            "let one thread wait for the other"
-        )
-    _thread = threading.current_thread()
+    thread = threading.current_thread()
+    with _Taking(thread):
+        if _works(last):
+            _refuse_everywhere()
+        # Python calls those of autograd so; they belong to the one that waits for them
+        is_of_torch = thread.name.startswith("Dummy-")
+        if not is_of_torch and thread is not (_compared or threading.main_thread()):
+            _compare(thread, group)
+            _compared = thread
+        _thread = thread
+
+
+class _Taking:
+    """Refuses a second thread while one takes over."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        _comparing.append(self._thread)  # one step of the interpreter
+        if _comparing[0] is not self._thread:
+            _comparing.remove(self._thread)
+            _refuse_everywhere()
+
+    def __exit__(self, *_: object) -> None:
+        _comparing.remove(self._thread)
+
+
+def _works(thread: threading.Thread | None) -> bool:
+    """Say whether a thread, other than this one, does something else than to wait."""
+    if thread is None or thread.ident == threading.get_ident():
+        return False
+    if thread not in threading.enumerate():  # a new one may have its number
+        return False
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    return frame is not None and frame.f_code.co_name not in _WAITING
+
+
+def _compare(thread: threading.Thread, group: dist.ProcessGroup) -> None:
+    """Wait until all ranks of the group go on with this thread."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1 or not is_of_processes():
+        return
+    store, rank, number = store_of_attempt(), dist.get_rank(), _comparisons[ranks]
+    _comparisons[ranks] += 1
+    place = f"threads/{'-'.join(map(str, ranks))}"
+    keys = {each: f"{place}/{number}/{each}" for each in ranks}
+    store.set(keys[rank], _known_as(thread))
+    pause_s, deadline = 0.001, time.monotonic() + _WAIT_S
+    while not store.check([*keys.values()]):
+        if store.check([_REFUSED]):
+            break
+        missing = [each for each, key in keys.items() if not store.check([key])]
+        check_ranks(missing)
+        if missing and time.monotonic() > deadline:
+            raise _refusal(
+                f"rank {rank} uses split tensors in the thread {thread.name!r}, and "
+                f"ranks {missing} did not within {_WAIT_S:.0f} s: all ranks of a domain must"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+    if store.check([_REFUSED]) or len({store.get(key) for key in keys.values()}) > 1:
+        _refuse_everywhere()
+    if number:
+        store.delete_key(f"{place}/{number - 1}/{rank}")
+
+
+def _known_as(thread: threading.Thread) -> str:
+    """Name a thread alike on all ranks: numbers count other threads of a rank, too."""
+
+    def kind(of: threading.Thread) -> str:
+        return re.sub(r"\d+", "", of.name)
+
+    alike = [each for each in threading.enumerate() if kind(each) == kind(thread)]
+    return f"{kind(thread)} {alike.index(thread)}"
+
+
+def _refuse_everywhere() -> None:
+    """Refuse here and from now on, and wherever a rank waits to compare threads."""
+    if is_of_processes():
+        store_of_attempt().set(_REFUSED, "")
+    _refusals.append(
+        "two threads use split tensors at once, or did so before, and each rank would run them in "
+        "another order: let one thread wait for the other, and start the ranks again"
+    )
+    raise _refusal(_refusals[0])
 
 
 def _refusal(words: str) -> UnsupportedOperationError:

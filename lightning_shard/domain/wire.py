@@ -27,7 +27,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 def _begin(group: dist.ProcessGroup) -> None:
-    check_thread()
+    check_thread(group)
     BEFORE.get()(group)
 
 

@@ -2,14 +2,25 @@
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
+from lightning_shard.domain import one_thread
+from lightning_shard.processes.store import store_of_attempt
 from tests.parity import mesh_of
+
+
+def forget_refusals():
+    dist.barrier()
+    one_thread._refusals.clear()
+    store_of_attempt().delete_key(one_thread._REFUSED)
+    dist.barrier()
 
 
 @pytest.mark.spmd(2)
@@ -49,7 +60,38 @@ def test_two_threads_at_once():
         x.mean()
     done.set()
     thread.join()
+    with pytest.raises(UnsupportedOperationError, match="or did so before"):
+        x.mean()
+    forget_refusals()
     assert x.mean().isfinite()
+
+
+@pytest.mark.spmd(2)
+def test_ranks_run_two_threads_in_another_order():
+    whole = torch.randn(5, 3)
+    x = lightning_shard.shard(whole, mesh_of(2), 0)
+    rank, begun = dist.get_rank(), [threading.Event(), threading.Event()]
+    errors = list[UnsupportedOperationError]()
+
+    def work(own: int) -> None:
+        begun[own].set()
+        if own != rank:  # rank k begins with thread k
+            time.sleep(0.1)
+        try:
+            (x * (1 + own)).sum()
+        except UnsupportedOperationError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread, event in zip(threads, begun, strict=True):
+        thread.start()
+        event.wait()
+    for thread in threads:
+        thread.join()
+    forget_refusals()
+    assert len(errors) == 2
+    assert "two threads use split tensors at once" in str(errors[0])
+    torch.testing.assert_close(x.mean(), whole.mean())
 
 
 @pytest.mark.spmd(2)
