@@ -134,9 +134,19 @@ class XPUAccelerator(Accelerator):
 
     @classmethod
     def register(cls) -> None:
-        """Give the accelerator its name, unless another package has taken it."""
-        if cls.name() not in AcceleratorRegistry:
-            AcceleratorRegistry.register(cls.name(), cls, description="Intel GPUs")
+        """Give the accelerator its name, unless another package has taken it, or takes it later."""
+        if cls.name() in AcceleratorRegistry:
+            return
+        own = AcceleratorRegistry.register
+        own(cls.name(), cls, description="Intel GPUs")
+
+        def register(name: str, *args: Any, **kwargs: Any) -> Any:
+            known: Any = dict.get(AcceleratorRegistry, name, {})  # its own `get` makes one
+            if known.get("accelerator") is cls:
+                AcceleratorRegistry.remove(name)
+            return own(name, *args, **kwargs)
+
+        vars(AcceleratorRegistry)["register"] = register
 
 
 def tell_of_unused_devices(device: torch.device) -> None:

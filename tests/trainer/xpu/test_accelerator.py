@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -56,6 +56,15 @@ def test_its_name_is_registered_unless_taken():
     with mock.patch.dict(AcceleratorRegistry, {"xpu": {"accelerator": "of another package"}}):
         XPUAccelerator.register()
         assert AcceleratorRegistry["xpu"]["accelerator"] == "of another package"
+
+
+def test_a_package_that_comes_later_takes_its_name():
+    with mock.patch.dict(AcceleratorRegistry):
+        AcceleratorRegistry.register("xpu", CPUAccelerator, description="of another package")
+        assert AcceleratorRegistry["xpu"]["accelerator"] is CPUAccelerator
+        with pytest.raises(MisconfigurationException, match="already present"):
+            AcceleratorRegistry.register("xpu", CPUAccelerator)
+    assert AcceleratorRegistry["xpu"]["accelerator"] is XPUAccelerator
 
 
 @pytest.mark.parametrize(
