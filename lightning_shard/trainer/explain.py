@@ -10,7 +10,8 @@ _WHOLE = "sharding='none' keeps parameters whole on each rank, and then this run
 _BY_MESSAGE = {
     "got mixed torch.Tensor and DTensor": _WHOLE + (
         "Or: a parameter, or its gradient, was used where each rank holds a shard of it. Outside "
-        "of the steps call the module itself, or read and write parameters inside `with "
+        "of the steps call the module itself, mark the method as fabric's "
+        "model.mark_forward_method('name'), or read and write parameters inside `with "
         "lightning_shard.whole_parameters(module):`."
     ),
     "does not have a sharding strategy registered": _WHOLE + (

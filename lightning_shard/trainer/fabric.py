@@ -5,7 +5,7 @@ is the user's, so nothing here counts steps.
 """
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
@@ -40,6 +41,7 @@ from lightning_shard.processes.errors_together import together
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.environment import check_processes
+from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered
 from lightning_shard.trainer.host import FabricScriptLauncher, with_sampler
 from lightning_shard.trainer.metrics_once import count_metrics_over
 from lightning_shard.trainer.on_mesh import OnMesh
@@ -187,7 +189,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         self._modules.append(module)
         share_random_state(self.domain_mesh, self.root_device)
         self._count_metrics()
-        return module
+        return Entered(module) if isinstance(module, FSDPModule) else module
 
     def _count_metrics(self) -> None:
         """Let metrics count the data replicas until another run begins; each batch says it again.
@@ -265,7 +267,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
             loader.dataset, IterableDataset
         )
         if self.replicas > 1 and wanted and not whole:
-            alike = _Alike(sampler, self.broadcast)
+            alike = Alike(sampler, self.broadcast)
             loader = with_sampler(loader, Stride(alike, self.replicas, replica))
         seed: Any = loader.worker_init_fn
         if isinstance(seed, partial) and seed.func is pl_worker_init_function:
@@ -324,6 +326,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights, on the first rank."""
+        module = entered(module)
         self.steps.reshard(module)
         return self.saver.gather_module(module)
 
@@ -350,6 +353,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
         """Load each rank's part of whole weights."""
+        module = entered(module)
         self.steps.reshard(module)
         load_module_state(module, state_dict, strict)
 
@@ -370,52 +374,18 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
         held: dict[str, Any] = {
-            key: _Shards(value, self._module_of(value)) if isinstance(value, Optimizer) else value
+            key: Shards(value, self._module_of(value)) if isinstance(value, Optimizer) else value
             for key, value in state.items()
         }
         rest = super().load_checkpoint(path, held, strict, weights_only)
-        state.update({k: v for k, v in held.items() if not isinstance(v, _Shards)})
+        state.update({k: v for k, v in held.items() if not isinstance(v, Shards)})
         return rest
-
-
-class _Shards:
-    """Loads the state of an optimizer part by part, in place of `optimizer.load_state_dict`."""
-
-    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
-        self._optimizer, self._module = optimizer, module
-        self.state_dict = optimizer.state_dict  # Fabric loads what has both methods
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's parts."""
-        load_optimizer_state(self._optimizer, state, self._module)
-
-
-class _Alike:
-    """Yields on all ranks the samples in the order that the first rank has drawn."""
-
-    def __init__(self, sampler: Any, broadcast: Callable[[Any], Any]) -> None:
-        self._sampler, self._broadcast = sampler, broadcast
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._broadcast(list(self._sampler)))
-
-    def __reduce__(self) -> Any:
-        """Save the user's sampler, where a checkpoint holds its loader."""
-        return copy.copy, (self._sampler,)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to a sampler that draws by it."""
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
 
 
 class _NoSync(BackwardSyncControl):
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return no_sync(module) if enabled else nullcontext()
+        return no_sync(entered(module)) if enabled else nullcontext()
 
 
 register(STRATEGY_REGISTRY, FabricShardStrategy)

@@ -142,7 +142,7 @@ def assert_equal(run, losses, norms, expected):
     assert_same(torch.stack(losses), torch.stack(expected[0][-STEPS:]))
     assert_same(torch.stack(norms), torch.stack(expected[1][-STEPS // 2 :]))
     for module, weights in ((run.net, expected[2]), (run.head, expected[3])):
-        found = full_module_state(module._forward_module)
+        found = full_module_state(module.module)
         assert found.keys() == weights.keys()
         for name, value in weights.items():
             assert_same(found[name], value)
@@ -211,7 +211,7 @@ def test_a_module_without_memory_begins_as_in_one_process():
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 1, 3))
     assert all(p.is_meta for p in net.parameters())
     torch.manual_seed(2)
-    found = full_module_state(fabric.setup(net)._forward_module)
+    found = full_module_state(fabric.setup(net).module)
     torch.manual_seed(2)
     expected = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 1, 3)).state_dict()
     for name, value in expected.items():
@@ -240,6 +240,51 @@ def test_precisions(precision):
     expected = list(losses(one))
     tolerance = 1e-5 if precision == "32-true" else 1e-2
     assert list(losses(split)) == pytest.approx(expected, rel=tolerance)
+
+
+class Coder(nn.Module):
+    """Is used by two methods of its own, one of which calls a part of a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 1))
+        self.head = nn.Conv2d(4, 1, 1)
+
+    def encode(self, x):
+        return self.net[:2](x)
+
+    def decode(self, x):
+        return self.head(self.net[2](x)) * self.head.weight.sum()
+
+
+def steps_of_coder(net, opt, batches, backward):
+    for batch in batches:
+        loss = (net.decode(net.encode(batch)) - batch).square().mean()
+        backward(loss)
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_methods_that_are_marked_as_forward_methods(sharding):
+    torch.manual_seed(0)
+    alone = Coder().double()
+    torch.manual_seed(0)
+    net = Coder().double()
+    torch.manual_seed(5)
+    steps_of_coder(
+        alone, torch.optim.Adam(alone.parameters(), 0.1), loader(BATCH), torch.Tensor.backward
+    )
+    torch.manual_seed(5)
+    fabric = fabric_of(FabricShardStrategy(domain_parallel_size=2, sharding=sharding))
+    net, opt = fabric.setup(net, torch.optim.Adam(net.parameters(), 0.1))
+    net.mark_forward_method("encode")
+    net.mark_forward_method("decode")
+    steps_of_coder(net, opt, fabric.setup_dataloaders(loader(BATCH)), fabric.backward)
+    found = full_module_state(net.module)
+    for name, value in alone.state_dict().items():
+        assert_same(found[name], value)
 
 
 def options_of(**options):

@@ -1,0 +1,65 @@
+"""Stands where Fabric would have a module, an optimizer that is loaded, and a sampler."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.state import load_optimizer_state
+
+
+class Entered(nn.Module):
+    """Calls a sharded module, which gathers parameters then.
+
+    Fabric takes another object than the module for a wrapper, through whose call it sends methods
+    that are marked as forward methods, and names those that are to be marked.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with the hooks that gather."""
+        return self.module(*args, **kwargs)
+
+
+def entered(module: nn.Module) -> nn.Module:
+    """Return the module that was set up."""
+    return module.module if isinstance(module, Entered) else module
+
+
+class Shards:
+    """Loads the state of an optimizer part by part, in place of `optimizer.load_state_dict`."""
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        self._optimizer, self._module = optimizer, module
+        self.state_dict = optimizer.state_dict  # Fabric loads what has both methods
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's parts."""
+        load_optimizer_state(self._optimizer, state, self._module)
+
+
+class Alike:
+    """Yields on all ranks the samples in the order that the first rank has drawn."""
+
+    def __init__(self, sampler: Any, broadcast: Callable[[Any], Any]) -> None:
+        self._sampler, self._broadcast = sampler, broadcast
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._broadcast(list(self._sampler)))
+
+    def __reduce__(self) -> Any:
+        """Save the user's sampler, where a checkpoint holds its loader."""
+        return copy.copy, (self._sampler,)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch to a sampler that draws by it."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
