@@ -40,6 +40,7 @@ from lightning_shard.lightning import (
     TrainerStatus,
     mixture,
     optimizers_to_device,
+    package,
     rank_zero_info,
 )
 from lightning_shard.ops.elementwise.random import use_exact_random
@@ -203,8 +204,8 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
     def __repr__(self) -> str:
         """Tell a Trainer that does not take this object, which words it so, what would be taken."""
         return (
-            f"<{type(self).__name__} for the Trainer; Fabric takes FabricShardStrategy, and "
-            f"{mixture()}>"
+            f"<{type(self).__name__} for the Trainer; Fabric takes FabricShardStrategy; and where "
+            f"this is not of {package()}: {mixture()}>"
         )
 
     @property
