@@ -14,7 +14,8 @@ from benchmarks.forecast_runs import Timed, task_and_data
 from lightning_shard import predict, read_cluster
 from lightning_shard.lab.calibrate import measured_links
 from lightning_shard.lab.machine import Cost, MeasuredLinks
-from lightning_shard.lab.timeline import Replay, Timeline
+from lightning_shard.lab.replay import Replay
+from lightning_shard.lab.timeline import Timeline
 
 Stored = list[list[Any]]  # of each collective its name and ranks, and the costs by bytes
 

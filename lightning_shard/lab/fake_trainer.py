@@ -30,31 +30,30 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp import offload as offload
 from lightning_shard.fsdp import plain_gradients
 from lightning_shard.lab.batches import copy_of
+from lightning_shard.lab.fake_modes import (
+    NUMBER,
+    OTHER_NUMBER,
+    Fake,
+    Real,
+    apply,
+    as_fake,
+    forgetting,
+)
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Ledger, Peak, Recorder, Timeline
 from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.processes.torch_private.internals import (
-    DispatchMode,
-    FakeTensor,
     FakeTensorMode,
     base_of,
     fake_copies,
-    own_buffers,
-    own_parameters,
     tree_leaves,
     tree_map_only,
 )
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.split_summary import SplitSummary, split_summary
 
-_aten: Any = torch.ops.aten
-_ITEM = "aten::_local_scalar_dense"
-_WHOLE_NUMBERS = (_aten.arange, _aten.randperm, _aten.scalar_tensor)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-NUMBER, OTHER_NUMBER = 1, 3  # for the two traces of a step that reads numbers
-COLLECT_EVERY = 64  # operations
 SAME = 0.01  # the largest relative difference of two traces that are taken for one
 
 
@@ -169,7 +168,7 @@ class _Body:
     def __init__(self, task: Task, ledger: Ledger, recorder: Recorder, number: int | None) -> None:
         self._task, self._ledger, self._recorder = task, ledger, recorder
         self._is_fake = number is not None
-        self.mode: Any = _Real(ledger) if number is None else _Fake(ledger, number)
+        self.mode: Any = Real(ledger) if number is None else Fake(ledger, number)
         self.follower = _Follow(ledger, self.mode)
 
     def __deepcopy__(self, memo: Any) -> "_Body":
@@ -193,10 +192,10 @@ class _Body:
             stack.enter_context(replaced(plain_gradients, "begin_sum", self._begin_sum))
             batch = given.batches[0]
             if self._is_fake:
-                stack.enter_context(replaced(nn.Module, "_apply", _apply))
+                stack.enter_context(replaced(nn.Module, "_apply", apply))
                 swap = torch.utils.swap_tensors
                 stack.enter_context(
-                    replaced(torch.utils, "swap_tensors", _forgetting(self.mode, swap))
+                    replaced(torch.utils, "swap_tensors", forgetting(self.mode, swap))
                 )
             stack.enter_context(self.mode)
             with fake_copies(self.mode) if self._is_fake else ExitStack():
@@ -206,7 +205,7 @@ class _Body:
                 for hook in ("prepare_data", "setup"):
                     setattr(data, hook, _nothing)
             if self._is_fake:
-                batch = tree_map_only(object, _as_fake, batch)
+                batch = tree_map_only(object, as_fake, batch)
             task = replace(given, module=module, data=data, batches=[batch])
             if task.stage == "fit":
                 train(task, 1, self._recorder.cut, self.follower, warm_up=1)
@@ -274,18 +273,6 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
         setattr(owner, name, before)
 
 
-def _forgetting(mode: Any, swap: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that swaps tensors of a mode, which it remembers by weak references."""
-
-    def swapping(one: Tensor, other: Tensor) -> None:
-        known = mode.fake_tensor_converter.meta_converter.tensor_memo
-        for key in [key for key, x in known.items() if x is one or x is other]:
-            del known[key]
-        swap(one, other)
-
-    return swapping
-
-
 class _OnHost(saved_tensors_hooks):
     """Counts what `OnHost` would move to a host whose memory is not the device's."""
 
@@ -309,128 +296,6 @@ class _OnHost(saved_tensors_hooks):
             return x
 
         super().__init__(pack, unpack)
-
-
-def _as_fake(x: Any) -> Any:
-    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-        return x
-    return torch.empty(x.shape, dtype=x.dtype)
-
-
-class _Real(DispatchMode):
-    """Counts operations on real tensors."""
-
-    is_in_step = reads_numbers = False
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self._ledger = ledger
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(isinstance(x, DomainTensor | DTensor) for x in given):
-            return NotImplemented  # the wrapper calls operations on what it holds
-        out = func(*args, **kwargs)
-        _note(self._ledger, func, args, kwargs, given, out)
-        return out
-
-
-class _Fake(FakeTensorMode):
-    """Makes fake tensors; DTensor enters it again, to compute shapes that no rank holds."""
-
-    def __init__(self, ledger: Ledger, number: int) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.is_in_step = self.reads_numbers = False
-        self._ledger, self._number, self._depth = ledger, number, 0
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Copies of fake tensors are of this mode.
-
-        A copy of it would have weak references to the same memory, and each of them frees it
-        (torch 2.15): a step that logs made such copies, and the heap was damaged.
-        """
-        return self
-
-    def __enter__(self) -> Any:
-        self._depth += 1
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        self._depth -= 1
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._depth > 1:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        leaves = tree_leaves((args, kwargs))
-        given = [x for x in leaves if isinstance(x, Tensor)]
-        if any(isinstance(x, FakeTensor) for x in given):
-            if func.name() == _ITEM:
-                return self._read(given[0])
-            if func is _aten.equal.default:
-                return True
-        elif _is_of_integers(func, given, leaves, kwargs.get("dtype")):
-            return func(*args, **kwargs)
-        try:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-        except ValueError as error:
-            if func is _aten.view.default:  # real tensors refuse it with this type of error
-                raise RuntimeError(str(error)) from error
-            raise
-        if isinstance(out, FakeTensor):
-            out.constant = None  # a real tensor, of which no deep copy can be made here
-        if func.namespace != "prim":
-            _note(self._ledger, func, args, kwargs, given, out)
-        return out
-
-    def _read(self, x: Tensor) -> float | int | bool:
-        """Return a number for an element of a fake tensor."""
-        self.reads_numbers = self.reads_numbers or self.is_in_step
-        number = self._number if self.is_in_step else NUMBER
-        if x.dtype is torch.bool:
-            return number == NUMBER
-        return float(number) if x.is_floating_point() else number
-
-
-def _note(ledger: Ledger, func: Any, args: Any, kwargs: Any, given: list[Tensor], out: Any) -> None:
-    if any(map(_holds_nothing, [*given, *tree_leaves(out)])):
-        return
-    ledger.note(func, args, kwargs, given, out)
-    if ledger.operations % COLLECT_EVERY == 0:
-        gc.collect(0)
-
-
-def _is_of_integers(func: Any, given: list[Tensor], leaves: list[Any], dtype: Any) -> bool:
-    if given:
-        return all(x.dtype in _INTEGERS for x in given) and dtype in (None, *_INTEGERS)
-    if dtype is None:
-        return func.overloadpacket in _WHOLE_NUMBERS and not any(
-            isinstance(x, float) for x in leaves
-        )
-    return dtype in _INTEGERS
-
-
-def _holds_nothing(x: Any) -> bool:
-    """Return whether `x` is a wrapper, whose part is counted by itself, or has a shape only."""
-    return isinstance(x, DomainTensor | DTensor) or (isinstance(x, Tensor) and x.is_meta)
-
-
-def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """Do `Module._apply` without a write into memory, which fake parameters do not have."""
-    for module in self.modules() if recurse else (self,):
-        for own in (own_parameters(module), own_buffers(module)):
-            for name, old in [(name, x) for name, x in own.items() if x is not None]:
-                new = change(old.detach())
-                if (new.dtype, new.device) != (old.dtype, old.device):
-                    is_parameter = isinstance(old, nn.Parameter)
-                    made = nn.Parameter(new, old.requires_grad) if is_parameter else new
-                    setattr(module, name, made)
-    return self
 
 
 def _update_by_lists(optimizers: Iterable[Optimizer]) -> None:

@@ -21,8 +21,9 @@ from lightning_shard.lab.batches import Data, Stage, first_batches
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
 from lightning_shard.lab.machine import Cluster, Device
+from lightning_shard.lab.replay import Replay
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
-from lightning_shard.lab.timeline import HOST_RATES, Replay
+from lightning_shard.lab.timeline import HOST_RATES
 from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary

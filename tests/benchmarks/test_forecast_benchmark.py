@@ -11,8 +11,8 @@ from benchmarks.forecast import by_network, merged, rank_correlation, regret, re
 from lightning_shard import launch
 from lightning_shard.lab.batches import first_batches
 from lightning_shard.lab.calibrate import measured_links
+from lightning_shard.lab.replay import Replay
 from lightning_shard.lab.run import Task as Run
-from lightning_shard.lab.timeline import Replay
 from tests.lab.test_check import Net, data
 
 

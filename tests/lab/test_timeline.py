@@ -8,9 +8,10 @@ import torch
 from lightning_shard.lab.batches import first_batches
 from lightning_shard.lab.fake_trainer import train
 from lightning_shard.lab.machine import Collective, Cost, MeasuredLinks
+from lightning_shard.lab.replay import Replay
 from lightning_shard.lab.run import Task
 from lightning_shard.lab.simulate import alone
-from lightning_shard.lab.timeline import Event, Recorder, Replay, Timeline
+from lightning_shard.lab.timeline import Event, Recorder, Timeline
 from tests.lab.test_check import Net, data
 
 PAIR = (0, 1)
