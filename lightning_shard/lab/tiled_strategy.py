@@ -22,6 +22,7 @@ from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
 from lightning_shard.lightning import (
     ParallelStrategy,
+    StrategyRegistry,
     Trainer,
     TrainerFn,
     is_overridden,
@@ -29,8 +30,9 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.tiles.tile_tensor import Tiles
 from lightning_shard.trainer.host import data_of_stage
+from lightning_shard.trainer.on_mesh import register
 from lightning_shard.trainer.split_summary import split_summary
-from lightning_shard.trainer.strategy import HybridShardStrategy, register
+from lightning_shard.trainer.strategy import HybridShardStrategy
 
 _AFTER_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of a batch
 _STAGES: dict[TrainerFn, Stage] = {
@@ -201,7 +203,8 @@ def _without_advice() -> Generator[None]:
 
 
 register(
-    kind=TiledStrategy,
-    name=TiledStrategy.strategy_name,
-    description="fields in tiles on one device, each operation for all of them",
+    StrategyRegistry,
+    TiledStrategy,
+    TiledStrategy.strategy_name,
+    "fields in tiles on one device, each operation for all of them",
 )

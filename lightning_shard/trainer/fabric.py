@@ -28,9 +28,6 @@ from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.lightning import (
     STRATEGY_REGISTRY,
     BackwardSyncControl,
-    CheckpointIO,
-    ClusterEnvironment,
-    FabricAccelerator,
     FabricParallelStrategy,
     FabricPrecision,
     move_data_to_device,
@@ -44,12 +41,11 @@ from lightning_shard.trainer.environment import check_processes
 from lightning_shard.trainer.fabric_wrappers import Alike, Entered, Shards, entered
 from lightning_shard.trainer.host import FabricScriptLauncher, with_sampler
 from lightning_shard.trainer.metrics_once import count_metrics_over
-from lightning_shard.trainer.on_mesh import OnMesh
+from lightning_shard.trainer.on_mesh import OnMesh, register
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
 from lightning_shard.trainer.sample_order import Stride
 from lightning_shard.trainer.split_summary import split_summary
-from lightning_shard.trainer.strategy import register
 
 
 class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
@@ -58,29 +54,15 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     Each method does for a loop of one's own what HybridShardStrategy does for the Trainer.
     """
 
-    def __init__(
-        self,
-        *mesh: Any,
-        accelerator: FabricAccelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: FabricPrecision | None = None,
-        **options: Any,
-    ) -> None:
-        """Take the arguments of HybridShardStrategy.
+    _PRECISION = "precision"
+
+    @override
+    def _complete(self) -> None:
+        """Refuse what is the Trainer's, and begin without a module.
 
         Raises:
-            ValueError: A checkpoint is to be a directory, which is the Trainer's.
+            ValueError: A checkpoint is to be a directory.
         """
-        self.take_options(*mesh, **options)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision_plugin,
-        )
         if self.saver.format not in ("auto", "single"):
             raise ValueError(
                 f"checkpoint_format {self.saver.format!r} is a directory of the Trainer's; Fabric "
@@ -388,4 +370,4 @@ class _NoSync(BackwardSyncControl):
         return no_sync(entered(module)) if enabled else nullcontext()
 
 
-register(STRATEGY_REGISTRY, FabricShardStrategy)
+register(STRATEGY_REGISTRY, FabricShardStrategy, FabricShardStrategy.strategy_name)

@@ -1,7 +1,7 @@
 """Holds what the strategies of the Trainer and of Fabric share: options, mesh, collectives."""
 
 from collections.abc import MutableMapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -9,9 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.lightning import CheckpointIO, ClusterEnvironment
+from lightning_shard.lightning import (
+    CheckpointIO,
+    ClusterEnvironment,
+    FabricAccelerator,
+    FabricPrecision,
+)
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
@@ -23,6 +27,9 @@ from lightning_shard.trainer.process_mesh import ProcessMesh
 from lightning_shard.trainer.saving import Saver
 from lightning_shard.trainer.split_summary import Announcements
 from lightning_shard.trainer.steps import Steps
+
+if TYPE_CHECKING:
+    from lightning_shard.data.split import ShardDims
 
 
 class OnMesh:
@@ -37,22 +44,63 @@ class OnMesh:
     _environment: ClusterEnvironment | None
     _checkpoint_io: CheckpointIO | None
 
-    def take_options(
+    strategy_name = "hybrid_shard"  # of the Trainer's strategy and of Fabric's
+    _PRECISION = "precision_plugin"  # the name of this argument of Lightning's strategy
+
+    def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
         domain_parallel_size: int | Literal["auto"] | Sequence[int] = 1,
-        shard_dims: ShardDims = None,
+        shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
         exact_random: bool | None = None,
         sharding: Sharding | ShardingOptions = "auto",
         checkpoint_format: Format = "auto",
         init_weights_from: str | dict[str, str] | None = None,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
+        accelerator: FabricAccelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: FabricPrecision | None = None,
     ) -> None:
-        """Make the parts of which a strategy consists; HybridShardStrategy describes the options.
+        """Describe the mesh.
+
+        Args:
+            data_parallel_size: Number of data replicas; "auto": all processes divided by the
+                domain.
+            domain_parallel_size: Processes that share each sample: a number, or one for each split
+                dim, such as `[2, 2]`; "auto": all processes divided by the data replicas, of which
+                there is then one unless given. So the domain shrinks and grows with an elastic
+                launcher's nodes.
+            shard_dims: Tensor dims that the domain splits. By default the first spatial dims of
+                every floating-point batch entry ``(B, C, *spatial)``, and of every map of these
+                samples with the same spatial extents, such as integer classes ``(B, *spatial)``. An
+                int or a list: these dims instead. A dict: for each batch entry its dims; entries
+                that are not named stay whole. A run says what it splits.
+            exact_random: True if dropout of split tensors draws the numbers of one process, at the
+                cost of drawing those of the whole tensor on each rank; None leaves what
+                `use_exact_random` chose. It holds until the fit, test or prediction ends.
+            sharding: The mode by which parameters are spread over the processes: "none" (whole on
+                each), "full", "gradients", "hybrid", or "auto": whole where they are small beside
+                the device. Or `ShardingOptions`, which hold the mode and all other options of
+                parameters.
+            checkpoint_format: "single": Lightning's file, whole. "sharded": a directory, to which
+                each process writes its part. "async": such a directory, written while training
+                goes on. "auto": a file up to 16 GiB of weights and optimizer state, then a
+                directory.
+            init_weights_from: A file of weights to begin with (safetensors, or of torch.save), read
+                shard by shard; or one for each submodule: `{"network": "t5/model.safetensors"}`.
+            timeout_s: Seconds after which a collective that does not end fails.
+            process_group_backend: By default the device's: nccl, xccl or gloo.
+            accelerator: Set by the Trainer, or by Fabric.
+            parallel_devices: Set by them.
+            cluster_environment: Set by them.
+            checkpoint_io: The plug-in that writes files; by default Lightning's.
+            precision_plugin: Set by them.
 
         Raises:
-            ValueError: A size is smaller than 1, or two options exclude each other.
+            ValueError: A size is smaller than 1, or two arguments exclude each other.
         """
         options = sharding if isinstance(sharding, ShardingOptions) else ShardingOptions(sharding)
         self.sharding_options = options
@@ -74,6 +122,18 @@ class OnMesh:
         # new parameters by old ones, whose memory belongs to those who still hold them
         self._moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
         self.announced = Announcements()
+        given = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            self._PRECISION: precision_plugin,
+        }
+        super().__init__(**given)  # pyright: ignore[reportCallIssue] - the mixin's strategy
+        self._complete()
+
+    def _complete(self) -> None:
+        """Make what only one of the two strategies has."""
 
     def _is_interrupted(self) -> bool:
         """Return whether an exception on this rank ends the run."""
@@ -187,3 +247,21 @@ class OnMesh:
         """Gather one entry per data replica, along a new first dim."""
         group = self.data_group if group in (None, dist.group.WORLD) else group
         return self.peers.all_gather(tensor, self.root_device, group=group, sync_grads=sync_grads)
+
+
+def register(
+    registry: Any,
+    kind: type,
+    name: str,
+    description: str = "FSDP2 and spatial domain decomposition on one device mesh",
+) -> None:
+    """Give a strategy its name in the registry of Lightning or of Fabric, once.
+
+    Args:
+        registry: The registry.
+        kind: The class that the name makes.
+        name: The name.
+        description: A line on the strategy, for lists.
+    """
+    if name not in registry:
+        registry.register(name, kind, description=description)

@@ -1,14 +1,14 @@
 """HybridShardStrategy: FSDP2 and domain decomposition behind `Trainer(strategy=...)`.
 
-Every method that Lightning calls is on this page. The work is done by parts: `ProcessMesh`,
+Every method that Lightning calls is on this page, or on those of its mixins: on_mesh.py has the
+options, and checkpoints.py has what is saved and read. The work is done by parts: `ProcessMesh`,
 `Peers`, `LoggedValues`, `SampleOrder`, `UnevenEvaluation`, `Saver` and `Steps`.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,9 @@ from lightning_shard.domain.wire import BEFORE
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.no_sync import no_sync
-from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import leave_plain_gradients
 from lightning_shard.fsdp.refuse_shards import BEFORE_SHARDS
 from lightning_shard.lightning import (
-    Accelerator,
-    CheckpointIO,
-    ClusterEnvironment,
     LightningModule,
     ParallelStrategy,
     Precision,
@@ -45,21 +41,20 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.ops.elementwise.show import READS
-from lightning_shard.processes.mesh import Sharding, share_mesh
+from lightning_shard.processes.mesh import share_mesh
 from lightning_shard.processes.replica_world import replica_world
 from lightning_shard.trainer import process_mesh
 from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
-from lightning_shard.trainer.checkpoint_io import Format
+from lightning_shard.trainer.checkpoints import Checkpoints
 from lightning_shard.trainer.counted_devices import count_replicas
 from lightning_shard.trainer.explain import explain
-from lightning_shard.trainer.frozen import freeze_as_saved, frozen_in
+from lightning_shard.trainer.frozen import freeze_as_saved
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
     end_saved_step,
     load_late_states,
     log_on,
-    logged_so_far,
     tell_device,
     tell_mesh,
     trainer_of,
@@ -67,7 +62,7 @@ from lightning_shard.trainer.host import (
 from lightning_shard.trainer.interrupted_save import say_what_was_not_saved
 from lightning_shard.trainer.logged_values import LoggedValues
 from lightning_shard.trainer.metrics_once import count_domains_once
-from lightning_shard.trainer.on_mesh import OnMesh
+from lightning_shard.trainer.on_mesh import OnMesh, register
 from lightning_shard.trainer.ordered_batches import unfinished
 from lightning_shard.trainer.parameter_counts import count_pairs_once
 from lightning_shard.trainer.precision import (
@@ -85,7 +80,7 @@ from lightning_shard.trainer.uneven_evaluation import UnevenEvaluation
 from lightning_shard.trainer.xpu.accelerator import tell_of_unused_devices
 
 
-class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
+class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride] - OnMesh comes first
     """Shards parameters over all processes and splits the fields of each sample over some of them.
 
     The processes form a mesh of data replicas x domain ranks. Data replicas read different samples;
@@ -94,78 +89,14 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
     one process.
     """
 
-    strategy_name = "hybrid_shard"
     _precision = None  # Fabric looks whether a strategy brings its precision
 
-    def __init__(
-        self,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        domain_parallel_size: int | Literal["auto"] | Sequence[int] = 1,
-        shard_dims: int | Sequence[int] | dict[str, int | Sequence[int] | None] | None = None,
-        exact_random: bool | None = None,
-        sharding: Sharding | ShardingOptions = "auto",
-        checkpoint_format: Format = "auto",
-        init_weights_from: str | dict[str, str] | None = None,
-        timeout_s: float = 1800.0,
-        process_group_backend: str | None = None,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        """Describe the mesh.
-
-        Args:
-            data_parallel_size: Number of data replicas; "auto": all processes divided by the
-                domain.
-            domain_parallel_size: Processes that share each sample: a number, or one for each split
-                dim, such as `[2, 2]`; "auto": all processes divided by the data replicas, of which
-                there is then one unless given. So the domain shrinks and grows with an elastic
-                launcher's nodes.
-            shard_dims: Tensor dims that the domain splits. By default the first spatial dims of
-                every floating-point batch entry ``(B, C, *spatial)``, and of every map of these
-                samples with the same spatial extents, such as integer classes ``(B, *spatial)``. An
-                int or a list: these dims instead. A dict: for each batch entry its dims; entries
-                that are not named stay whole. A run says what it splits.
-            exact_random: True if dropout of split tensors draws the numbers of one process, at the
-                cost of drawing those of the whole tensor on each rank; None leaves what
-                `use_exact_random` chose. It holds until the fit, test or prediction ends.
-            sharding: The mode by which parameters are spread over the processes: "none" (whole on
-                each), "full", "gradients", "hybrid", or "auto": whole where they are small beside
-                the device. Or `ShardingOptions`, which hold the mode and all other options of
-                parameters.
-            checkpoint_format: "single": Lightning's file, whole. "sharded": a directory, to which
-                each process writes its part. "async": such a directory, written while training
-                goes on. "auto": a file up to 16 GiB of weights and optimizer state, then a
-                directory.
-            init_weights_from: A file of weights to begin with (safetensors, or of torch.save), read
-                shard by shard; or one for each submodule: `{"network": "t5/model.safetensors"}`.
-            timeout_s: Seconds after which a collective that does not end fails.
-            process_group_backend: By default the device's: nccl, xccl or gloo.
-            accelerator: Set by the Trainer.
-            parallel_devices: Set by the Trainer.
-            cluster_environment: Set by the Trainer.
-            checkpoint_io: The plug-in that writes files; by default Lightning's.
-            precision_plugin: Set by the Trainer.
-
-        Raises:
-            ValueError: A size is smaller than 1, or two arguments exclude each other.
-        """
-        self.take_options(
-            data_parallel_size, domain_parallel_size, shard_dims, exact_random, sharding,
-            checkpoint_format, init_weights_from, timeout_s, process_group_backend,
-        )  # fmt: skip
+    @override
+    def _complete(self) -> None:
+        """Make the parts that follow the loops of a Trainer."""
         self.logged = LoggedValues(self.peers)
         self.samples = SampleOrder()
         self.evaluation = UnevenEvaluation(self.logged, self.steps)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
         self.num_nodes = 1
         self.config: Mapping[str, str] = {}  # the command line's, alike on all ranks
         self._while_set_up = ExitStack()
@@ -538,74 +469,6 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
         self.announced.explain(exception)
         self.peers.is_disconnected()
 
-    # Checkpoints, and the end of a stage.
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights as the format wants them: whole on the first rank, or shards."""
-        return {} if self.peers.is_disconnected() else self.saver.gather_module(self._module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state as the format wants it: whole on the first rank, or shards."""
-        if self.peers.is_disconnected():
-            return {}
-        return self.saver.gather_optimizer(optimizer, self._module)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint of all ranks; none once a rank is lost."""
-        if self.peers.is_disconnected():
-            return
-        self.saver.write(
-            self.saver.mark(
-                checkpoint,
-                self.device_mesh,
-                self.root_device,
-                unfinished=unfinished(self._module.trainer),
-                orders=self.samples.drawn_from(),
-                sharding=self.sharding_options.mode,
-                logged=logged_so_far(self._module.trainer),
-                frozen=frozen_in(self._module),
-            ),
-            self.broadcast(filepath),
-            self.checkpoint_io,
-            module=self._module,
-            optimizers=self.optimizers,
-            storage_options=storage_options,
-        )
-
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a file or a directory of shards."""
-        if not self.peers.is_disconnected():
-            self.saver.remove(filepath, self.checkpoint_io)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a file, or this rank's parts of a directory, of any mesh."""
-        return self.saver.read(
-            checkpoint_path,
-            self.checkpoint_io,
-            self._module,
-            weights_only=weights_only,
-            into_sharded=self.restore_checkpoint_after_setup,
-        )
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load each rank's part of the weights."""
-        self.saver.load_module(self._module, checkpoint, self.root_device, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load each rank's part of the states."""
-        self.saver.load_optimizers(self.optimizers, checkpoint, self._module)
-
     @override
     def teardown(self) -> None:
         """End the stage; shards stay on the device, since their mesh is there."""
@@ -628,22 +491,4 @@ class HybridShardStrategy(OnMesh, ParallelStrategy):  # pyright: ignore[reportIn
         self.checkpoint_io.teardown()
 
 
-def register(
-    registry: Any = StrategyRegistry,
-    kind: type = HybridShardStrategy,
-    name: str = HybridShardStrategy.strategy_name,
-    description: str = "FSDP2 and spatial domain decomposition on one device mesh",
-) -> None:
-    """Give a strategy its name in a registry, once.
-
-    Args:
-        registry: The registry of Lightning or of Fabric.
-        kind: The class that the name makes.
-        name: The name.
-        description: A line on the strategy, for lists.
-    """
-    if name not in registry:
-        registry.register(name, kind, description=description)
-
-
-register()
+register(StrategyRegistry, HybridShardStrategy, HybridShardStrategy.strategy_name)
