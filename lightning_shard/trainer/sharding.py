@@ -18,7 +18,8 @@ from lightning_shard.fsdp.check_same_module import refuse_without_shape
 from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
-from lightning_shard.fsdp.parallelize import Moved, parallelize
+from lightning_shard.fsdp.parallelize import parallelize
+from lightning_shard.fsdp.work import Moved
 from lightning_shard.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_shard.processes.torch_private.internals import apply
 from lightning_shard.trainer.host import callbacks_of
