@@ -7,7 +7,8 @@ traced. Constants of earlier runs become constants of the graph.
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from lightning_shard.processes.torch_private.internals import backward_pass, internal
+from lightning_shard.processes.torch_private.internals import backward_pass
+from lightning_shard.processes.torch_private.names import internal
 
 # a variable of the process, not of a thread: autograd's engine traces backward in its own threads
 _traced = 0

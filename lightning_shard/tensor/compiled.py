@@ -28,10 +28,10 @@ from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.domain.tracing import is_traced, trace_begins, traced
 from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
-    internal,
     tree_flatten,
     tree_unflatten,
 )
+from lightning_shard.processes.torch_private.names import internal
 from lightning_shard.tensor.compiler import inductor
 from lightning_shard.tensor.gathering import gather_allowed
 from lightning_shard.tensor.kind import kind_of

@@ -13,7 +13,7 @@ import torch
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.tracing import places_traced
 from lightning_shard.domain.wire import places_in
-from lightning_shard.processes.torch_private.internals import internal
+from lightning_shard.processes.torch_private.names import internal
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -27,13 +27,13 @@ from lightning_shard.processes.torch_private.internals import (
     dual_level,
     forward_ad,
     in_transform,
-    internal,
     replace_internal,
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
 )
+from lightning_shard.processes.torch_private.names import internal
 from lightning_shard.tensor.tensor import DomainTensor, SplitInTransform, domains_met, meet
 
 Function = Callable[..., Any]

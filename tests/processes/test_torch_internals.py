@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_shard
-from lightning_shard.processes.torch_private import internals
+from lightning_shard.processes.torch_private import names
 
 # of modules of torch 2.11, as they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -17,7 +17,7 @@ ROOT = Path(lightning_shard.__file__).parent
 
 @pytest.mark.slow
 def test_every_internal_name_is_there():
-    assert internals.missing() == []
+    assert names.missing() == []
 
 
 def _private(name: str) -> bool:
@@ -82,23 +82,23 @@ def test_no_other_file_uses_private_names():
 def test_a_removed_name_is_listed_with_what_breaks(monkeypatch):
     monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
     monkeypatch.delattr(torch.distributed.device_mesh.DeviceMesh, "_flatten")
-    lost = internals.missing()
+    lost = names.missing()
     assert [line.partition(":")[0] for line in lost] == [
         "torch._C._is_any_autocast_enabled",
         "torch.distributed.device_mesh.DeviceMesh._flatten",
     ]
-    internals.internal.cache_clear()
+    names.internal.cache_clear()
     with pytest.raises(ImportError, match=r"(?s)_is_any_autocast_enabled.*_flatten"):
-        internals.internal("torch._C._is_any_autocast_enabled")
+        names.internal("torch._C._is_any_autocast_enabled")
 
 
 def test_the_page_says_what_would_change_and_which_test_sees_it():
     page = (ROOT.parent / "docs/architecture.md").read_text()
     table = page.split("| names | what would change in silence | seen by |")[1].split("\n\n")[0]
     rows = [row.split("|")[1:4] for row in table.split("\n")[2:]]
-    told = {name for names, _, _ in rows for name in re.findall(r"`(\w+)`", names)}
-    names = {path.split("|")[0].rpartition(".")[2] for path in internals.INTERNALS}
-    assert told == names
+    told = {name for cell, _, _ in rows for name in re.findall(r"`(\w+)`", cell)}
+    listed = {path.split("|")[0].rpartition(".")[2] for path in names.INTERNALS}
+    assert told == listed
     files = [file for _, _, seen in rows for file in re.findall(r"`([^`]+)`", seen)]
     assert all((ROOT.parent / file).is_file() for file in files)
-    assert len(internals.INTERNALS) <= 80  # it only shrinks
+    assert len(names.INTERNALS) <= 80  # it only shrinks

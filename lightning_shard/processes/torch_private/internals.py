@@ -1,11 +1,10 @@
-"""Lists every private name of torch that this package uses, seen in torch 2.11 to 2.15.
+"""Gives what is private in torch public names here: names.py lists each and what breaks without it.
 
-`INTERNALS` says what breaks without each name. Where a release of torch has removed some, importing
-this module raises one ImportError that lists all of them.
+Where a release of torch has removed some, importing this module raises one ImportError that lists
+all of them.
 """
 
 import functools
-import importlib
 import operator
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -20,156 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-# name -> what breaks without it; a name may have another in some releases, after a bar
-INTERNALS = {
-    # dispatch of split tensors (tensor/tensor.py)
-    "torch.Tensor._make_wrapper_subclass": "a split tensor has a shape and no memory",
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "rules are not traced by torch.compile",
-    "torch._compile._disable_dynamo": "rules run as they are inside torch.compile",
-    "torch._C._is_any_autocast_enabled": "wrong calls are remembered apart under autocast",
-    "torch._C._set_storage_data_ptr_access_error_msg": "no one reads a wrapper's memory",
-    # compiled regions (tensor/compiled.py)
-    "torch._dynamo.nonstrict_trace": "blocks are compiled with the rules of split tensors in them",
-    "torch._dynamo.exc.TorchDynamoException": "what does not compile runs as it is",
-    "torch._inductor.compile_fx.compile_fx": "collectives of compiled blocks are counted",
-    "torch._inductor.compile_fx.compile_fx_inner": "collectives of compiled blocks are counted",
-    "torch._functorch.config.patch": "backward of a block compiles before its forward runs",
-    "torch._functorch.config.force_non_lazy_backward_lowering": "the same",
-    "torch._library.custom_ops.CustomOpDef.register_effect": "no rank's graph drops a collective",
-    "torch._library.effects.EffectType": "collectives of a graph stay in order",
-    "torch.distributed.distributed_c10d._resolve_process_group": "graphs name groups",
-    "torch.utils._python_dispatch._disable_current_modes": "constants of compiled blocks are real",
-    "torch.utils._python_dispatch.TorchDispatchMode": "compiled blocks call no others",
-    # the table of rules (ops)
-    "torch._C._jit_get_all_schemas": "pointwise functions are found by their tag",
-    "torch._C._nn": "pad and the activations of C++ have rules",
-    "torch._is_all_true": "torch.distributions checks its arguments by it",
-    "torch._make_dual": "dual tensors of forward mode are split",
-    "torch._unpack_dual": "the same",
-    "torch._nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder is refused by name",
-    "torch.Tensor._is_view": "a tensor with views does not become split, a Function returns none",
-    "torch.Tensor._is_zerotensor": "gradients that are zeros without memory, as of sgn, are sent",
-    "torch.autograd.grad_mode._force_original_view_tracking":
-        "ranks without rows keep the graph of views that are written",
-    "torch.Tensor._version": "writes into copies of rows, or offloaded tensors, are not noticed",
-    "torch._C._storage_Use_Count": "a tensor whose memory others see does not become split",
-    "torch.UntypedStorage._cdata": "a prediction counts memory that several tensors share once",
-    "torch._subclasses.fake_tensor.FakeTensor": "a step is predicted without numbers",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "a step is predicted without numbers",
-    "torch._subclasses.fake_tensor.FakeCopyMode": "a step is predicted without numbers",
-    # autograd.Functions (tensor/autograd_function.py)
-    "torch.autograd.Function._backward_cls": "a Function's node of the graph is known by its class",
-    "torch.nn.modules._functions.SyncBatchNorm": "nn.SyncBatchNorm has a rule",
-    "torch.nn.modules._functions.BackwardHookFunction": "full backward hooks see split tensors",
-    # TorchScript (tensor/scripted.py)
-    # forward mode and torch.func (domain/forward_mode.py, tensor/transforms.py)
-    "torch.autograd.forward_ad._current_level": "collectives carry tangents where others do",
-    "torch._C._is_fwd_grad_enabled": "the same",
-    "torch._functorch.eager_transforms._jvp_with_argnums": "torch.func.jvp takes split tensors",
-    "torch._functorch.eager_transforms._vjp_with_argnums": "torch.func.vjp takes split tensors",
-    "torch._functorch.eager_transforms.grad_and_value_impl": "torch.func.grad takes split tensors",
-    "torch._functorch.eager_transforms._chunked_standard_basis_for_":
-        "torch.func.jacfwd and jacrev take split tensors",
-    "torch._functorch.eager_transforms.linearize": "torch.func.linearize takes split tensors",
-    "torch._functorch.eager_transforms._slice_argnums": "arguments are chosen as torch does",
-    "torch._functorch.vmap._process_batched_inputs": "vmap maps dims as torch does",
-    "torch.utils._pytree._broadcast_to_and_flatten": "the same",
-    "torch._functorch.apis.vmap_impl": "torch.func.vmap takes split tensors",
-    # parameters and gradients (fsdp, checkpoint)
-    "torch._C._are_functorch_transforms_active": "spectral layers leave torch.func alone",
-    "torch._C._current_graph_task_id": "plain gradients are averaged once in a backward pass",
-    "torch.autograd.Variable._execution_engine": "plain gradients are averaged after the last one",
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset":
-        "weights are loaded into DTensors",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state":
-        "parameters that a rank has not used get zero gradients",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward":
-        "the same",
-    "torch.Tensor._backward_hooks":
-        "hooks of whole parameters see the mean; those of shards, which FSDP2 drops, are refused",
-    "torch.Tensor._post_accumulate_grad_hooks": "the same",
-    "torch.distributed.tensor._redistribute.redistribute_local_tensor":
-        "a rank that reads shards alone ends",
-    "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers":
-        "numbers that are read from shards are refused",
-    "torch.autograd._engine_run_backward": "gradients of parameters inside of steps are whole",
-    "torch.nn.Module._parameters": "a module's own parameters are replaced by shards",
-    "torch.nn.Module._non_persistent_buffers_set": "buffers that no state dict has are computed",
-    "torch.nn.Module._apply": "a module moves to its device, but for what is on the meta device",
-    "torch.Tensor._base": "a view of a parameter is told from other tensors",
-    "torch.amp.grad_scaler.GradScaler._unscale_grads_": "ranks skip a step of float16 together",
-    # tensors that are away from the device (fsdp/paging)
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack":
-        "trial calls do not run under modes that count, and threads of tiles have the caller's",
-    "torch.overrides._get_current_function_mode_stack":
-        "a mode around tiles, which their threads do not have, is refused",
-    "torch._C._dispatch_tls_is_dispatch_key_excluded": "the same",
-    "torch._C._dispatch_tls_set_dispatch_key_excluded": "the same",
-    # containers of tensors: batches, and what modules and steps return
-    "torch.utils._pytree.tree_flatten": "blocks take and return split tensors in containers",
-    "torch.utils._pytree.tree_unflatten": "blocks take and return split tensors in containers",
-    "torch.utils.data._utils.collate.default_collate_fn_map": "DataLoaders batch slabs",
-    # processes
-    "torch.distributed.device_mesh.DeviceMesh._flatten": "all axes of a mesh have one group",
-    "torch.distributed.distributed_c10d._get_default_store": "ranks report failures to each other",
-    "torch.distributed.ProcessGroup._get_backend": "meshes are made where a group cannot be split",
-    "torch.distributed.distributed_c10d._get_default_group": "modules' collectives count replicas",
-    "torch.distributed.distributed_c10d._rank_not_in_group": "modules' collectives count replicas",
-    "torch.ScriptObject._type": "collectives of a step that some ranks do not run are refused",
-    "torch.distributed._functional_collectives._resolve_group|_resolve_group_name":
-        "modules' functional collectives count replicas",
-    # ranks that are threads (lab/simulated)
-    "torch.distributed.distributed_c10d._world":  # it has pg_map, pg_names and pg_group_ranks
-        "a simulated rank, or a fork, has its own process groups; replicas are numbered from 0",
-    "torch.distributed.Backend._plugins": "simulated ranks have groups of their own backend",
-    "torch._C._distributed_c10d._set_thread_isolation_mode": "threads have groups of one name",
-}  # fmt: skip
-
-
-def missing() -> list[str]:
-    """List the names that this torch lacks, each with what breaks without it."""
-    return [f"{path}: {use}" for path, use in INTERNALS.items() if not _has(path)]
-
-
-def _has(path: str) -> bool:
-    try:
-        _find(path)
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def _find(path: str) -> Any:
-    """The object at a dotted path, the first names of which are modules."""
-    name, *rest = path.split(".")
-    found: Any = importlib.import_module(name)
-    for part in rest:
-        name = f"{name}.{part}"
-        there = _part(found, part)
-        found = importlib.import_module(name) if there is None else there
-    return found
-
-
-def _part(owner: Any, names: str) -> Any:
-    """The attribute of one of the names; a class may only announce that its instances have it."""
-    announced = getattr(owner, "__annotations__", {}) if isinstance(owner, type) else {}
-    there = (getattr(owner, n, announced.get(n)) for n in names.split("|"))
-    return next((found for found in there if found is not None), None)
-
-
-@functools.cache
-def internal(path: str) -> Any:
-    """Find the object of a name that `INTERNALS` lists.
-
-    Raises:
-        ImportError: This torch lacks it; the message lists all that it lacks.
-    """
-    assert path in INTERNALS, path
-    if not _has(path):
-        lost = "".join(f"\n  {line}" for line in missing())
-        raise ImportError(f"torch {torch.__version__} lacks what lightning_shard uses:{lost}")
-    return _find(path)
-
+from lightning_shard.processes.torch_private.names import INTERNALS, find, internal
 
 make_wrapper: Callable[..., Any] = internal("torch.Tensor._make_wrapper_subclass")
 _forbid: Callable[[int, str], None] = internal("torch._C._set_storage_data_ptr_access_error_msg")
@@ -480,7 +330,7 @@ def number_in_group(group: dist.ProcessGroup) -> None:
 def replace_internal(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put what `make` makes of a function of a module in its place, for good."""
     owner, _, names = path.rpartition(".")
-    module, function = _find(owner), internal(path)
+    module, function = find(owner), internal(path)
     name = next(name for name in names.split("|") if hasattr(module, name))
     setattr(module, name, make(function))
 
@@ -522,12 +372,12 @@ def own_world() -> Any:
 
     It is found anew each time, since simulated ranks have objects of their own.
     """
-    return _find("torch.distributed.distributed_c10d._world")
+    return find("torch.distributed.distributed_c10d._world")
 
 
 def use_world(world: Any) -> None:
     """Let torch know other process groups; of `new_world()` none."""
-    vars(_find("torch.distributed.distributed_c10d"))["_world"] = world
+    vars(find("torch.distributed.distributed_c10d"))["_world"] = world
 
 
 # properties of torch's object whose values are variables of the module, and how each begins
