@@ -1,4 +1,4 @@
-"""What a strategy of the Trainer saves and reads: weights, optimizers, and the place in a run."""
+"""Saves and reads for a strategy of the Trainer: weights, optimizers, and the place in a run."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -44,7 +44,7 @@ class OnMesh:
     _environment: ClusterEnvironment | None
     _checkpoint_io: CheckpointIO | None
 
-    strategy_name = "hybrid_shard"  # of the Trainer's strategy and of Fabric's
+    strategy_name = "hybrid_shard"  # the Trainer and Fabric know ours by it
     _PRECISION = "precision_plugin"  # the name of this argument of Lightning's strategy
 
     def __init__(

@@ -94,7 +94,7 @@ class Alone(Featured):
                 mock.patch.object(meeting, "_met", Counter({("module", (0, 1)): 10**6})),
                 pytest.raises(
                     RuntimeError,
-                    match=r"rank 0 runs Alone outside .*on_train_epoch_end.*ranks \[1\]",
+                    match=r"rank 0 runs Alone outside of the steps .*ranks \[1\]",
                 ),
             ):
                 self(torch.ones(1, 1, 9, 7, dtype=torch.float64))

@@ -130,7 +130,7 @@ def _has(path: str) -> bool:
 
 
 def find(path: str) -> Any:
-    """The object at a dotted path, the first names of which are modules."""
+    """Find the object at a dotted path, the first names of which are modules."""
     name, *rest = path.split(".")
     found: Any = importlib.import_module(name)
     for part in rest:
