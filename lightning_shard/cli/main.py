@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 
+from lightning_shard.cli.early_names import check_names
 from lightning_shard.cli.help import PAGES, PROGRAM, page
 from lightning_shard.cli.positions import Given, find_configs, read_given
 from lightning_shard.cli.usage import ENV_PREFIX, UsageError, exit_with
@@ -52,7 +53,9 @@ def main(args: Sequence[str] | None = None) -> None:
             return
         words = find_configs(words)
         if _is_command(words):
-            given = read_given(words[1:], command if command in LIGHTNING else "fit")
+            under = command if command in LIGHTNING else "fit"
+            given = read_given(words[1:], under)
+            check_names(given, under)
     except UsageError as err:
         exit_with(err)
     _import_model([o.text for o in given.options if o.key.endswith(("model", "class_path"))])

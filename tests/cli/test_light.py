@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_shard.cli import main as cli
+from lightning_shard.cli.early_names import arguments_of
 from lightning_shard.cli.help import PAGES
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,10 @@ def run(*commands: list[str]) -> tuple[str, list[str]]:
         (["plan", "--config", "none.yaml"], 2), (["fit", "stray"], 2), ([], 2),
         (["certify", "--meshes", "2"], 2), (["plan", "--best", "--cluster", "8xH10O"], 2),
         (["fit", "--config", "tfno_dracy"], 2), (["inspect", "none.ckpt"], 2),
+        (["fit", "--config", "tfno_darcy", "--trainer.max_epoch", "2"], 2),
+        (["plan", "--config", "tfno_darcy", "--trainer.strategy.domain_size", "2"], 2),
+        (["fit", "--config", "tfno_darcy", "--model.n_layer", "2"], 2),
+        (["check", "--config", "tfno_darcy", "--data.batchsize", "2"], 2),
         (["export", "none.ckpt", "out.pt"], 2), (["export", "README.md", "out.txt"], 2),
     ],
 )  # fmt: skip
@@ -147,3 +152,18 @@ def test_mistakes_in_the_words_of_tools(capsys, words, sentence):
         cli.main(words.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+def test_what_a_file_does_not_tell_is_left_to_the_parser(tmp_path, monkeypatch):
+    classes = "class {name}(Base):\n    def __init__(self, width, **{kind}): ...\n"
+    (tmp_path / "mine.py").write_text(classes.format(name="Open", kind="options"))
+    (tmp_path / "broken.py").write_text("class Broken(\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert arguments_of("mine.Open") is None
+    assert arguments_of("mine.Missing") is None
+    assert arguments_of("broken.Broken") is None
+    assert arguments_of("nowhere.Class") is None
+    assert arguments_of("VolumeSegmentation") == [
+        "classes", "channels", "filters", "strides", "deep_supervision", "res_block",
+        "optimizer", "lr_scheduler",
+    ]  # fmt: skip

@@ -313,7 +313,7 @@ def test_a_module_that_fails_while_it_is_imported(capsys, monkeypatch, number, c
 EXPRESSIONS = {
     "KEY": "--config run.yaml --trainer.max_epochs x",
     "VALUE": "--config run.yaml --trainer.max_epochs x",
-    "UNKNOWN": "--config run.yaml --trainer.max_epoch 3",
+    "UNKNOWN": "--config run.yaml --test_after_fits true",
     "NO_VALUE": "--config run.yaml --trainer.devices",
     "REQUIRED": "",
     "NO_PATH": "--config run.yaml --data zzz",
