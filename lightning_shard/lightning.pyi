@@ -48,6 +48,8 @@ from lightning.pytorch.callbacks import EarlyStopping as EarlyStopping
 from lightning.pytorch.callbacks import LearningRateFinder as LearningRateFinder
 from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
 from lightning.pytorch.callbacks import ModelSummary as ModelSummary
+from lightning.pytorch.callbacks import RichProgressBar as RichProgressBar
+from lightning.pytorch.callbacks import TQDMProgressBar as TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser as LightningArgumentParser
 from lightning.pytorch.cli import LightningCLI as LightningCLI
 from lightning.pytorch.cli import SaveConfigCallback as SaveConfigCallback
@@ -141,12 +143,14 @@ __all__ = [
     "Precision",
     "PyTorchProfiler",
     "ResultMetric",
+    "RichProgressBar",
     "SLURMEnvironment",
     "SaveConfigCallback",
     "SingleDeviceStrategy",
     "Strategy",
     "StrategyRegistry",
     "Sync",
+    "TQDMProgressBar",
     "TorchCheckpointIO",
     "TorchElasticEnvironment",
     "Trainer",

@@ -20,7 +20,7 @@ _TRAINERS = (
     "pytorch_lightning.trainer.trainer.Trainer",
 )
 _OWN = ("", "hybrid_shard", "HybridShardStrategy", "lightning_shard.HybridShardStrategy")
-_MOST_FILES = 200  # of a package whose page of names does not define the class
+_MOST_FILES = 200  # are searched in a package whose first page does not define the class
 
 
 def check_names(given: Given, command: str) -> None:

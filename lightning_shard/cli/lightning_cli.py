@@ -4,11 +4,9 @@ The optimizer is made after sharding. A mistake in what was typed exits with 2. 
 until the first batch is done exits with 1, and those after it keep their traceback.
 """
 
-import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from lightning_shard.cli.help import OPTIONS, PROGRAM
 from lightning_shard.cli.messages import Parser, RefusalError, explain, import_short_names
 from lightning_shard.cli.positions import Given, check_variables
 from lightning_shard.cli.run_state import RunState, words_of_a_failure, words_of_an_interrupt
+from lightning_shard.cli.terminal import fit_bar, leave_out_chatter
 from lightning_shard.cli.tiles import TYPES, builder, check_output, check_tiles
 from lightning_shard.cli.usage import (
     ENV_PREFIX,
@@ -169,6 +168,7 @@ class ShardCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Let a refusal stop the processes that the trainer launches."""
         self.state.trainer = self.trainer
+        fit_bar(self.trainer, self.config[self.config["subcommand"]].trainer.callbacks)
         if isinstance(self.trainer.strategy, HybridShardStrategy):
             options: dict[str, Any] = vars(self.config[self.config["subcommand"]].as_flat())
             self.trainer.strategy.config = {
@@ -231,11 +231,6 @@ class ShardCLI(LightningCLI):
             print("\n".join(lines), file=sys.stderr)
 
 
-def _no_tip(record: logging.LogRecord) -> bool:
-    """Leave out Lightning's tips on other products, which come before the first word of a run."""
-    return "Tip: For seamless" not in record.getMessage()
-
-
 def run(
     args: Sequence[str],
     given: Given,
@@ -251,10 +246,7 @@ def run(
     state = RunState(given)
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        logging.getLogger(f"{name}.utilities.rank_zero").addFilter(_no_tip)
-    # lightning 2.6 asks for a class that torch 2.13 deprecates
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    leave_out_chatter()
     try:
         make(args, state)
     except UsageError as err:
