@@ -17,6 +17,7 @@ from lightning_shard.cli.config_checks import sizes_of, strategy_options
 from lightning_shard.cli.positions import Given
 from lightning_shard.cli.run_state import RunState
 from lightning_shard.cli.usage import UsageError, as_usage_error
+from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.compare import certify, check
 from lightning_shard.lab.predict import plan
 from lightning_shard.lab.search import best
@@ -56,7 +57,12 @@ class LabCLI(lightning_cli.ShardCLI):
         self.tiles = self.config["fit"].tiles
         if self.tiles is not None:
             self.domain, self.processes = (2,) if self.tiles == "auto" else tuple(self.tiles), 1
-        shard_dims = strategy_options(trainer).get("shard_dims")
+        strategy = strategy_options(trainer)
+        shard_dims, sharding = strategy.get("shard_dims"), strategy.get("sharding") or "auto"
+        with as_usage_error(ValueError):
+            self.sharding = (
+                sharding if isinstance(sharding, str) else ShardingOptions(**vars(sharding))
+            )
         precision = {} if trainer.precision is None else {"precision": trainer.precision}
         self.step: dict[str, Any] = {"shard_dims": shard_dims, **precision}  # these change the step
         trainer.accelerator, trainer.devices, trainer.num_nodes = "cpu", 1, 1
@@ -66,6 +72,7 @@ class LabCLI(lightning_cli.ShardCLI):
         getattr(self, f"_{self.command}")(self.datamodule or self.model.train_dataloader())
 
     def _plan(self, source: Any) -> None:
+        where: dict[str, Any] = {"cluster": self.own.cluster, "sharding": self.sharding}
         if self.own.best:
             found = best(self.model, source, self.own.cluster, **self.step)
             print(found)
@@ -77,11 +84,10 @@ class LabCLI(lightning_cli.ShardCLI):
                     "auto asks the device of a run; give plan a number of tiles, such as --tiles 8"
                 )
             with as_usage_error(ValueError):
-                where = {"cluster": self.own.cluster, "tile_budget": self.config["fit"].tile_budget}
+                where["tile_budget"] = self.config["fit"].tile_budget
                 print(plan(self.model, source, tiles=self.tiles, **where, **self.step))
         else:
-            mesh = self._mesh()
-            print(plan(self.model, source, mesh, cluster=self.own.cluster, **self.step))
+            print(plan(self.model, source, self._mesh(), **where, **self.step))
 
     def _check(self, source: Any) -> None:
         alone = math.prod(self.domain) == 1

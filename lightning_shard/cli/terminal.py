@@ -46,7 +46,7 @@ def fit_bar(trainer: Trainer, callbacks: Any) -> None:
 
     Args:
         trainer: It has the callbacks, which are changed.
-        callbacks: Those that the configuration names.
+        callbacks: The configuration names these.
     """
     chosen = any("ProgressBar" in str(each.get("class_path")) for each in callbacks or ())
     for place, bar in enumerate(callbacks_of(trainer)):

@@ -108,7 +108,7 @@ class Prediction:
 
     def __str__(self) -> str:
         ranks, cluster = math.prod(self.mesh[1:]), self.cluster
-        lines = [] if cluster is None else [f"{cluster.origin}"]
+        lines = [] if cluster is None else [cluster.origin]
         lines += [str(self.split)] if ranks > 1 else []
         if ranks > 1 and not self.split.split:
             lines.append(f"Warning: {self.split.advice(ranks)}")
@@ -125,20 +125,16 @@ class Prediction:
         return "\n".join(lines)
 
     def _times(self) -> list[tuple[str, str, str]]:
-        cluster = self.cluster
-        if cluster is None:
+        if (cluster := self.cluster) is None:
             return []
         rate = self.samples / self.seconds if self.seconds else math.inf
+        name, note = "  fields", "waiting for halos, modes and sums"
+        if self.in_turns:
+            name, note = "  link", f"{_link_of(cluster)}, nothing hidden"
         return [
             ("step", _milliseconds(self.seconds), f"{rate:.3g} samples/s"),
             ("  compute", _milliseconds(self.compute), "kernels at the rates of the device"),
-            (
-                "  link" if self.in_turns else "  fields",
-                _milliseconds(self.exchange),
-                f"{_link_of(cluster)}, nothing hidden"
-                if self.in_turns
-                else "waiting for halos, modes and sums",
-            ),
+            (name, _milliseconds(self.exchange), note),
             (
                 "  parameters",
                 _milliseconds(self.parameters_traffic),
@@ -199,7 +195,7 @@ def plan(
     tiles: Tiles | None = None,
     tile_budget: str | None = None,
     cluster: Cluster | str | None = None,
-    sharding: Sharding = "auto",
+    sharding: Sharding | ShardingOptions = "auto",
     activation_checkpointing: bool = False,
     activation_offload: bool | str = False,
     **trainer: Any,
@@ -217,8 +213,8 @@ def plan(
             dim, as `(2, 4)` or "2x4".
         tile_budget: Bytes that tiles may keep on the device, such as "8GB". By default half of what
             the cluster's device has beside the parameters, as in a run; without a cluster, none.
-        sharding: The mode of `ShardingOptions`; "auto" goes by the memory of the cluster's device,
-            or by that of this machine.
+        sharding: The mode of `ShardingOptions`, or such options, which then also have what follows;
+            "auto" goes by the memory of the cluster's device, or by that of this machine.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
         activation_offload: If true, those for which the device of the cluster has no room lie in
             the host's memory until backward; without a cluster all do. Or the bytes that stay on
@@ -256,7 +252,7 @@ def predict(
     *,
     tiles: Tiles | None = None,
     tile_budget: str | None = None,
-    sharding: Sharding = "auto",
+    sharding: Sharding | ShardingOptions = "auto",
     activation_checkpointing: bool = False,
     activation_offload: bool | str = False,
     stage: Stage = "fit",
@@ -276,8 +272,8 @@ def predict(
             dim, as `(2, 4)` or "2x4".
         tile_budget: Bytes that tiles may keep on the device, such as "8GB". By default half of what
             the cluster's device has beside the parameters, as in a run; without a cluster, none.
-        sharding: The mode of `ShardingOptions`; "auto" goes by the memory of the cluster's device,
-            or by that of this machine.
+        sharding: The mode of `ShardingOptions`, or such options, which then also have what follows;
+            "auto" goes by the memory of the cluster's device, or by that of this machine.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
         activation_offload: If true, those for which the device of the cluster has no room lie in
             the host's memory until backward; without a cluster all do. Or the bytes that stay on
@@ -291,6 +287,11 @@ def predict(
     """
     sizes, where = as_mesh(mesh), read_cluster(cluster) if isinstance(cluster, str) else cluster
     in_turns = tiles is not None
+    if not isinstance(sharding, ShardingOptions):
+        sharding = ShardingOptions(
+            sharding, activation_checkpointing=activation_checkpointing,
+            activation_offload=activation_offload,
+        )  # fmt: skip
     if tiles is not None:
         devices = 1 if where is None else where.devices
         if math.prod(sizes) * devices > 1:
@@ -300,17 +301,17 @@ def predict(
                 "and give a cluster of one device, such as 1xH100."
             )
         sizes = (1, *sizes_of_tiles(tiles))
-        refuse_to_offload(activation_offload)
+        refuse_to_offload(sharding.activation_offload)
     elif where is not None and math.prod(sizes) != where.devices:
         raise ValueError(
             f"the mesh {'x'.join(map(str, sizes))} has {math.prod(sizes)} ranks, but the cluster "
             f"has {where.devices} devices; give a mesh of as many ranks."
         )
-    options = ShardingOptions(
-        mode="none" if in_turns else sharding,  # tiles share the module's own parameters
-        shard_size=where.per_node if sharding == "hybrid" and where is not None else None,
-        activation_checkpointing=activation_checkpointing,
-        activation_offload=activation_offload,
+    is_hybrid = sharding.mode == "hybrid" and not in_turns
+    options = replace(
+        sharding,
+        mode="none" if in_turns else sharding.mode,  # tiles share the module's own parameters
+        shard_size=where.per_node if is_hybrid and where is not None else None,
     )
     batch = first_batches(module, data, stage)[0]
     task = Task(
@@ -382,8 +383,8 @@ def rank_inside(mesh: Mesh) -> int:
 
 def _link_of(cluster: Cluster) -> str:
     """Name the link between a device and its host."""
-    names = (name for name, rate in HOST_RATES.items() if rate == cluster.device.host_rate)
-    return next(names, "the link of the device")
+    rates = {rate: name for name, rate in HOST_RATES.items()}
+    return rates.get(cluster.device.host_rate, "the link of the device")
 
 
 def _milliseconds(seconds: float) -> str:

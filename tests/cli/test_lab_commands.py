@@ -38,6 +38,14 @@ def test_plan(capfd):
         assert f"  {name} " in out
 
 
+def test_plan_goes_by_the_options_of_sharding(capfd):
+    """Only shards are gathered."""
+    own = ["--trainer.strategy.sharding.mode", "full"]
+    for options, words in (([], "gradients "), (own, "gathered ")):
+        main(["plan", *files("tfno_darcy domain_2"), *SMALL, *SMALL_NETWORK, *options])
+        assert words in capfd.readouterr().out
+
+
 class Unsupported(LightningModule):
     """Sorts by a function that no rank can compute alone."""
 
