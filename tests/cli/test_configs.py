@@ -44,7 +44,7 @@ SMALLER = {
     },
     "whole_ct": {
         "data": {"extents": [8, 8, 8], "num_train": 2, "num_val": 1, "num_test": 1},
-        "model": {"filters": [2, 2, 2], "strides": [1, 2, 2]},
+        "model": {"filters": [2, 2, 2], "strides": [1, 2, 2], "deep_supervision": 1},
     },
     "t5_docstrings": {"data": PAIRS | {"corpus.init_args.packages": []}},
     "t5_wikihow": {
