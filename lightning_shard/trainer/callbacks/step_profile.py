@@ -1,7 +1,6 @@
 """Records where the time of a few training steps goes, on all ranks at once."""
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,26 +21,19 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.trainer.profile.labels import labels
-from lightning_shard.trainer.profile.merge import (
-    clock_shift_ns,
-    events_of_rank,
-    mean_usage,
-    merged,
-    table,
-)
-from lightning_shard.trainer.profile.trace import Usage, read_trace
 from lightning_shard.trainer.profile.traffic import Traffic
+from lightning_shard.trainer.profile.usage import Usage, mean_usage, table, usage_by_module
 
-FILE = "profile.json.gz"
+FILE = "profile_rank_{}.json.gz"
 METHODS = ("training_step", "backward")
 
 
 class StepProfile(Callback):
-    """Writes one trace of a few training steps of all ranks, and prints what each module took.
+    """Writes a trace of a few training steps of each rank, and prints what each module took.
 
-    The trace is `profile.json.gz` in the trainer's log directory, for https://ui.perfetto.dev or
-    chrome://tracing. All ranks are on one clock. Modules, functions on split tensors, halos,
-    gathers and reductions have names. The table has a row for each module, without the modules in
+    The traces are `profile_rank_0.json.gz` and so on in the trainer's log directory, torch's own,
+    for https://ui.perfetto.dev or chrome://tracing. Modules, functions on split tensors and
+    collectives have names in them. The table has a row for each module, without the modules in
     it: milliseconds of compute and of waiting in collectives, bytes sent and collectives, as means
     over the steps and ranks. Times are of forward and backward together.
 
@@ -150,31 +142,18 @@ class StepProfile(Callback):
         profiler, steps = self._profiler, self._steps - self.wait - self.warmup
         assert profiler is not None
         self._drop()
-        recorded: dict[str, Any] = {}
-        _on_all(lambda: recorded.update(_exported(profiler)))
-        trace = read_trace(recorded, steps)
-        shift_ns = clock_shift_ns(trainer.strategy.root_device)
-        shift_ns = recorded.get("baseTimeNanoseconds", 0) - shift_ns
-        events = events_of_rank(trace, trainer.global_rank, shift_ns)
+        own = usage_by_module(profiler.events(), steps)
+        ranks = gather_to_first(own) if _several() else [own]
         folder = str(trainer.log_dir or trainer.default_root_dir)  # a collective
-        ranks = gather_to_first((events, trace.usage)) if _several() else [(events, trace.usage)]
-        self.path = f"{folder}/{FILE}"
+        _on_all(lambda: _write(profiler, folder, trainer.global_rank))
+        self.path = f"{folder}/{FILE.format(0)}"
         if trainer.is_global_zero:
-            self.usage = mean_usage([usage for _, usage in ranks], steps)
-        _on_all(lambda: self._write([part for part, _ in ranks], folder))
-        if trainer.is_global_zero:
+            self.usage = mean_usage(ranks, steps)
             print(table(self.usage))
             print(
-                f"Means of {steps} steps over {len(ranks)} ranks. The trace is {self.path}: open "
-                "it at https://ui.perfetto.dev"
+                f"Means of {steps} steps over {len(ranks)} ranks. The trace of rank 0 is "
+                f"{self.path}: open it at https://ui.perfetto.dev"
             )
-
-    def _write(self, parts: list[bytes], folder: str) -> None:
-        if parts:
-            files: Any = get_filesystem(folder)
-            files.makedirs(folder, exist_ok=True)
-            with files.open(self.path, "wb") as file:
-                file.write(merged(parts))
 
     def _drop(self) -> None:
         """End recording, and take all names away."""
@@ -196,9 +175,11 @@ def _on_all(step: Callable[[], None]) -> None:
         step()
 
 
-def _exported(profiler: profile) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    return found
+def _write(profiler: profile, folder: str, rank: int) -> None:
+    """Write the trace of this rank, also to a place that is no file system."""
+    with tempfile.TemporaryDirectory() as own:
+        trace = str(Path(own) / FILE.format(rank))
+        profiler.export_chrome_trace(trace)
+        files: Any = get_filesystem(folder)
+        files.makedirs(folder, exist_ok=True)
+        files.put(trace, f"{folder}/{FILE.format(rank)}")
