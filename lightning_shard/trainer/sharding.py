@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.state import split_what_is_loaded
 from lightning_shard.checkpoint.weights import load_weights_together
 from lightning_shard.fsdp.check_same_module import refuse_without_shape
-from lightning_shard.fsdp.largest_block import advice
 from lightning_shard.fsdp.materialize import is_deferred
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.parallelize import parallelize
 from lightning_shard.fsdp.work import Moved
-from lightning_shard.lightning import LightningModule, Trainer, rank_zero_info
+from lightning_shard.lightning import LightningModule, Trainer
 from lightning_shard.processes.torch_private.internals import apply
 from lightning_shard.trainer.host import callbacks_of
 
@@ -90,8 +89,6 @@ def shard_with_copies(
         steps = []
     how: Any = {"dims": dims, "options": options}
     moved = parallelize(module, mesh, **how, methods=steps, loaded=loaded)
-    if moved and options.mode in ("full", "hybrid") and (sentence := advice(module)):
-        rank_zero_info(sentence)
     if files is not None:
         load_first_weights(module, files)
     for copy in copied:

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from lightning_shard.fsdp import largest_block
 from lightning_shard.fsdp.blocks import blocks
 from lightning_shard.processes.mesh import make_mesh
-from lightning_shard.trainer import sharding
 from tests import training
 from tests.pairs import choose
 
@@ -165,17 +163,3 @@ def test_large_layers_of_a_sequence_are_blocks() -> None:
         network.classifier[4],
         network.classifier[6],
     ]
-
-
-@pytest.mark.spmd(2)
-def test_a_run_says_when_sharding_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest_block, "WORTH_SAYING", 2**20)
-    said: list[str] = []
-    monkeypatch.setattr(sharding, "rank_zero_info", said.append)
-    data = DataLoader(torch.randn(2, 1, 64, 64), 2)
-    full: dict[str, Any] = {"strategy": {"sharding": "full"}, "max_steps": 1}
-    training.trainer((2,), **full).fit(Tied(), data)
-    assert len(said) == 1
-    assert said[0].startswith("15 of 31 MiB of parameters are gathered at once, by Linear, and in")
-    training.trainer((2,), **full).fit(Views(), DataLoader(torch.randn(2, 128, 4, 4), 2))
-    assert len(said) == 1
