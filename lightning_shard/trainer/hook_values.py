@@ -67,18 +67,21 @@ class HookValues:
         self._read(x, hook, f"reads the values of {{}} in {hook}, as numpy() does", "")
         return True
 
-    def for_logger(self, x: Any, method: str) -> Any:
+    def for_logger(self, x: Any, method: str, names: str) -> Any:
         """Return the whole of a split tensor or of a shard; other arguments as they are.
 
         Args:
             x: An argument of the method.
             method: The method of a logger that all ranks call.
+            names: The texts among its arguments, by which ranks tell tensors of one shape apart.
         """
         if not isinstance(x, DomainTensor | DTensor):
             return x
         hook = self._hook or "the step"
         part = x.subdomain if isinstance(x, DomainTensor) else x
-        self._read(part, hook, f"gives {{}} to the logger's {method}() in {hook}", method)
+        called = f" as {names}" if names else ""
+        does = f"gives {{}}{called} to the logger's {method}() in {hook}"
+        self._read(part, hook, does, method + called)
         with torch.no_grad():
             return x.full_tensor() if isinstance(x, DTensor) else gather(x)
 
@@ -89,14 +92,14 @@ class HookValues:
         else:
             axes = tuple(range(x.domain.mesh.ndim))
             ranks, kind = dist.get_process_group_ranks(x.domain.group(axes)), "split"
+        dtype = x.dtype if isinstance(x, DTensor) else x.local.dtype
         meet(
             tuple(ranks),
-            f"values {hook} {place} {tuple(x.shape)}",
-            does.format(f"a {kind} tensor of shape {tuple(x.shape)}"),
+            f"values {hook} {place} {dtype} {tuple(x.shape)}",
+            does.replace("{}", f"a {kind} tensor of shape {tuple(x.shape)}", 1),
             "all ranks must read them, since each holds a part; draw or log the array on one "
             "rank, and leave numpy() and the logger's call out of rank_zero_only",
         )
-        dtype = x.dtype if isinstance(x, DTensor) else x.local.dtype
         size = math.prod(x.shape) * dtype.itemsize
         if not self.reads[hook]:
             rank_zero_warn(
@@ -179,7 +182,8 @@ def _given_whole(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         reads = READS.get()
         if isinstance(reads, HookValues):
-            args, kwargs = map_leaves(lambda x: reads.for_logger(x, name), (args, kwargs))
+            names = ", ".join(repr(x) for x in (*args, *kwargs.values()) if isinstance(x, str))
+            args, kwargs = map_leaves(lambda x: reads.for_logger(x, name, names), (args, kwargs))
         return method(self, *args, **kwargs)
 
     return call

@@ -78,22 +78,23 @@ def check(
     dims: Sequence[int],
     mesh: Sequence[int],
     make: Callable[..., Any] = mesh_of,
+    *,
+    twice: bool = False,
 ) -> None:
-    """Outputs and gradients of a case equal those of one process; `make` makes a mesh."""
+    """Outputs and gradients of a case equal those of one process; `make` makes a mesh.
+
+    With `twice` the gradient of a squared gradient norm does.
+    """
     function, shapes = FAMILIES[family].case(case)
-    assert_parity(function, shapes, FAMILIES[family].split(case, dims), make(*mesh))
+    if twice:
+        assert_double_backward(function, shapes, {0: dims}, make(*mesh))
+    else:
+        assert_parity(function, shapes, FAMILIES[family].split(case, dims), make(*mesh))
 
 
-def check_second_gradient(
-    family: str,
-    case: str,
-    dims: Sequence[int],
-    mesh: Sequence[int],
-    make: Callable[..., Any] = mesh_of,
-) -> None:
-    """So does the gradient of a squared gradient norm."""
-    function, shapes = FAMILIES[family].case(case)
-    assert_double_backward(function, shapes, {0: dims}, make(*mesh))
+def check_second_gradient(*case: Any) -> None:
+    """Check the gradient of a squared gradient norm; the arguments are those of `check`."""
+    check(*case, twice=True)
 
 
 def first_uses(family: str) -> Iterator[str]:

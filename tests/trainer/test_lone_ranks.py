@@ -8,6 +8,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from lightning_shard import launch
 from tests.trainer.featured import Featured, fit_sharded
+from tests.trainer.test_programs import Pictures
 
 READS = {
     "full_tensor": lambda p: p.full_tensor(),
@@ -107,3 +108,20 @@ def test_all_ranks_read_it(read):
     fit_sharded(Together(), (2,), strategy={"sharding": "full"})
     assert all(torch.as_tensor(value).isfinite().all() for value in values)
     assert len(values) > 1
+
+
+class Unordered(Featured):
+    """Draws what a set names, whose order is another one in each process."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for name in ["x", "y"] if self.global_rank == 0 else ["y", "x"]:
+            self.logger.experiment.add_image(name, batch[name])
+
+
+def draw_unordered():
+    fit_sharded(Unordered(), (2,), logger=Pictures(), limit_val_batches=0, log_every_n_steps=1)
+
+
+def test_pictures_of_one_shape_are_told_apart_by_their_names():
+    """Else the rows of one would be put together with those of the other."""
+    ends_in_seconds(r"gives .* as 'x' to the logger's add_image\(\)", draw_unordered)
