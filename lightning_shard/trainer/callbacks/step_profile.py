@@ -142,7 +142,7 @@ class StepProfile(Callback):
         profiler, steps = self._profiler, self._steps - self.wait - self.warmup
         assert profiler is not None
         self._drop()
-        own = usage_by_module(profiler.events(), steps)
+        own = usage_by_module(profiler.events() or (), steps)
         ranks = gather_to_first(own) if _several() else [own]
         folder = str(trainer.log_dir or trainer.default_root_dir)  # a collective
         _on_all(lambda: _write(profiler, folder, trainer.global_rank))
