@@ -92,9 +92,9 @@ def check(
         assert_parity(function, shapes, FAMILIES[family].split(case, dims), make(*mesh))
 
 
-def check_second_gradient(*case: Any) -> None:
+def check_second_gradient(*case: Any, **named: Any) -> None:
     """Check the gradient of a squared gradient norm; the arguments are those of `check`."""
-    check(*case, twice=True)
+    check(*case, **named, twice=True)
 
 
 def first_uses(family: str) -> Iterator[str]:
