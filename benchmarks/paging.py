@@ -33,7 +33,8 @@ from benchmarks.unet_step import UNet
 from lightning_shard import shard
 from lightning_shard.fsdp import offload
 from lightning_shard.fsdp.paging.memory import Memory
-from lightning_shard.fsdp.paging.pager import Pager, pager_of
+from lightning_shard.fsdp.paging.of_device import pager_of
+from lightning_shard.fsdp.paging.pager import Pager
 from lightning_shard.fsdp.paging.pages import Driver
 from lightning_shard.tiles.tile_tensor import Tiles
 

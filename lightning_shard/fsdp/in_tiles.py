@@ -17,7 +17,7 @@ from lightning_shard.data.sink_parts import named, write
 from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of, map_leaves
 from lightning_shard.fsdp.options import bytes_of
-from lightning_shard.fsdp.paging.pager import pager_of
+from lightning_shard.fsdp.paging.of_device import pager_of
 from lightning_shard.fsdp.recompute import is_compiled
 from lightning_shard.fsdp.split_inputs import split_inputs
 from lightning_shard.ops.elementwise.random import use_exact_random

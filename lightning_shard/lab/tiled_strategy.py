@@ -17,7 +17,8 @@ from lightning_shard.fsdp.in_tiles import (
     whole_at,
 )
 from lightning_shard.fsdp.options import bytes_of
-from lightning_shard.fsdp.paging.pager import Pager, pager_of
+from lightning_shard.fsdp.paging.of_device import pager_of
+from lightning_shard.fsdp.paging.pager import Pager
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
 from lightning_shard.lightning import (

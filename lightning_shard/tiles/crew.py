@@ -36,6 +36,10 @@ class Mover(Protocol):
         """Return a context in which it sees each operator."""
         ...
 
+    def note_made(self, count: int) -> None:
+        """Note the bytes of what an operation has made for all tiles."""
+        ...
+
     def hand_over(self, rank: int, following: int) -> None:
         """Note that the turn of one tile ends, and that of another one begins."""
         ...

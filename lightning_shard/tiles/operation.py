@@ -101,6 +101,9 @@ class Call:
         if any(part.lazy for part in parts):
             return TileTensor(self.tiles, parts, roots=tuple(self.roots))
         read: list[Any] = list(parts)
+        mover = self.tiles.crew.mover
+        if mover is not None:
+            mover.note_made(read[0].local.nbytes * len(read))
         made = TileTensor(self.tiles, [without_graph(part) for part in read])
         self._add(made, [part.local for part in read], [part.layout for part in read])
         return made

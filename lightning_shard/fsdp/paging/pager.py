@@ -8,17 +8,16 @@ when one hands over to another: with no budget all that is near then leaves.
 import threading
 from collections import deque
 from collections.abc import Generator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_shard.fsdp.paging.memory import FileMemory, Memory
+from lightning_shard.fsdp.paging.memory import Memory
 from lightning_shard.fsdp.paging.mode import Exits, Paging
 from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
-from lightning_shard.processes.cpu_settings import return_freed_memory
+from lightning_shard.fsdp.paging.sleep import SHARE, Sleep
 from lightning_shard.processes.torch_private.internals import (
     counting_writes,
     key_of_storage,
@@ -42,6 +41,7 @@ class Pager:
         ahead: Bytes that may be on their way to the host while the next rank computes.
         small: Bytes below which a storage is never moved.
         driver: The streams and memory of the device.
+        sleep: Tells for how long nothing is to be seen; None: it sees from the beginning.
 
     Attributes:
         rank: The virtual rank that runs.
@@ -58,6 +58,7 @@ class Pager:
         ahead: int = 0,
         small: int = SMALL_BYTES,
         driver: Driver | None = None,
+        sleep: Sleep | None = None,
     ) -> None:
         """Know no storage yet."""
         self.device, self.budget, self.small = with_index(device), budget, small
@@ -65,7 +66,7 @@ class Pager:
         self.pages = Pages(self.device, memory, driver or Driver())
         self.rank, self.ranks = 0, 1
         self.counts = {"operators": 0, "hand_overs": 0}
-        self._ahead = ahead
+        self._ahead, self._sleep = ahead, sleep
         self._clock = self._open = 0
         self._turns: dict[int, int] = {}
         self._leaving: deque[Page] = deque()
@@ -84,18 +85,21 @@ class Pager:
         """
         self._open += 1
         try:
-            with self.seeing():
+            with self._modes():
                 yield
         finally:
             self._open -= 1
             if not self._open:
                 self._bring_all()
 
-    @contextmanager
-    def seeing(self) -> Generator[None]:
+    def seeing(self) -> AbstractContextManager[None]:
         """See the operators of this thread while this is open; nothing comes back at its end."""
-        with Exits(self), Paging(self):
-            yield
+        return nullcontext() if self._sleeps() else self._modes()
+
+    def note_made(self, count: int) -> None:
+        """Note the bytes of what an operation has made for all ranks, seen or not."""
+        if self._sleep is not None:
+            self._sleep.note(count)
 
     def close(self) -> None:
         """Bring back to the device all that lives, where anybody may read it."""
@@ -108,6 +112,8 @@ class Pager:
             rank: The rank whose turn ends.
             following: The rank whose turn begins.
         """
+        if self._sleep is not None:
+            return
         with self._lock, without_modes():
             self.counts["hand_overs"] += 1
             self._clock += 1
@@ -130,6 +136,8 @@ class Pager:
 
     def stay(self, *tensors: Tensor) -> None:
         """Bring tensors, and never send them away again: others keep their addresses."""
+        if self._sleep is not None:
+            return  # what nobody knows stays
         with self._lock, without_modes():
             for tensor in tensors:
                 page = self._page(tensor)
@@ -152,6 +160,9 @@ class Pager:
         Args:
             values: Tensors in lists, tuples and dicts.
         """
+        if self._sleep is not None:
+            yield values
+            return
         copies: list[tuple[Tensor, Tensor]] = []
 
         def move(tensor: Tensor) -> Tensor:
@@ -225,6 +236,18 @@ class Pager:
             return self.pages.near < before
 
     # ---- how it is done
+
+    @contextmanager
+    def _modes(self) -> Generator[None]:
+        with Exits(self), Paging(self):
+            yield
+
+    def _sleeps(self) -> bool:
+        if self._sleep is not None and self._sleep.is_over():
+            self._sleep = None
+            assert self.budget is not None
+            self.budget -= self.budget // SHARE  # what was made so far is not known, and stays
+        return self._sleep is not None
 
     def _few(self, values: Any) -> set[Page]:
         """Return the storages of tensors, if all together take little of the budget."""
@@ -374,39 +397,6 @@ class Pager:
         return torch.empty(0, dtype=tensor.dtype).set_(
             held.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride()
         )
-
-
-def pager_of(
-    device: torch.device, budget: int | None = None, folder: str | Path | None = None
-) -> Pager | None:
-    """Return the pager of tiles on a device; None on a CPU without files, where nothing moves.
-
-    Args:
-        device: The device of all tiles.
-        budget: Bytes that may stay there beside those of before; 0: what a tile reads. None: half
-            of what is free on the device as this is called, if it tells that.
-        folder: A directory in whose files waits what is not there; None: the host's memory.
-
-    Raises:
-        ValueError: There is no such directory, or no file can be made in it.
-    """
-    memory = None if folder is None else FileMemory(folder)
-    if memory is None and device.type == "cpu":
-        return None
-    if device.type == "cpu":
-        return_freed_memory()
-    if budget is None and device.type != "cpu":
-        budget = _half_of_free(device)
-    return Pager(device, budget or None, memory)
-
-
-def _half_of_free(device: torch.device) -> int | None:
-    """Return the bytes that tiles may keep on a device; the rest is for workspaces of kernels."""
-    try:
-        free, _ = torch.get_device_module(device).mem_get_info(device)
-    except (AttributeError, NotImplementedError, RuntimeError):  # a device that does not tell
-        return None
-    return int(free) // 2
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -1,0 +1,48 @@
+"""Tells for how long a device needs no pager: while its tiles take little of their budget.
+
+A pager that sees every operator doubles the host's time for a step in tiles. Fields that fit do not
+need it. So it sleeps until the tiles hold an eighth of the budget. What they have made by then is
+not known to the pager, and stays on the device until it is freed.
+"""
+
+import torch
+
+SHARE = 8  # a pager sleeps until this part of its budget is taken
+CAUTION = 4  # an operation may take this many times the bytes of its result
+
+
+class Sleep:
+    """Sleeps until the tiles of a device hold a share of their budget.
+
+    The device's allocator is asked only when what was made since the last time could be too much.
+
+    Args:
+        device: The device, whose allocator tells what it has given out.
+        budget: The bytes that the tiles may have there, beside what is there now.
+    """
+
+    def __init__(self, device: torch.device, budget: int) -> None:
+        self._device, self._limit = device, budget // SHARE
+        self._before = allocated_on(device) or 0
+        self._held = self._made = 0
+        self._is_over = False
+
+    def note(self, count: int) -> None:
+        """Note the bytes of what an operation has made."""
+        self._made += count
+
+    def is_over(self) -> bool:
+        """Return True once the tiles hold too much; it stays so."""
+        if not self._is_over and self._held + CAUTION * self._made >= self._limit:
+            self._held = (allocated_on(self._device) or 0) - self._before
+            self._made = 0
+            self._is_over = self._held >= self._limit
+        return self._is_over
+
+
+def allocated_on(device: torch.device) -> int | None:
+    """Return the bytes that a device's allocator has given out; None where it does not tell."""
+    try:
+        return torch.accelerator.memory_allocated(device)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
