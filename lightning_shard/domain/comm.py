@@ -18,6 +18,7 @@ The group is always an argument and the device is the tensor's: nothing here kno
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_shard.domain import together
 from lightning_shard.domain.forward_mode import refuse_tangent, with_tangent
-from lightning_shard.domain.local_group import rank_in, ranks_in
+from lightning_shard.domain.local_group import joining, rank_in, ranks_in
 from lightning_shard.domain.memory_format import empty, format_of, joined, owned
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_private.internals import in_memory
@@ -54,11 +56,18 @@ def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Ten
     if not route.moves:
         rank = rank_in(group)
         return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
+    here = joining(group)
+    if here is not None:
+        return here.together((in_memory(x), route), partial(together.exchanged, dim=dim))
     return _Exchange.apply(with_tangent(x), dim, route, group)
 
 
 def add_to_owners(y: Tensor, dim: int, rows: int, route: Route, group: dist.ProcessGroup) -> Tensor:
     """Send each piece of `y` back along `route`; the owners, of `rows` rows each, add them up."""
+    here = joining(group)
+    if here is not None:
+        value = in_memory(y), route, rows
+        return here.together(value, partial(together.added_to_owners, dim=dim))
     return _ExchangeAdjoint.apply(with_tangent(y), dim, rows, route, group)
 
 
@@ -85,6 +94,12 @@ def transpose(
     """
     if len(split_sizes) == 1:
         return x
+    here = joining(group)
+    if here is not None:
+        return here.together(
+            in_memory(x),
+            partial(together.transposed, split=split, join=join, split_sizes=split_sizes),
+        )
     sizes = tuple(split_sizes), tuple(join_sizes)
     return _Transpose.apply(with_tangent(x), split, join, *sizes, group)
 
@@ -93,6 +108,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Add `x` up over the ranks, on every rank."""
     if ranks_in(group) == 1:
         return x
+    here = joining(group)
+    if here is not None:
+        return here.together(x, together.summed)
     return _AllReduce.apply(with_tangent(x), group)
 
 

@@ -5,11 +5,13 @@ they serve ranks and tiles alike.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_shard.domain.forward_mode import in_forward_mode
 
 
 class LocalGroup(ABC):
@@ -39,6 +41,20 @@ class LocalGroup(ABC):
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Replace `x` by the sum, maximum or minimum over the members."""
 
+    @property
+    @abstractmethod
+    def joins(self) -> bool:
+        """True while the graphs of the members may be one, which `together` makes."""
+
+    @abstractmethod
+    def together(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
+        """Bring a value, and return what `compute` gives this member, with its graph.
+
+        Args:
+            value: The value of this member.
+            compute: A function from the values of all members to the result of each.
+        """
+
     @abstractmethod
     def objects(self, value: Any) -> list[Any]:
         """Return the `value` of each member."""
@@ -47,6 +63,12 @@ class LocalGroup(ABC):
 def local(group: Any) -> LocalGroup | None:
     """Return a group of members of this process; None for a group of processes."""
     return group if isinstance(group, LocalGroup) else None
+
+
+def joining(group: Any) -> LocalGroup | None:
+    """Return a group of members whose graphs may be one; None for any other group."""
+    here = local(group)
+    return here if here is not None and here.joins and not in_forward_mode() else None
 
 
 def rank_in(group: dist.ProcessGroup) -> int:

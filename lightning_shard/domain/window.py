@@ -40,7 +40,7 @@ def window_rows(
     x = one_factor(x, dim)
     layout = x.layout.with_dim(dim, output)
     window = (kernel, stride, padding, dilation)
-    needs, before, rows_and_edges = _window_plan(x.shape[dim], layout, dim, window)
+    needs, before, rows_and_edges = window_plan(x.shape[dim], layout, dim, window)
     rows = fetch_to_read(x, dim, needs)
     after = rows_and_edges - before - rows.shape[dim] if rows_and_edges else 0
     if before or after:
@@ -49,7 +49,7 @@ def window_rows(
 
 
 @lru_cache(maxsize=4096)
-def _window_plan(
+def window_plan(
     extent: int, layout: Layout, dim: int, window: tuple[int, int, int, int]
 ) -> tuple[Needs, int, int]:
     """List the spans of input rows that each rank needs, and this rank's padding.

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from typing_extensions import override
@@ -18,7 +18,6 @@ from lightning_shard.fsdp.in_tiles import (
 )
 from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.fsdp.paging.of_device import pager_of
-from lightning_shard.fsdp.paging.pager import Pager
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
 from lightning_shard.lightning import (
@@ -34,6 +33,9 @@ from lightning_shard.trainer.host import data_of_stage
 from lightning_shard.trainer.on_mesh import register
 from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy
+
+if TYPE_CHECKING:
+    from lightning_shard.fsdp.paging.pager import Pager
 
 _AFTER_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of a batch
 _STAGES: dict[TrainerFn, Stage] = {

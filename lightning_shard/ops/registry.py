@@ -36,12 +36,15 @@ class Rule:
         composes: True if `run` takes the user's tensors, and not `Subdomain`s.
         checked: True if torch checks the call first, without memory (tensor/wrong_calls.py).
         limits: The uses that the rule refuses, in a few words.
+        joins: True if it exchanges by functions of domain/comm.py alone, in forward and backward,
+            so that the graphs of tiles may be one.
     """
 
     run: Function
     composes: bool = False
     checked: bool = True
     limits: str = ""
+    joins: bool = False
 
 
 _RULES: dict[Function, Rule] = {}
@@ -50,7 +53,9 @@ _LAZY_RULES: dict[Function, Rule] = {}
 _NUMPY_NAMES = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
 
 
-def implements(*functions: Function, limits: str = "", checked: bool = True) -> Callable[[R], R]:
+def implements(
+    *functions: Function, limits: str = "", checked: bool = True, joins: bool = False
+) -> Callable[[R], R]:
     """Register the decorated rule for `functions`; it is given `Subdomain`s.
 
     The annotations of the rule's parameters decide which operands it accepts. A parameter annotated
@@ -64,11 +69,15 @@ def implements(*functions: Function, limits: str = "", checked: bool = True) -> 
         checked: True if torch first checks the call. False is for rules that
             run the function itself on every rank's part, whatever the part, and for functions with
             effects of their own.
+        joins: True if the rule exchanges by functions of domain/comm.py alone, and by none of them
+            in an autograd.Function; then the graphs of tiles may be one.
 
     Raises:
         ValueError: A function has a rule already.
     """
-    return functools.partial(_register, _RULES, functions, checked=checked, limits=limits)
+    return functools.partial(
+        _register, _RULES, functions, checked=checked, limits=limits, joins=joins
+    )
 
 
 def composes(*functions: Function, limits: str = "", checked: bool = True) -> Callable[[R], R]:

@@ -58,7 +58,7 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = on_parts(rule, func, local_args, dict(zip(names, values, strict=True)), parts)
         return result, (locals_[0].local if target is not None and not locals_[0].lazy else None)
 
-    given = call.run(compute)
+    given = call.run(compute, joins=rule is not None and rule.joins)
     results = [result for result, _ in given]
     is_written = target is not None and given[0][1] is not None
     if is_written:

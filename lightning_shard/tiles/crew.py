@@ -9,19 +9,21 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import Context, copy_context
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_shard.processes.errors import StuckError
 from lightning_shard.tiles.caller_modes import CallerModes
+from lightning_shard.tiles.mover import Mover
 
 STACKS_BYTES = 2**26  # for the threads of all tiles together
 STACK_BYTES = 2**19, 2**23  # for each thread, at least and at most: libraries of devices need much
 Job = Callable[[int], None]
+T = TypeVar("T")
 
 _STUCK = (
     "the tiles cannot go on: an operation exchanges on some of them what it does not exchange on "
@@ -29,28 +31,8 @@ _STUCK = (
 )
 
 
-class Mover(Protocol):
-    """Moves what tiles hold between a device and other memory."""
-
-    def seeing(self) -> AbstractContextManager[Any]:
-        """Return a context in which it sees each operator."""
-        ...
-
-    def note_made(self, count: int) -> None:
-        """Note the bytes of what an operation has made for all tiles."""
-        ...
-
-    def hand_over(self, rank: int, following: int) -> None:
-        """Note that the turn of one tile ends, and that of another one begins."""
-        ...
-
-    def on_host(self, values: Any) -> AbstractContextManager[Any]:
-        """Return a context that gives tensors of the device as tensors of the host."""
-        ...
-
-    def stay(self, *tensors: torch.Tensor) -> None:
-        """Bring tensors, and never move them again."""
-        ...
+class TurnsNeededError(Exception):
+    """A job for all tiles at once wants to exchange, for which each tile needs its own turn."""
 
 
 class _EndedError(BaseException):
@@ -103,7 +85,9 @@ class Crew:
 
     Attributes:
         exchanges: The number of values that tiles have brought to exchanges.
-        is_running: True while a job runs.
+        joins: True while the graphs of the tiles may be one: nothing moves, and the rule that runs
+            exchanges by functions that autograd knows.
+        has_met: True once the graphs of the tiles are one in the job.
         states: States of random generators before each draw of the job.
         draws: The number of draws that each tile has made in the job.
         answers: The decisions of rules of the job that depend on memory.
@@ -111,7 +95,8 @@ class Crew:
     """
 
     def __init__(self, tiles: int, mover: Mover | None = None) -> None:
-        self.tiles, self.exchanges, self.is_running = tiles, 0, False
+        self.tiles, self.exchanges = tiles, 0
+        self.joins = self.has_met = False
         self.mover = mover
         self.states: list[tuple[torch.Tensor, ...]] = []
         self.draws = [0] * tiles
@@ -126,18 +111,56 @@ class Crew:
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._current = 0
+        self._is_for_all = False  # whether a job runs for all tiles at once
         self._exchanges_none = False  # whether the first tile has ended without an exchange
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread of the caller, while a job runs
         _crews.add(self)
 
-    def run(self, job: Job) -> None:
+    def run(self, job: Job, *, joins: bool = False, reads: int = 0) -> None:
         """Run `job(tile)` for each tile, in their order up to what they exchange.
+
+        Args:
+            job: Is given the number of a tile.
+            joins: True if all that the job exchanges may be one graph of all tiles.
+            reads: The bytes of the fields that it reads.
 
         Raises:
             BaseException: The error of the first tile that failed.
             StuckError: Tiles exchange different things.
         """
+        with self._as_owner(reads):
+            self.joins, self.has_met = joins and self.keeps_all, False
+            try:
+                self._run(job)
+            finally:
+                self.joins = False
+
+    def run_for_all(self, job: Callable[[], T], reads: int) -> T:
+        """Run a job once, which computes for all tiles and exchanges nothing.
+
+        Args:
+            job: Is given nothing.
+            reads: The bytes of the fields that it reads.
+
+        Raises:
+            TurnsNeededError: It exchanges something.
+        """
+        with self._as_owner(reads):
+            self._is_for_all = True
+            try:
+                return job()
+            finally:
+                self._is_for_all = False
+
+    @property
+    def keeps_all(self) -> bool:
+        """True where nothing of the tiles moves."""
+        return self.mover is None or self.mover.sleeps
+
+    @contextmanager
+    def _as_owner(self, reads: int) -> Generator[None]:
+        """Let this thread run the tiles."""
         if self._owner == threading.get_ident():
             raise RuntimeError(
                 "an operation on fields in tiles was called by code that runs within another one; "
@@ -146,13 +169,13 @@ class Crew:
         with self._lock:  # several threads of the caller take turns
             self._owner = threading.get_ident()
             try:
-                with nullcontext() if self.mover is None else self.mover.seeing():
-                    self._run(job)
+                with nullcontext() if self.mover is None else self.mover.seeing(reads):
+                    yield
             finally:
                 self._owner = None
 
     def _run(self, job: Job) -> None:
-        self.is_running, before = True, self.exchanges
+        before = self.exchanges
         self.states, self.draws = [], [0] * self.tiles
         self.answers, self.asked = [], [0] * self.tiles
         task = _Task(job)
@@ -173,7 +196,7 @@ class Crew:
             self._end_all(error)
             raise
         finally:
-            self.is_running = self._exchanges_none = False
+            self._exchanges_none = False
 
     def meet(
         self,
@@ -183,6 +206,8 @@ class Crew:
         value: Any,
         compute: Callable[[list[Any]], list[Any]],
         kind: str,
+        *,
+        has_graph: bool = False,
     ) -> Any:
         """Bring a value, let the others go on until all have, and return what this member gets.
 
@@ -193,10 +218,14 @@ class Crew:
             value: Its value.
             compute: A function from the values of all members to the result of each.
             kind: The name of the exchange.
+            has_graph: True if the results have a graph, where gradients are wanted.
 
         Raises:
             StuckError: The tiles exchange different things.
+            TurnsNeededError: A job for all tiles at once cannot wait for the others.
         """
+        if self._is_for_all:
+            raise TurnsNeededError
         if self._exchanges_none:
             raise StuckError(_STUCK)
         self.exchanges += 1
@@ -216,7 +245,9 @@ class Crew:
             around = (
                 nullcontext(exchange.values) if mover is None else mover.on_host(exchange.values)
             )
-            with torch.no_grad(), around as values:
+            records = has_graph and torch.is_grad_enabled()
+            self.has_met = self.has_met or records
+            with torch.set_grad_enabled(records), around as values:
                 exchange.results = compute(values)
             exchange.values = []
         self._waits[tile] = exchange
@@ -325,7 +356,7 @@ class Crew:
 
     def close(self) -> None:
         """End the threads."""
-        if self._threads and not self.is_running:
+        if self._threads and self._owner is None:
             threads, self._threads = self._threads, []
             for lock in self._wake[1:]:
                 lock.release()
@@ -334,7 +365,7 @@ class Crew:
 
     def forget_threads(self) -> None:
         """Begin without threads, in the fork of a process."""
-        self._threads, self.is_running, self._owner = [], False, None
+        self._threads, self._owner = [], None
         self._lock = threading.Lock()
         self._waits = [None] * self.tiles
         self._open.clear()

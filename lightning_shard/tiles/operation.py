@@ -12,23 +12,27 @@ adjoints add them up (domain/comm.py). The gradients of a plain tensor are added
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from lightning_shard.domain.align import local_part, take_part
-from lightning_shard.domain.comm import all_reduce
+from lightning_shard.domain.align import take_part
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.processes.torch_private.internals import in_memory, in_transform, without_rules
+from lightning_shard.processes.errors import StuckError
+from lightning_shard.processes.torch_private.internals import in_transform, without_rules
 from lightning_shard.tensor.part import Part
 from lightning_shard.tensor.tensor import SplitInTransform
+from lightning_shard.tiles.crew import TurnsNeededError
 from lightning_shard.tiles.places import SEED, Begin, Output, Place, Record, Root
+from lightning_shard.tiles.small_graphs import Total, at_once, in_turn
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 
+T = TypeVar("T")
 Compute = Callable[[int, list[Any]], Any]
 
 
@@ -79,22 +83,58 @@ class Call:
         self.tiles, self.inputs, self.records, self.target = tiles, inputs, records, target
         self.roots: list[Root] = []
         self.outputs: list[Output] = []
+        self._in_turns = False
         self._root_of = [self._begun(each) if records else None for each in inputs]
+        self._starts = [
+            None if root is None else self._start(tensor, root)
+            for tensor, root in zip(inputs, self._root_of, strict=True)
+        ]
 
-    def run(self, compute: Compute) -> list[Any]:
+    def run(self, compute: Compute, *, joins: bool = False) -> list[Any]:
         """Return what `compute` gives for each tile.
 
         Args:
             compute: Takes the number of a tile, and the tile's parts of `inputs`.
+            joins: True if the small graphs of the tiles may be one.
         """
         given: list[Any] = [None] * self.tiles.count
 
         def job(tile: int) -> None:
             with torch.set_grad_enabled(self.records):
-                given[tile] = compute(tile, self._locals_of(tile))
+                given[tile] = compute(tile, self.locals_of(tile))
 
-        self.tiles.crew.run(job)
+        crew = self.tiles.crew
+        before = crew.exchanges
+        is_lazy = any(isinstance(x, TileTensor) and x.is_lazy for x in self.inputs)
+        crew.run(job, joins=joins and not is_lazy, reads=self._reads())
+        self._in_turns = crew.exchanges > before and not crew.has_met
+        for root in self.roots if crew.has_met else ():
+            root.crosses = True
+        self._starts.clear()
         return given
+
+    def run_for_all(self, compute: Callable[[list[list[Any]]], T]) -> T:
+        """Return what `compute` gives for all tiles at once.
+
+        Args:
+            compute: Takes each tile's parts of `inputs`.
+
+        Raises:
+            TurnsNeededError: It exchanges something.
+        """
+
+        def job() -> T:
+            with torch.set_grad_enabled(self.records):
+                return compute([self.locals_of(tile) for tile in range(self.tiles.count)])
+
+        return self.tiles.crew.run_for_all(job, self._reads())
+
+    def _reads(self) -> int:
+        """Count the bytes of the fields, of which an expanded one may have less memory."""
+        if self.tiles.crew.mover is None:
+            return 0
+        parts: list[Any] = [x.parts for x in self.inputs if isinstance(x, TileTensor)]
+        return sum(p[0].local.nbytes * len(p) for p in parts if p and not p[0].lazy)
 
     def field(self, parts: Sequence[Part]) -> TileTensor:
         """Return the field that tiles have given these parts of."""
@@ -111,14 +151,14 @@ class Call:
     def plain(self, locals_: Sequence[Tensor]) -> Tensor:
         """Return the plain tensor that all tiles have given."""
         made = locals_[0].detach() if locals_[0].requires_grad else locals_[0]
-        self.keep(made)
+        self.tiles.keep(made)
         self._add(made, locals_)
         return made
 
-    def total(self, total: "Total") -> Tensor | None:
+    def total(self, total: Total) -> Tensor | None:
         """Return the sum of what tiles have given; None where none has given anything."""
         if total.sum is not None:
-            self.keep(total.sum)
+            self.tiles.keep(total.sum)
             self._add(total.sum, total.parts, is_partial=True)
         return total.sum
 
@@ -126,12 +166,6 @@ class Call:
         """Return a plain tensor into which tiles have written their rows."""
         self._add(made, [part.local for part in parts], [part.layout for part in parts])
         return made
-
-    def keep(self, tensor: Tensor) -> None:
-        """Let a tensor that the caller is given stay where it is."""
-        mover = self.tiles.crew.mover
-        if mover is not None:
-            mover.stay(tensor)
 
     def written(self, locals_: Sequence[Tensor]) -> None:
         """Note that the target was written; these tensors of small graphs have its memory."""
@@ -150,7 +184,7 @@ class Call:
             writes = next((n for n, x in enumerate(inputs) if x is place), len(inputs))
             extra = int(writes == len(inputs))
             inputs[writes : writes + 1] = [target]
-        record = Record(self.tiles, self.roots, self.outputs, extra)
+        record = Record(self.tiles, self.roots, self.outputs, in_turns=self._in_turns, extra=extra)
         with torch.enable_grad(), without_rules():
             _Operation.apply(record, tensors, writes, *inputs)
         for output in self.outputs:
@@ -178,13 +212,26 @@ class Call:
             self.roots.append(root)
         return root
 
-    def _locals_of(self, tile: int) -> list[Any]:
+    def _start(self, tensor: Tensor, root: Root) -> list[Any]:
+        """Return what each tile is given of an input, on a root."""
+        given = [p.local for p in tensor.parts] if isinstance(tensor, TileTensor) else [tensor]
+        if tensor is self.target:  # torch lets nobody write one of several views in place
+            begun = [Begin.apply(SEED, x) for x in given]
+        else:
+            found: Any = Begin.apply(SEED, *given)
+            begun = [*found] if isinstance(found, tuple) else [found]
+        begun *= self.tiles.count // len(begun)
+        root.edges = [get_gradient_edge(each) for each in begun]
+        return begun
+
+    def locals_of(self, tile: int) -> list[Any]:
         """Return a tile's parts of the inputs, on roots where gradients are wanted."""
         found: list[Any] = []
-        for tensor, root in zip(self.inputs, self._root_of, strict=True):
+        for tensor, begun in zip(self.inputs, self._starts, strict=True):
             given: Any = tensor.parts[tile] if isinstance(tensor, TileTensor) else tensor
-            if root is not None:
-                given = _on_root(given, root, tile)
+            if begun is not None:
+                is_part = isinstance(given, Subdomain)
+                given = replace(given, local=begun[tile]) if is_part else begun[tile]
             elif self.records and tensor is self.target and not given.lazy:
                 # it is written with a graph, which the caller's own tensor must not have
                 given = replace(given, local=given.local.detach())
@@ -209,48 +256,9 @@ class Call:
         self.outputs.append(output)
 
 
-class Total:
-    """Adds up what tiles give for one plain tensor, as each of them comes.
-
-    Args:
-        call: The operation that they run.
-
-    Attributes:
-        sum: The sum so far; None before the first tile has given a tensor.
-        parts: The tensor of each tile, if gradients are wanted.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self.sum: Tensor | None = None
-        self.parts: list[Tensor | None] = [None] * call.tiles.count
-        self._call, self._is_own = call, False
-
-    def add(self, tile: int, part: Tensor | None) -> None:
-        """Add the tensor of a tile; None stands for zeros."""
-        if part is None:
-            return
-        if self._call.records:
-            self.parts[tile] = part
-        with torch.no_grad():
-            if self.sum is None:
-                self.sum = part.detach()  # others may have its memory, so nobody writes it
-            elif self._is_own:
-                self.sum.add_(part)
-            else:
-                self.sum, self._is_own = self.sum + part, True
-                self._call.keep(self.sum)
-
-
 def without_graph(part: Any) -> Any:
     """Return a part whose rows have no graph."""
     return replace(part, local=part.local.detach()) if part.local.requires_grad else part
-
-
-def _on_root(given: Any, root: Root, tile: int) -> Any:
-    is_part = isinstance(given, Subdomain)
-    begun: Any = Begin.apply(SEED, given.local if is_part else given)
-    root.edges[tile] = get_gradient_edge(begun)
-    return replace(given, local=begun) if is_part else begun
 
 
 def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -260,71 +268,34 @@ def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | 
     if not chosen:
         return [None] * len(record.roots)
     fields = [as_field(tiles, grads[n], record.outputs[n].layouts) for n in chosen]
+    outputs = [record.outputs[n] for n in chosen]
     call = Call(tiles, fields, records=creates)
     call.roots += record.roots  # to which the small graphs go on
-    totals = [Total(call) if root.layouts is None else None for root in record.roots]
-
-    def compute(tile: int, locals_: list[Any]) -> list[Any]:
-        ends: list[GradientEdge] = []
-        seeds: list[Tensor] = []
-        for n, local in zip(chosen, locals_, strict=True):
-            output = record.outputs[n]
-            edge = output.edges[tile]
-            if edge is None:
-                continue
-            ends.append(edge)
-            if output.layouts is not None:
-                layout = output.layouts[tile]
-                seed, count = local_part(local.read(), layout), len(_copies(layout))
-                seeds.append(
-                    seed / tiles.count * layout.grid.parts(layout.axes()) if count else seed
-                )
-            else:
-                seeds.append(local if output.is_partial else local / tiles.count)
-        starts: Any = [root.edges[tile] for root in record.roots]
-        found: Sequence[Tensor | None] = [None] * len(starts)
-        if ends:
-            found = torch.autograd.grad(
-                ends, starts, seeds, retain_graph=True, create_graph=creates, allow_unused=True
-            )
-        arrived: list[Tensor | None] = []
-        for root, total, x in zip(record.roots, totals, found, strict=True):
-            gradient = None if x is None else in_memory(x)
-            if total is not None:
-                total.add(tile, gradient)
-            else:
-                arrived.append(_of_rows(root, tile, gradient, tiles))
-        return arrived
-
-    rows = zip(*call.run(compute), strict=True)
+    totals = [
+        Total(tiles, records=creates) if root.layouts is None else None for root in record.roots
+    ]
+    rows: list[list[Tensor | None]] | None = None
+    if record.crosses or (tiles.crew.keeps_all and not record.in_turns):
+        try:
+            rows = call.run_for_all(partial(at_once, record, outputs, totals))
+        except TurnsNeededError as error:
+            if record.crosses:
+                raise StuckError(
+                    "the tiles cannot go on: an operation whose gradients are computed for all "
+                    "tiles at once exchanges in backward; please report it."
+                ) from error
+    if rows is None:
+        rows = call.run(partial(in_turn, record, outputs, totals))
+    each = zip(*rows, strict=True)
     made: list[Tensor | None] = []
     for root, total in zip(record.roots, totals, strict=True):
         if total is not None:
             made.append(call.total(total))
         else:
             assert root.layouts is not None
-            made.append(_field_of(call, next(rows), root.layouts))
+            made.append(_field_of(call, next(each), root.layouts))
     call.enter()
     return made
-
-
-def _copies(layout: Layout) -> list[int]:
-    """Return the axes of the grid along which tiles hold the same rows."""
-    axes = layout.axes()
-    return [axis for axis in range(len(layout.grid.sizes)) if axis not in axes]
-
-
-def _of_rows(root: Root, tile: int, found: Tensor | None, tiles: Tiles) -> Tensor | None:
-    """Return the gradient that a tile has of its rows; what has the same rows is added up."""
-    assert root.layouts is not None
-    layout = root.layouts[tile]
-    for axis in _copies(layout):
-        if found is None:
-            found = torch.zeros(
-                layout.local_shape, dtype=root.input.dtype, device=root.input.device
-            )
-        found = all_reduce(found, tiles.domains[tile].group((axis,)))
-    return found
 
 
 def _field_of(

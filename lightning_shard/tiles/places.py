@@ -21,12 +21,13 @@ class Root:
         input: The caller's tensor, or one without memory that has its place in the graph.
         edges: Where the gradient of each tile arrives.
         layouts: The layout of a field on each tile; None of a plain tensor.
+        crosses: True if the small graphs that begin here are one graph of all tiles.
     """
 
-    __slots__ = ("edges", "input", "layouts")
+    __slots__ = ("crosses", "edges", "input", "layouts")
 
     def __init__(self, input: Tensor, tiles: int) -> None:  # noqa: A002 - autograd's word
-        self.input = input
+        self.input, self.crosses = input, False
         self.edges: list[GradientEdge | None] = [None] * tiles
         self.layouts: list[Layout] | None = None
 
@@ -53,26 +54,35 @@ class Record:
     """Keeps the places of an operation in the graphs, for its backward pass.
 
     Attributes:
+        in_turns: True if the tiles have exchanged, each in its turn, and will in backward.
         extra: The number of inputs after those of the roots, which get no gradient.
     """
 
-    __slots__ = ("extra", "outputs", "roots", "tiles")
+    __slots__ = ("extra", "in_turns", "outputs", "roots", "tiles")
 
-    def __init__(self, tiles: Tiles, roots: list[Root], outputs: list[Output], extra: int) -> None:
+    def __init__(
+        self, tiles: Tiles, roots: list[Root], outputs: list[Output], *, in_turns: bool, extra: int
+    ) -> None:
         self.tiles, self.roots, self.extra = tiles, roots, extra
-        self.outputs = outputs
+        self.outputs, self.in_turns = outputs, in_turns
+
+    @property
+    def crosses(self) -> bool:
+        """True if its small graphs are one graph of all tiles."""
+        return any(root.crosses for root in self.roots)
 
 
 SEED = torch.zeros((), requires_grad=True)  # lets small graphs begin at tensors that are no leaves
 
 
 class Begin(Function):
-    """Begins a small graph: the tensor itself, which may be written in place."""
+    """Begins small graphs: the tensors themselves; one that comes alone may be written in place."""
 
     @staticmethod
-    def forward(ctx: Any, seed: Tensor, x: Tensor) -> Tensor:
-        """Return a tensor of the same memory."""
-        return x.detach()
+    def forward(ctx: Any, seed: Tensor, *given: Tensor) -> Any:
+        """Return tensors of the same memory."""
+        found = [x.detach() for x in given]
+        return tuple(found) if len(found) > 1 else found[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -58,6 +58,18 @@ class TileGroup(LocalGroup):
 
         self._meet(x.detach(), reduced, f"all_reduce ({op})")
 
+    @property
+    def joins(self) -> bool:
+        """True while the graphs of the tiles may be one."""
+        return self.crew.joins
+
+    def together(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
+        """Bring a value, and return what `compute` gives this member, with its graph."""
+        members = self.members
+        return self.crew.meet(
+            members, members, self.rank, value, compute, "together", has_graph=True
+        )
+
     def objects(self, value: Any) -> list[Any]:
         """Return the `value` of each member."""
         return self._meet(value, lambda values: [list(values) for _ in values], "objects")

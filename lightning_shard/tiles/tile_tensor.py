@@ -16,7 +16,8 @@ from lightning_shard.processes.torch_private.internals import (
 )
 from lightning_shard.tensor.local_mesh import LocalField, LocalMesh
 from lightning_shard.tensor.part import Part
-from lightning_shard.tiles.crew import Crew, Mover
+from lightning_shard.tiles.crew import Crew
+from lightning_shard.tiles.mover import Mover
 from lightning_shard.tiles.tile_domain import TileDomain
 
 aten = torch.ops.aten
@@ -43,6 +44,16 @@ class Tiles(LocalMesh):
         self.ndim = len(sizes)
         self.crew = Crew(self.count, mover)
         self.domains = [TileDomain(self.crew, sizes, tile) for tile in range(self.count)]
+
+    def members_along(self, tile: int, axis: int) -> tuple[int, ...]:
+        """Return the tiles that differ from one in their place along an axis alone."""
+        group: Any = self.domains[tile].group((axis,))
+        return group.members
+
+    def keep(self, tensor: Tensor) -> None:
+        """Let a tensor that the caller is given stay where it is."""
+        if self.crew.mover is not None:
+            self.crew.mover.stay(tensor)
 
     def close(self) -> None:
         """End the threads of the tiles."""

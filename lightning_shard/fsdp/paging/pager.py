@@ -92,9 +92,18 @@ class Pager:
             if not self._open:
                 self._bring_all()
 
-    def seeing(self) -> AbstractContextManager[None]:
-        """See the operators of this thread while this is open; nothing comes back at its end."""
-        return nullcontext() if self._sleeps() else self._modes()
+    def seeing(self, reads: int = 0) -> AbstractContextManager[None]:
+        """See the operators of this thread while this is open; nothing comes back at its end.
+
+        Args:
+            reads: The bytes of what will be read, for a pager that sleeps until it is too much.
+        """
+        return nullcontext() if self._sleeps(reads) else self._modes()
+
+    @property
+    def sleeps(self) -> bool:
+        """True while nothing moves, and no operator need be seen."""
+        return self._sleep is not None
 
     def note_made(self, count: int) -> None:
         """Note the bytes of what an operation has made for all ranks, seen or not."""
@@ -137,7 +146,7 @@ class Pager:
     def stay(self, *tensors: Tensor) -> None:
         """Bring tensors, and never send them away again: others keep their addresses."""
         if self._sleep is not None:
-            return  # what nobody knows stays
+            return  # a tensor that nobody knows stays
         with self._lock, without_modes():
             for tensor in tensors:
                 page = self._page(tensor)
@@ -242,11 +251,11 @@ class Pager:
         with Exits(self), Paging(self):
             yield
 
-    def _sleeps(self) -> bool:
-        if self._sleep is not None and self._sleep.is_over():
+    def _sleeps(self, reads: int) -> bool:
+        if self._sleep is not None and self._sleep.is_over(reads):
             self._sleep = None
             assert self.budget is not None
-            self.budget -= self.budget // SHARE  # what was made so far is not known, and stays
+            self.budget -= self.budget // SHARE  # tensors made so far are not known, and stay
         return self._sleep is not None
 
     def _few(self, values: Any) -> set[Page]:

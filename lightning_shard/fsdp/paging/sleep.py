@@ -31,12 +31,16 @@ class Sleep:
         """Note the bytes of what an operation has made."""
         self._made += count
 
-    def is_over(self) -> bool:
-        """Return True once the tiles hold too much; it stays so."""
-        if not self._is_over and self._held + CAUTION * self._made >= self._limit:
+    def is_over(self, reads: int) -> bool:
+        """Return True once the tiles hold too much, or are about to; it stays so.
+
+        Args:
+            reads: The bytes of what an operation is about to read.
+        """
+        if not self._is_over and self._held + CAUTION * self._made + reads >= self._limit:
             self._held = (allocated_on(self._device) or 0) - self._before
             self._made = 0
-            self._is_over = self._held >= self._limit
+            self._is_over = self._held + reads >= self._limit
         return self._is_over
 
 

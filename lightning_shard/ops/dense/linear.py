@@ -123,7 +123,7 @@ def _dims_of(
     return MappingProxyType(dims)
 
 
-@implements(F.linear)
+@implements(F.linear, joins=True)
 def linear(
     func: Callable[..., Tensor], x: Operand, weight: Operand, bias: Tensor | None = None
 ) -> Operand:
@@ -144,7 +144,7 @@ def linear(
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, linalg.matmul,
             torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.mv, Tensor.mv, torch.dot,
-            Tensor.dot, torch.sparse.mm)  # fmt: skip
+            Tensor.dot, torch.sparse.mm, joins=True)  # fmt: skip
 def matmul(func: Callable[..., Tensor], a: Operand, *second: Operand, **named: Operand) -> Operand:
     """The second factor is called `other`, `mat2`, `vec` or `tensor`."""
     (b,) = (*second, *named.values())

@@ -18,7 +18,7 @@ from lightning_shard.ops.norm.normalize import normalize_groups
 from lightning_shard.ops.registry import implements
 
 
-@implements(F.batch_norm, limits="only the input may be split")
+@implements(F.batch_norm, limits="only the input may be split", joins=True)
 def batch_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -58,7 +58,7 @@ def batch_norm(
     return x.like(result)
 
 
-@implements(F.instance_norm, limits="only the input may be split")
+@implements(F.instance_norm, limits="only the input may be split", joins=True)
 def instance_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -122,7 +122,7 @@ def update_running(domain: Domain, buffer: Tensor | None, value: Tensor, momentu
         buffer.mul_(1 - momentum).add_(value.to(buffer.dtype), alpha=momentum)
 
 
-@implements(F.group_norm, torch.group_norm, limits="channels (dim 1) must be whole")
+@implements(F.group_norm, torch.group_norm, limits="channels (dim 1) must be whole", joins=True)
 def group_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

@@ -7,6 +7,7 @@ samples are those of one: (1, B * C, rest).
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -46,7 +47,11 @@ class Groups:
         """(B, C, ...) -> (1, B * C, rest) of several samples with moments of their own."""
         if len(x) == 1 or 0 in self.dims:
             return x
-        return x.reshape(1, x.shape[0] * x.shape[1], math.prod(x.shape[2:]))
+        return x.reshape(1, self.channels_of(x), math.prod(x.shape[2:]))
+
+    def channels_of(self, x: Tensor) -> int:
+        """Count the channels of `flat(x)`."""
+        return x.shape[1] if 0 in self.dims else x.shape[0] * x.shape[1]
 
     def view(self, x: Tensor) -> Tensor:
         """(B, C, ...), flat -> (B, K, C / K, rest)."""
@@ -68,21 +73,54 @@ class Groups:
         axes = self.place.layout.axes(*self.dims)
         if not axes:
             return own
+        return mixed(all_gather_small(self.place, axes, own), self.weights(own))
+
+    def weights(self, like: Tensor) -> Tensor | None:
+        """Return the share of the values that each part has; None where all have the same."""
         shares = _shares(self.place.layout, self.dims)
-        weights = None if len({*shares}) == 1 else _weights(shares, own.dtype, own.device)
-        return mixed(all_gather_small(self.place, axes, own), weights)
+        return None if len({*shares}) == 1 else _weights(shares, like.dtype, like.device)
 
-    def mean_of_all(self, sums: Tensor) -> Tensor:
-        """Add each group's sum over the ranks, and divide by the number of its values."""
-        if not sums.numel():  # no sample here: as little on the ranks that share it
-            return sums
-        return sum_over(self.place, sums, self.dims) / self.count
 
-    def add_up(self, sums: Tensor) -> None:
-        """Replace such sums by those over all values."""
-        axes = self.place.layout.axes(*self.dims)
-        if axes and sums.numel():
-            reduce_in_place(sums, dist.ReduceOp.SUM, self.place.domain.group(axes))
+class Joint:
+    """The parts of a field that are normalized at once: that of a rank, or those of all tiles.
+
+    Attributes:
+        groups: The groups of each part, which share their moments.
+    """
+
+    def __init__(self, groups: Sequence[Groups]) -> None:
+        self.groups = groups
+
+    @property
+    def first(self) -> Groups:
+        """The groups of the first part, which tell what all have in common."""
+        return self.groups[0]
+
+    def combined(self, own: Tensor) -> Tensor:
+        """Mean and variance (2, ...) over all ranks from those of these parts, (n, 2, ...)."""
+        if len(self.groups) == 1:
+            return self.first.combined(own[0])
+        return mixed(own, self.first.weights(own))
+
+    def added(self, sums: Sequence[Tensor]) -> Tensor:
+        """Add each group's sums up over all values; what travels is written."""
+        if len(sums) > 1:
+            return torch.stack([*sums]).sum(0)
+        if len(self.groups) > 1:
+            return sums[0]
+        axes = self.first.place.layout.axes(*self.first.dims)
+        if axes and sums[0].numel():
+            reduce_in_place(sums[0], dist.ReduceOp.SUM, self.first.place.domain.group(axes))
+        return sums[0]
+
+    def mean_of_all(self, sums: Sequence[Tensor]) -> Tensor:
+        """Add each group's sum up over all values, and divide by their number."""
+        total, first = sums[0], self.first
+        if len(sums) > 1:
+            total = torch.stack([*sums]).sum(0)
+        elif total.numel():  # else there is no sample here: as little on the ranks that share it
+            total = sum_over(first.place, total, first.dims)
+        return total / first.count
 
 
 def wide(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_shard.ops.registry import implements, rule_for
 from lightning_shard.processes.torch_private.typed import typed_torch
 
 
-@implements(F.layer_norm, torch.layer_norm, limits="only the input may be split")
+@implements(F.layer_norm, torch.layer_norm, limits="only the input may be split", joins=True)
 def layer_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -41,7 +41,7 @@ def layer_norm(
     return x.like(_affine(result.view(local.shape), weight, bias))
 
 
-@implements(F.rms_norm, torch.rms_norm, limits="only the input may be split")
+@implements(F.rms_norm, torch.rms_norm, limits="only the input may be split", joins=True)
 def rms_norm(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

@@ -10,7 +10,8 @@ A local tensor is (B, C, ...), and its channels are K groups (ops/norm/groups.py
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
+from lightning_shard.domain.local_group import joining
 from lightning_shard.domain.memory_format import format_of, owned
-from lightning_shard.ops.norm.groups import Groups, mixed, own_moments, wide
+from lightning_shard.ops.norm.groups import Groups, Joint, mixed, own_moments, wide
 from lightning_shard.processes.torch_private.internals import in_transform
 
 _sums = torch.ops.aten.native_batch_norm_backward
@@ -43,7 +45,10 @@ def normalize_groups(
     given = {wide(t).dtype for t in (local, weight, bias) if t is not None}
     fused = given in ({torch.float32}, {torch.float64})
     if fused and not in_transform() and not in_forward_mode():
-        return _Normalize.apply(local, weight, bias, groups)
+        own = _Member(local, weight, bias, groups)
+        axes = groups.place.layout.axes(*groups.dims)
+        here = joining(groups.place.domain.group(axes)) if axes else None
+        return _normalize([own])[0] if here is None else here.together(own, _normalize)
     flat = groups.flat(local)
     mean, variance = groups.moments(flat)
     weight, bias = (
@@ -76,59 +81,121 @@ def normalized(
     return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
+class _Member(NamedTuple):
+    """Holds the tensors that one rank, or one tile, normalizes."""
+
+    local: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    groups: Groups
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return values like `local` as the kernels take them, in float32 if they are in half."""
+        return self.groups.flat(wide(x))
+
+
+Slot = tuple[int, int | None, int | None]  # the places of a member's tensors
+
+
+def _normalize(members: Sequence[_Member]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Normalize the part of this rank, or those of all tiles that share moments."""
+    tensors: list[Tensor] = []
+    places: dict[int | None, int | None] = {id(None): None}
+    for tensor in (t for m in members for t in m[:3]):
+        if id(tensor) not in places:  # tiles may have one weight in common
+            places[id(tensor)] = len(tensors)
+            tensors.append(cast("Tensor", tensor))
+    slots = [tuple([places[id(t)] for t in m[:3]]) for m in members]
+    joint = Joint([m.groups for m in members])
+    *results, mean, variance = _Normalize.apply(joint, slots, *tensors)
+    return [(result, mean, variance) for result in results]
+
+
 class _Normalize(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        flat = groups.flat(wide(x))
-        moments = groups.combined(_fused_moments(flat, groups))
-        of_channels = _each_channel(flat, groups, moments)
-        ctx.save_for_backward(x, weight, of_channels)
-        ctx.groups, ctx.of_bias = groups, None if bias is None else bias.dtype
+    def forward(ctx: Any, joint: Joint, slots: list[Slot], *tensors: Tensor) -> Any:
+        members = _members(joint, slots, tensors)
+        moments, eps = joint.combined(_fused_moments(members, joint)), joint.first.eps
+        channels = joint.first.channels_of(members[0].local)
+        of_channels = _each_channel(channels, joint.first, moments)
+        ctx.save_for_backward(*tensors, of_channels)
+        ctx.plan = joint, slots
         mean, variance = map(owned, moments)
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)
-        wide_weight, wide_bias = (None if v is None else wide(v) for v in (weight, bias))
-        result = _scaled(flat, wide_weight, wide_bias, of_channels, groups.eps).to(x.dtype)
-        return owned(_shaped_as(x, result), x), mean, variance
+        results: list[Tensor] = []
+        for m in members:
+            result = _scaled(m.flat(m.local), m.weight, m.bias, of_channels, eps)
+            results.append(owned(_shaped_as(m.local, result.to(m.local.dtype)), m.local))
+        return *results, mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (x, own_weight, moments), groups = ctx.saved_tensors, ctx.groups
-        grad, flat = groups.flat(wide(grads[0])), groups.flat(wide(x))
-        weight = None if own_weight is None else wide(own_weight)
+        *tensors, moments = ctx.saved_tensors
+        joint, slots = ctx.plan
+        members = _members(joint, slots, tensors)
+        arrived = [
+            torch.zeros_like(m.local) if grad is None else grad
+            for grad, m in zip(grads, members, strict=False)
+        ]
         if torch.is_grad_enabled():  # they are to be differentiated again
-            of_x, *others = _gradients(grad, flat, weight, groups)
+            found = _gradients(arrived, members, joint)
         else:
-            of_x, *others = _fused_gradients(grad, flat, weight, moments, groups)
-        dtypes = (x.dtype, None if own_weight is None else own_weight.dtype, ctx.of_bias)
-        wanted = zip((_shaped_as(x, of_x), *others), dtypes, ctx.needs_input_grad, strict=False)
-        return *(found.to(dtype) if needed else None for found, dtype, needed in wanted), None
+            found = _fused_gradients(arrived, members, moments, joint)
+        totals: list[Any] = [None] * len(tensors)
+        for (of_x, *others), m, slot in zip(found, members, slots, strict=True):
+            for place, part in zip(slot, (_shaped_as(m.local, of_x), *others), strict=True):
+                if place is not None and part is not None and ctx.needs_input_grad[2 + place]:
+                    part = part.to(tensors[place].dtype)
+                    before = totals[place]
+                    totals[place] = part if before is None else before + part
+        return None, None, *totals
 
 
-def _fused_moments(x: Tensor, groups: Groups) -> Tensor:
-    """Mean and variance of this rank's rows, shape (2, K).
+def _members(joint: Joint, slots: list[Slot], tensors: Sequence[Tensor]) -> list[_Member]:
+    """Return what each member normalizes: the tensors at its places, the weights in float32."""
+    weights: dict[int | None, Tensor | None] = {None: None}
+    for _, *places in slots:
+        weights |= {n: wide(tensors[n]) for n in places if n is not None and n not in weights}
+    return [
+        _Member(tensors[x], weights[weight], weights[bias], groups)
+        for (x, weight, bias), groups in zip(slots, joint.groups, strict=True)
+    ]
+
+
+def _fused_moments(members: Sequence[_Member], joint: Joint) -> Tensor:
+    """Mean and variance of the rows of each member, shape (n, 2, K).
 
     torch's kernel of group norm gives them for each of B samples; these are mixed.
     """
-    samples, channels, area = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    if x.numel() == 0 or area == 1:
-        return own_moments(groups.view(x)).flatten(1)
-    own = (samples, channels, area, groups.number, 0.0)
-    # contiguous: of channels_last the kernel of the CPU takes the difference of large numbers, a
-    # variance of 1 around a mean of 100 is wrong by a tenth, and other devices' ignore the format
-    _, means, deviations = torch.native_group_norm(x.contiguous(), None, None, *own)
-    parts = torch.stack([means, deviations.pow(-2)], 1)
-    return mixed(parts) if samples > 1 else parts[0]
+    few = [m.local.numel() == 0 or math.prod(m.local.shape[2:]) == 1 for m in members]
+    if any(few):
+        return torch.stack([
+            own_moments(m.groups.view(m.flat(m.local))).flatten(1) for m in members
+        ])  # fmt: skip
+    found: list[Any] = []
+    samples = 1
+    for m in members:
+        x = m.flat(m.local)
+        samples, area = len(x), math.prod(x.shape[2:])
+        # contiguous: of channels_last the kernel of the CPU takes the difference of large numbers,
+        # a variance of 1 around a mean of 100 is wrong by a tenth, and other devices' ignore it
+        own = (samples, x.shape[1], area, joint.first.number, 0.0)
+        found.append(torch.native_group_norm(x.contiguous(), None, None, *own)[1:])
+    means, deviations = zip(*found, strict=True)
+    both = torch.unflatten(torch.stack([*means, *deviations]), 0, (2, -1))  # (2, n, B, K)
+    both[1].pow_(-2)
+    if samples == 1:
+        return both[:, :, 0].transpose(0, 1)
+    return torch.stack([mixed(parts) for parts in both.permute(1, 2, 0, 3)])
 
 
-def _each_channel(x: Tensor, groups: Groups, values: Tensor) -> Tensor:
+def _each_channel(channels: int, groups: Groups, values: Tensor) -> Tensor:
     """(2, K) -> (2, C), one after the other in memory.
 
     torch's kernels on the CPU do not look at the stride, which is 0 where one value is expanded.
     """
-    per_group = x.shape[1] // max(groups.number, 1)
+    per_group = channels // max(groups.number, 1)
     if per_group == 1:
         return values
     return values.unsqueeze(2).expand(-1, -1, per_group).flatten(1).contiguous()
@@ -146,33 +213,56 @@ def _scaled(
 
 
 def _fused_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, moments: Tensor, groups: Groups
-) -> tuple[Tensor, Tensor, Tensor]:
+    grads: Sequence[Tensor], members: Sequence[_Member], moments: Tensor, joint: Joint
+) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     """Gradients of `x`, `weight` and `bias`; two sums for each group travel in one message.
 
     With g = dL/dy, n = (x - mean) / sigma and M values in a group, over all ranks: dL/dx = (w g -
     sum(w g) / M - n sum(w g n) / M) / sigma, where w is the weight of a value's channel. The two
     sums are over the whole group. dL/dw = sum(g n) and dL/db = sum(g) are over this rank's values
-    of a channel; FSDP2 adds them up with the other parameters' gradients.
+    of a channel; FSDP2 adds them up with the other parameters' gradients. Of tiles that have their
+    weight in common the first one gives them, for all.
     """
-    inverse = torch.rsqrt(moments[1] + groups.eps)
-    if x.numel():
-        # contiguous: of others the kernel of the CPU gives less exact sums, or wrong ones
-        own = (grad.contiguous(), x.contiguous(), weight, None, None, moments[0], inverse)
-        _, of_weight, of_bias = _sums(*own, True, 0.0, [False, True, True])
-    else:
-        of_weight, of_bias = (x.new_zeros(x.shape[1]) for _ in range(2))
-    sums = torch.stack([of_bias, of_weight])
-    sums = groups.of_channels(sums if weight is None else sums.mul_(weight))
-    sums = sums if sums.shape[2] == 1 else sums.sum(2, keepdim=True)
-    groups.add_up(sums)
-    nothing = _nothing(x.dtype, x.device)
-    scaled = torch.addcmul(nothing, sums, groups.of_channels(inverse), value=-1 / groups.count)
+    inverse, eps = torch.rsqrt(moments[1] + joint.first.eps), joint.first.eps
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, m in enumerate(members):
+        alike.setdefault((id(m.weight), id(m.bias)), []).append(number)
+    found: list[Any] = [(None, None, None)] * len(members)
+    each: list[Tensor] = []
+    for numbers in alike.values():
+        own = [_own_sums(grads[n], members[n], moments[0], inverse) for n in numbers]
+        both = torch.stack([part for parts in zip(*own, strict=True) for part in parts])
+        both = torch.unflatten(both, 0, (2, -1)).sum(1) if len(numbers) > 1 else both
+        found[numbers[0]] = None, both[1], both[0]
+        first = members[numbers[0]]
+        sums = both.clone() if first.weight is None else both * first.weight
+        sums = first.groups.of_channels(sums)
+        each.append(sums if sums.shape[2] == 1 else sums.sum(2, keepdim=True))
+    sums, nothing = joint.added(each), _nothing(moments.dtype, moments.device)
+    factor = joint.first.of_channels(inverse)
+    scaled = torch.addcmul(nothing, sums, factor, value=-1 / joint.first.count)
     shifts, slopes = scaled.flatten(1)
-    result = _scaled(x, slopes, shifts, moments, groups.eps)
-    factors = inverse if weight is None else inverse * weight
-    result.addcmul_(grad, factors.view(1, -1, *[1] * (x.ndim - 2)))
-    return result, of_weight, of_bias
+    for numbers in alike.values():
+        weight = members[numbers[0]].weight
+        factors = inverse if weight is None else inverse * weight
+        for n in numbers:
+            m = members[n]
+            x, grad = m.flat(m.local), m.flat(grads[n])
+            result = _scaled(x, slopes, shifts, moments, eps)
+            result.addcmul_(grad, factors.view(1, -1, *[1] * (x.ndim - 2)))
+            found[n] = result.to(m.local.dtype), *found[n][1:]
+    return found
+
+
+def _own_sums(grad: Tensor, m: _Member, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `bias` and `weight` from the values of one member."""
+    x, grad = m.flat(m.local), m.flat(grad)
+    if not x.numel():
+        return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
+    # contiguous: of others the kernel of the CPU gives less exact sums, or wrong ones
+    given = grad.contiguous(), x.contiguous(), m.weight, None, None, mean, inverse
+    _, of_weight, of_bias = _sums(*given, True, 0.0, [False, True, True])
+    return of_bias, of_weight
 
 
 @made_once
@@ -181,16 +271,26 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, groups: Groups
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as functions of `grad`, `x` and `weight` that can be differentiated again."""
-    mean, variance = groups.moments(x)
-    inverse = torch.rsqrt(variance + groups.eps)
-    distance = (groups.view(x) - mean) * inverse
-    grad = groups.view(grad)
-    scaled = grad if weight is None else grad * groups.of_channels(weight).unsqueeze(-1)
-    sums = [part.sum((0, 2, 3), keepdim=True) for part in (scaled, scaled * distance)]
-    along, across = groups.mean_of_all(torch.stack(sums))
-    result = inverse * (scaled - along - distance * across)
-    of_weight, of_bias = (part.sum((0, 3)).flatten() for part in (grad * distance, grad))
-    return result.reshape(x.shape), of_weight, of_bias
+    grads: Sequence[Tensor], members: Sequence[_Member], joint: Joint
+) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The same as functions of `grads`, values and weights that can be differentiated again."""
+    views = [m.groups.view(m.flat(m.local)) for m in members]
+    mean, variance = joint.combined(torch.stack([own_moments(view) for view in views]))
+    inverse = torch.rsqrt(variance + joint.first.eps)
+    given: list[tuple[Tensor, Tensor, Tensor]] = []
+    for grad, view, m in zip(grads, views, members, strict=True):
+        grad = m.groups.view(m.flat(grad))
+        weight = None if m.weight is None else m.groups.of_channels(m.weight).unsqueeze(-1)
+        scaled = grad if weight is None else grad * weight
+        given.append((grad, scaled, (view - mean) * inverse))
+    sums = [
+        torch.stack([part.sum((0, 2, 3), keepdim=True) for part in (scaled, scaled * distance)])
+        for _, scaled, distance in given
+    ]
+    along, across = joint.mean_of_all(sums)
+    found: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+    for grad, scaled, distance in given:
+        result = inverse * (scaled - along - distance * across)
+        of_weight, of_bias = (part.sum((0, 3)).flatten() for part in (grad * distance, grad))
+        found.append((result, of_weight, of_bias))
+    return found

@@ -22,7 +22,7 @@ _WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their mean divides by the sum of th
 
 @implements(F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.binary_cross_entropy,
             F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss,
-            F.hinge_embedding_loss, F.margin_ranking_loss)  # fmt: skip
+            F.hinge_embedding_loss, F.margin_ranking_loss, joins=True)  # fmt: skip
 def elementwise_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operand:
     """Apply the function to each element, then reduce."""
     given = _arguments(func, args, kwargs)
@@ -42,7 +42,7 @@ def elementwise_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     return _over(weighted, _over(scale, 1))
 
 
-@implements(F.cross_entropy, F.nll_loss, limits="the classes (dim 1) must be whole")
+@implements(F.cross_entropy, F.nll_loss, limits="the classes (dim 1) must be whole", joins=True)
 def class_loss(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Operand:
     """Compute it per sample or pixel; a mean divides by the global weight of the classes."""
     given = _arguments(func, args, kwargs)

@@ -43,7 +43,7 @@ def result(x: Subdomain, local: Tensor, dims: Sequence[int], keepdim: bool) -> S
     return x.like(local, layout) if layout.split_dims else local
 
 
-@implements(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum)
+@implements(torch.sum, Tensor.sum, torch.nansum, Tensor.nansum, joins=True)
 def sum_(
     func: Callable[..., Tensor],
     x: Subdomain,
@@ -58,7 +58,7 @@ def sum_(
     return result(x, sum_over(x, local, dims), dims, keepdim)
 
 
-@implements(torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean)
+@implements(torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean, joins=True)
 @uncast
 def mean(
     func: Callable[..., Tensor],
@@ -78,14 +78,14 @@ def mean(
     return result(x, sum_over(x, total, dims) / volume(x.layout, dims), dims, keepdim)
 
 
-@implements(torch.var, Tensor.var, torch.std, Tensor.std)
+@implements(torch.var, Tensor.var, torch.std, Tensor.std, joins=True)
 @uncast
 def var(func: Callable[..., Tensor], x: Subdomain, *args: Any, **kwargs: Any) -> Subdomain | Tensor:
     """Variance or standard deviation; means and squared deviations of the ranks travel."""
     return _spread(func, _var_and_mean(x, *args, **kwargs)[0])
 
 
-@implements(torch.var_mean, torch.std_mean)
+@implements(torch.var_mean, torch.std_mean, joins=True)
 @uncast
 def var_mean(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Mean, and variance or standard deviation; means and squared deviations travel."""

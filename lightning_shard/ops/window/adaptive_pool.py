@@ -55,7 +55,7 @@ def fetched_windows(x: Subdomain, dim: int, output: int) -> tuple[Subdomain, Spa
     return x.like(rows, layout), spans(low, high)[0], (low, high)
 
 
-@implements(*AVERAGE)
+@implements(*AVERAGE, joins=True)
 def adaptive_avg_pool(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

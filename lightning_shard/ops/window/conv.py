@@ -14,10 +14,12 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.halo import thinness
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.local_group import joining
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
 from lightning_shard.ops.autocast import cast_for
 from lightning_shard.ops.registry import implements
+from lightning_shard.ops.window.conv_together import conv_together, group_of
 from lightning_shard.ops.window.overlap import may_overlap, numbers_of, overlapped
 from lightning_shard.ops.window.strips import Window, plan_of
 
@@ -32,6 +34,7 @@ _HALF = (torch.float16, torch.bfloat16)
     torch.conv2d,
     torch.conv3d,
     limits="channels and weights must be whole",
+    joins=True,
 )
 def conv(
     func: Callable[..., Tensor],
@@ -52,6 +55,13 @@ def conv(
     strides, dilations = tuple(per_dim(stride, n)), tuple(per_dim(dilation, n))
     windows = _windows(first, tuple(weight.shape[2:]), strides, paddings, dilations)
     x, weight, bias = cast_for(func, input, weight, bias)  # before rows travel
+    split = tuple([w for w in windows if x.layout.parts(w.dim) > 1 and w.reads_others])
+    here = group_of(x, weight, windows, split)
+    if here is not None:
+        layout, parameters = _layout_of(x, weight, windows), (weight, bias)
+        return x.like(
+            conv_together(here, func, x, parameters, windows, split[0], groups, layout), layout
+        )
     found = _while_rows_travel(func, x, (weight, bias), windows, groups)
     return found or _waiting(func, x, (weight, bias), windows, groups)
 
@@ -67,6 +77,8 @@ def _while_rows_travel(
     split = tuple([w for w in windows if x.layout.parts(w.dim) > 1 and w.reads_others])
     if not split or any(w.before != w.after for w in windows):
         return None
+    if joining(x.domain.group(x.layout.axes(*(w.dim for w in split)))) is not None:
+        return None  # nothing travels
     local = x.local
     weight, bias = parameters
     if not may_overlap(local, weight, bias, groups):

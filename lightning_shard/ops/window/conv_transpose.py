@@ -18,6 +18,7 @@ from lightning_shard.ops.registry import implements, name_of
     torch.conv_transpose2d,
     torch.conv_transpose3d,
     limits="channels and weights must be whole",
+    joins=True,
 )
 def conv_transpose(
     func: Callable[..., Tensor],

@@ -141,7 +141,7 @@ def _interpolate_dim(
     return x.like(local.to(x.dtype), layout)
 
 
-@implements(F.interpolate)
+@implements(F.interpolate, joins=True)
 def interpolate(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

@@ -14,7 +14,7 @@ from lightning_shard.ops.registry import implements
 from lightning_shard.ops.view.index import chosen_rows, strided
 
 
-@implements(F.pad)
+@implements(F.pad, joins=True)
 def pad(
     func: Callable[..., Any],
     input: Subdomain,  # noqa: A002 - torch's name of the argument

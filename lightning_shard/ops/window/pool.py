@@ -74,7 +74,7 @@ def _pooled(
     return x, layout, (kernels, strides, inner, dilations)
 
 
-@implements(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d, *MAX)
+@implements(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d, *MAX, joins=True)
 def max_pool(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
@@ -140,7 +140,7 @@ def unflat(places: Tensor, extents: Sequence[int]) -> list[Tensor]:
     return coordinates[::-1]
 
 
-@implements(*AVERAGE)
+@implements(*AVERAGE, joins=True)
 def avg_pool(
     func: Callable[..., Tensor],
     input: Subdomain,  # noqa: A002 - torch's name of the argument
