@@ -1,13 +1,16 @@
 """Takes the modes of torch that belong to a thread from the caller to the threads of tiles."""
 
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
 from typing import Any
 
 import torch
 
 from lightning_shard.processes.torch_private.internals import open_function_modes, open_modes
+
+Job = Callable[[int], None]
 
 
 class CallerModes:
@@ -46,6 +49,24 @@ class CallerModes:
             for mode in self.modes:
                 stack.enter_context(mode)
             yield
+
+
+class Task:
+    """A job that waits in the threads of the other tiles, with the state of the caller."""
+
+    __slots__ = ("context", "job", "modes")
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.modes = job, CallerModes()
+        self.context: Context = copy_context()
+
+    def run(self, tile: int) -> None:
+        """Run the job for a tile, in its thread."""
+        self.context.copy().run(self._in_modes, tile)
+
+    def _in_modes(self, tile: int) -> None:
+        with self.modes.entered():
+            self.job(tile)
 
 
 @functools.cache

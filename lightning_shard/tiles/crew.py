@@ -11,18 +11,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 import torch
 
 from lightning_shard.processes.errors import StuckError
-from lightning_shard.tiles.caller_modes import CallerModes
+from lightning_shard.tiles.caller_modes import Job, Task
 from lightning_shard.tiles.mover import Mover
 
 STACKS_BYTES = 2**26  # for the threads of all tiles together
 STACK_BYTES = 2**19, 2**23  # for each thread, at least and at most: libraries of devices need much
-Job = Callable[[int], None]
 T = TypeVar("T")
 
 _STUCK = (
@@ -58,24 +56,6 @@ class _Exchange:
         self.results: list[Any] = []
 
 
-class _Task:
-    """A job that waits in the threads of the other tiles, with the state of the caller."""
-
-    __slots__ = ("context", "job", "modes")
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.modes = job, CallerModes()
-        self.context: Context = copy_context()
-
-    def run(self, tile: int) -> None:
-        """Run the job for a tile, in its thread."""
-        self.context.copy().run(self._in_modes, tile)
-
-    def _in_modes(self, tile: int) -> None:
-        with self.modes.entered():
-            self.job(tile)
-
-
 class Crew:
     """Runs the tiles of one device in turns.
 
@@ -87,7 +67,6 @@ class Crew:
         exchanges: The number of values that tiles have brought to exchanges.
         joins: True while the graphs of the tiles may be one: nothing moves, and the rule that runs
             exchanges by functions that autograd knows.
-        has_met: True once the graphs of the tiles are one in the job.
         states: States of random generators before each draw of the job.
         draws: The number of draws that each tile has made in the job.
         answers: The decisions of rules of the job that depend on memory.
@@ -95,9 +74,8 @@ class Crew:
     """
 
     def __init__(self, tiles: int, mover: Mover | None = None) -> None:
-        self.tiles, self.exchanges = tiles, 0
-        self.joins = self.has_met = False
-        self.mover = mover
+        self.tiles, self.exchanges, self.mover = tiles, 0, mover
+        self.joins = self._has_met = False
         self.states: list[tuple[torch.Tensor, ...]] = []
         self.draws = [0] * tiles
         self.answers: list[bool] = []
@@ -105,19 +83,19 @@ class Crew:
         self._wake = [threading.Lock() for _ in range(tiles)]
         for lock in self._wake:
             lock.acquire()
-        self._tasks: list[deque[_Task]] = [deque() for _ in range(tiles)]
+        self._tasks: list[deque[Task]] = [deque() for _ in range(tiles)]
         self._waits: list[_Exchange | None] = [None] * tiles
         self._open: dict[Any, _Exchange] = {}
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._current = 0
-        self._is_for_all = False  # whether a job runs for all tiles at once
-        self._exchanges_none = False  # whether the first tile has ended without an exchange
+        # whether a job runs for all tiles at once, and whether the first tile exchanged nothing
+        self._is_for_all = self._exchanges_none = False
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread of the caller, while a job runs
         _crews.add(self)
 
-    def run(self, job: Job, *, joins: bool = False, reads: int = 0) -> None:
+    def run(self, job: Job, *, joins: bool = False, reads: int = 0) -> tuple[bool, bool]:
         """Run `job(tile)` for each tile, in their order up to what they exchange.
 
         Args:
@@ -125,16 +103,21 @@ class Crew:
             joins: True if all that the job exchanges may be one graph of all tiles.
             reads: The bytes of the fields that it reads.
 
+        Returns:
+            Whether the graphs of the tiles are one now, and whether tiles have exchanged else.
+
         Raises:
             BaseException: The error of the first tile that failed.
             StuckError: Tiles exchange different things.
         """
         with self._as_owner(reads):
-            self.joins, self.has_met = joins and self.keeps_all, False
+            self.joins, self._has_met = joins and self.keeps_all, False
+            before = self.exchanges
             try:
                 self._run(job)
             finally:
                 self.joins = False
+            return self._has_met, self.exchanges > before and not self._has_met
 
     def run_for_all(self, job: Callable[[], T], reads: int) -> T:
         """Run a job once, which computes for all tiles and exchanges nothing.
@@ -178,7 +161,7 @@ class Crew:
         before = self.exchanges
         self.states, self.draws = [], [0] * self.tiles
         self.answers, self.asked = [], [0] * self.tiles
-        task = _Task(job)
+        task = Task(job)
         for tasks in self._tasks[1:]:
             tasks.append(task)
         try:
@@ -246,7 +229,7 @@ class Crew:
                 nullcontext(exchange.values) if mover is None else mover.on_host(exchange.values)
             )
             records = has_graph and torch.is_grad_enabled()
-            self.has_met = self.has_met or records
+            self._has_met = self._has_met or records
             with torch.set_grad_enabled(records), around as values:
                 exchange.results = compute(values)
             exchange.values = []

@@ -103,12 +103,11 @@ class Call:
             with torch.set_grad_enabled(self.records):
                 given[tile] = compute(tile, self.locals_of(tile))
 
-        crew = self.tiles.crew
-        before = crew.exchanges
         is_lazy = any(isinstance(x, TileTensor) and x.is_lazy for x in self.inputs)
-        crew.run(job, joins=joins and not is_lazy, reads=self._reads())
-        self._in_turns = crew.exchanges > before and not crew.has_met
-        for root in self.roots if crew.has_met else ():
+        has_met, self._in_turns = self.tiles.crew.run(
+            job, joins=joins and not is_lazy, reads=self._reads()
+        )
+        for root in self.roots if has_met else ():
             root.crosses = True
         self._starts.clear()
         return given

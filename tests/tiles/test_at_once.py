@@ -1,0 +1,108 @@
+"""Tiles are differentiated at once where nothing moves, and in turns elsewhere, alike."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.gpu_speed import Launches
+from benchmarks.unet_step import UNet
+from lightning_shard import Tiles, gather, shard, use_exact_random
+from lightning_shard.tiles.crew import Crew
+from lightning_shard.tiles.tile_tensor import TileTensor
+from tests.parity import assert_same
+
+
+class Counted(Launches):
+    """Counts operators on tiles; fields are added up by their rule, as autograd does it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, TileTensor) for x in args):
+            with self:
+                return getattr(torch, func.overloadpacket.__name__)(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Mixed(nn.Module):
+    """Exchanges by functions that autograd knows, and within autograd.Functions as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.strided = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)])
+        self.up, self.last = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(self.first(x), 3, stride=1, padding=1)
+        x = self.norms[1](self.strided(self.norms[0](x))).relu()
+        rows = x.flatten(2).transpose(1, 2).unsqueeze(1)
+        x = x + F.scaled_dot_product_attention(rows, rows, rows)[:, 0].transpose(1, 2).view_as(x)
+        x = self.norms[2](F.interpolate(self.up(x), scale_factor=1.5, mode="bilinear"))
+        return self.last(x) * x.mean((2, 3), keepdim=True).mean(1, keepdim=True)
+
+
+def _found(net: nn.Module, x: Tensor, *, twice: bool = False) -> list[Tensor]:
+    """The loss, and the gradients of the input, the parameters and, if wanted, of a penalty."""
+    x = x.requires_grad_()
+    loss = net(x).square().mean()
+    if twice:
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + first.square().sum()
+    loss.backward()
+    assert x.grad is not None
+    whole = gather(x.grad) if isinstance(x, TileTensor) else x.grad
+    return [loss.detach(), whole, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize(("sizes", "dims"), [((3,), (2,)), ((2, 2), (2, 3)), ((11,), (2,))])
+def test_at_once_and_in_turns(sizes: tuple[int, ...], dims: tuple[int, ...], twice: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Mixed().double(), torch.randn(2, 3, 13, 12, dtype=torch.float64)
+    wanted = _found(copy.deepcopy(net), x.clone(), twice=twice)
+    once = _found(copy.deepcopy(net), shard(x, Tiles(sizes), dims), twice=twice)
+    with mock.patch.object(Crew, "keeps_all", False):
+        turns = _found(copy.deepcopy(net), shard(x, Tiles(sizes), dims), twice=twice)
+    for found in (once, turns):
+        for got, want in zip(found, wanted, strict=True):
+            assert_same(got, want)
+
+
+def test_kernels_of_a_step() -> None:
+    torch.manual_seed(0)
+    net, x = UNet(8), torch.randn(1, 3, 64, 64)
+    field = shard(x, Tiles(8), 2)
+    net(field)  # torch checks each kind of call once
+    with Counted() as plain:
+        net(x).square().mean().backward()
+    with Counted() as tiles:
+        net(field).square().mean().backward()
+    # each tile starts what the whole field does, puts rows together, and adds gradients up
+    assert tiles.seen.total() < 8 * 2.5 * plain.seen.total()
+    assert tiles.seen["convolution"] == 8 * plain.seen["convolution"]
+
+
+def test_convolutions_keep_the_order_of_memory() -> None:
+    """Exact random numbers are drawn in the order in which a field lies in memory."""
+    x, weight = torch.randn(2, 4, 9, 8, dtype=torch.float64), torch.randn(4, 4, 3, 3).double()
+    found: list[Tensor] = []
+    for field in (x, shard(x, Tiles(3), 2)):
+        torch.manual_seed(1)
+        with use_exact_random():
+            last = torch.einsum("bchw,cd->bdhw", field, torch.eye(4).double())
+            dropped = F.dropout(F.conv2d(last, weight, padding=1), 0.5)
+        found.append(gather(dropped) if isinstance(dropped, TileTensor) else dropped)
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((6, 4), 0), ((6, 4, 5), 0), ((6, 4, 5), 2)])
+def test_batch_norm_of_split_samples(shape: tuple[int, ...], dim: int) -> None:
+    torch.manual_seed(0)
+    net, x = nn.BatchNorm1d(4).double(), torch.randn(shape, dtype=torch.float64)
+    wanted = _found(copy.deepcopy(net), x.clone())
+    for got, want in zip(_found(net, shard(x, Tiles(3), dim)), wanted, strict=True):
+        assert_same(got, want)
