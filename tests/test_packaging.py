@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -40,6 +41,35 @@ def test_the_wheel_holds_the_configs(tmp_path):
     assert wanted <= set(names)
     assert {"lightning_shard/py.typed", "lightning_modules/py.typed"} <= set(names)
     assert not [n for n in names if n.startswith(("tests", "notebooks", "benchmarks"))]
+
+
+def test_an_index_shows_links_that_lead_somewhere(tmp_path, monkeypatch):
+    """Where a workflow tells the repository; elsewhere no address is made up."""
+    shown = {}
+    for repository in ("", "someone/fields"):
+        monkeypatch.setenv("GITHUB_REPOSITORY", repository)
+        monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+        monkeypatch.setenv("GITHUB_REF_NAME", "v0.1.0")
+        wheel = zipfile.ZipFile(build("wheel", tmp_path / (repository or "here")))
+        (name,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
+        shown[repository] = wheel.read(name).decode()
+    assert "\nProject-URL: " not in shown[""]
+    text = shown["someone/fields"]
+    for kind in ("Documentation", "Repository", "Changelog", "Issues"):
+        assert f"Project-URL: {kind}, https://" in text
+    code = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#]+)", code)
+    assert len(links) > 20
+    assert not [link for link in links if not link.startswith("https://")]
+    assert "https://github.com/someone/fields/raw/v0.1.0/docs/images/mesh.svg" in links
+
+
+def test_each_version_of_the_changelog_has_a_date():
+    """The newest one until it is published has none yet."""
+    newest, *older = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    dated = r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)"
+    assert newest == f"{lightning_shard.__version__} (unreleased)" or re.fullmatch(dated, newest)
+    assert all(re.fullmatch(dated, version) for version in older)
 
 
 @pytest.mark.slow
