@@ -246,7 +246,7 @@ def run(
     state = RunState(given)
     # lightning 2.6 and this file say skip_none, renamed to skip_unset in recent jsonargparse
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    leave_out_chatter()
+    leave_out_chatter(args[0] if args else "")
     try:
         make(args, state)
     except UsageError as err:

@@ -24,13 +24,18 @@ _SAYS_NOTHING = (
     "GPU available: False", "TPU available: False",  # a device that is not used has a warning
 )  # fmt: skip
 _WARNINGS = (".*LeafSpec.*", "Starting from v1.9.0, `tensorboardX`")
+_OF_TRAINING = "The dirpath has changed"  # and a ModelCheckpoint forgets older files: in fit alone
 
 
-def leave_out_chatter() -> None:
-    """Let Lightning print what says something of this run."""
+def leave_out_chatter(command: str) -> None:
+    """Let Lightning print what says something of this run.
+
+    Args:
+        command: The subcommand that runs.
+    """
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(says_something)
-    for words in _WARNINGS:
+    for words in (*_WARNINGS, *(() if command == "fit" else (_OF_TRAINING,))):
         warnings.filterwarnings("ignore", words)
 
 

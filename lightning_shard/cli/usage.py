@@ -91,7 +91,7 @@ def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
         time.sleep(PATIENCE_S)
     lines = [f"error: {_sentence(err)}", *([err.hint] if is_usage and err.hint else [])]
     if not on_all_ranks:
-        lines += [*getattr(err, "__notes__", []), *_causes(err), *_missing_package(err)]
+        lines += [*getattr(err, "__notes__", []), *_causes(err), *missing_package(err)]
         lines += [f"{_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback", *given]
         lines += [f"called at {place}"] if (place := _in_code_of_the_user(err)) else []
     prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
@@ -120,7 +120,7 @@ def _sentence(err: Exception) -> str:
     return f"{name}: {said}" if said else name
 
 
-def _missing_package(err: BaseException) -> list[str]:
+def missing_package(err: BaseException) -> list[str]:
     """Say how to install a package that is not there, if that is the error."""
     if not isinstance(err, ModuleNotFoundError) or not err.name:
         return []
