@@ -17,6 +17,5 @@ autoclass_content = "both"  # options stand in the docstring of __init__
 default_role = "any"  # names in single backticks of docstrings are links where they can be,
 suppress_warnings = ["ref.any"]  # and code where they cannot
 python_maximum_signature_line_length = 88
-autodoc_default_options = {"inherited-members": False, "show-inheritance": False}
 napoleon_numpy_docstring = False
 autodoc_inherit_docstrings = False  # of the hosts, in their own markup

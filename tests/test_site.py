@@ -54,3 +54,4 @@ def test_it_builds_without_a_warning(tmp_path, capsys):
     assert page.index("exact_random") < page.index("HybridShardStrategy.device_mesh")
     assert "set_world_ranks" not in page  # a hook that Lightning calls
     assert "copybutton.js" in page
+    assert "Bases:" not in page
