@@ -218,7 +218,6 @@ class Replaced:
         """Follow `root`, whose parameters in `plain` are whole on each rank."""
         self.root = root
         self._plain = set(plain)
-        self._steps = 0
 
     def take(self) -> None:
         """Let FSDP2 gather what is there now; before a step, where parameters are sharded.
@@ -232,16 +231,14 @@ class Replaced:
                 known.update((record.sharded_param, getattr(record, "_unsharded_param", None)))
                 if record.sharded_state.name == "SHARDED":
                     known.add(self._take(record))
-        self._steps += 1
-        if self._steps < 3 or self._steps % 100 == 0:
-            for name, p in self.root.named_parameters():
-                if p not in known and p.requires_grad:
-                    raise RuntimeError(
-                        f"the parameter {name} was made after the module was sharded, in a hook "
-                        "such as on_fit_start, so each rank would train its own: make it in "
-                        "__init__, configure_model or setup, and copy values into parameters "
-                        "instead of replacing them, or keep parameters whole with sharding='none'."
-                    )
+        for name, p in self.root.named_parameters():
+            if p not in known and p.requires_grad:
+                raise RuntimeError(
+                    f"the parameter {name} was made after the module was sharded, in a hook such "
+                    "as on_fit_start, so each rank would train its own: make it in __init__, "
+                    "configure_model or setup, and copy values into parameters instead of "
+                    "replacing them, or keep parameters whole with sharding='none'."
+                )
 
     def _take(self, record: Any) -> Any:
         place = module_of(record)

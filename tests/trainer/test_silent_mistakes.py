@@ -482,3 +482,18 @@ def test_parameters_that_are_kept_from_before():
             fit_sharded(module, (2,), strategy={"sharding": mode}, limit_train_batches=2)
         assert module.kept[0].shape == (4, 1, 3, 3)
         assert module.kept[0].numel() == 36
+
+
+class Grows(Featured):
+    """Has one more parameter from its fifth batch on."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 4:
+            self.late = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+
+@pytest.mark.spmd(2)
+def test_a_parameter_that_comes_late_is_refused_among_shards():
+    """Each rank would train its own; with whole parameters it is followed."""
+    with pytest.raises(RuntimeError, match="late was made after the module was sharded"):
+        fit_sharded(Grows(), (2,), strategy={"sharding": "full"}, max_epochs=1)
