@@ -1,10 +1,12 @@
 """Adds a remedy to errors of torch and Lightning that only describe their own insides."""
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_shard.domain.errors import UnsupportedOperationError
 
 _WHOLE = "sharding='none' keeps parameters whole on each rank, and then this runs as under DDP. "
 _BY_MESSAGE = {
@@ -85,6 +87,18 @@ def _optimizer_of(error: BaseException, optimizers: Iterable[Optimizer]) -> Opti
     return found if is_of_shards and any(w in inside.lower() for w in _WORDS_OF_SHARDS) else None
 
 
+def _refusals_behind(error: BaseException) -> Sequence[BaseException]:
+    """Return a refusal of ours that another package has put behind an error of its own."""
+    behind = error.__cause__ or error.__context__
+    seen: list[BaseException] = []
+    while behind is not None and behind not in seen:
+        seen.append(behind)
+        behind = behind.__cause__ or behind.__context__
+    if isinstance(error, UnsupportedOperationError):
+        return []
+    return [each for each in seen if isinstance(each, UnsupportedOperationError)][:1]
+
+
 def explain(
     error: BaseException, optimizers: Iterable[Optimizer] = (), *, by_hand: bool = False
 ) -> None:
@@ -109,6 +123,7 @@ def explain(
             "The dataset has fewer samples than there are data replicas; use fewer processes, a "
             "larger domain_parallel_size, or more samples."
         )
+    notes += [str(refusal) for refusal in _refusals_behind(error)]
     for note in notes:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

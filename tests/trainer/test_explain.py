@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_shard import UnsupportedOperationError
 from lightning_shard.trainer.explain import explain
 from tests.trainer.featured import Featured, fit_sharded, loader
 from tests.training import trainer
@@ -46,6 +47,18 @@ def test_a_file_that_another_rank_has_opened():
     explain(error)
     (note,) = error.__notes__
     assert "Write it where self.trainer.is_global_zero" in note
+
+
+def test_a_refusal_of_ours_behind_an_error_of_another_package():
+    refusal = UnsupportedOperationError("a tensor split over ranks cannot be a MetaTensor")
+    error = RuntimeError("applying transform EnsureType")
+    error.__cause__ = ValueError("on the way")
+    error.__cause__.__context__ = refusal
+    explain(error)
+    assert error.__notes__ == [str(refusal)]
+    refusal.__context__ = UnsupportedOperationError("an earlier one")
+    explain(refusal)
+    assert not hasattr(refusal, "__notes__")
 
 
 class Counts(Featured):
