@@ -44,7 +44,7 @@ from lightning_shard.trainer.metrics_once import count_metrics_over
 from lightning_shard.trainer.on_mesh import OnMesh, register
 from lightning_shard.trainer.precision import refuse_to_drop_imaginary_parts
 from lightning_shard.trainer.random_state import share_random_state, share_seeded_state
-from lightning_shard.trainer.sample_order import Stride
+from lightning_shard.trainer.sample_order import Stride, count_replicas_in
 from lightning_shard.trainer.split_summary import split_summary
 
 
@@ -245,6 +245,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
         loader = copy.copy(dataloader)
         sampler: Any = loader.sampler
         replica = self.processes.replica(self.global_rank)
+        count_replicas_in(sampler, self.replicas, replica)
         whole = isinstance(sampler, DistributedSampler) or isinstance(
             loader.dataset, IterableDataset
         )

@@ -107,6 +107,7 @@ class SampleOrder:
             late: True if the stage begins with a checkpoint.
         """
         generator = generator_of(loader)
+        count_replicas_in(loader.sampler, self._replicas, self._replica)
         if self._replicas > 1:
             if self._asked and self._trainer.state.fn != TrainerFn.PREDICTING:
                 loader = self._of_replica(loader)
@@ -187,6 +188,16 @@ class SampleOrder:
                 common = CommonDraws(self._loaders, numbers[0][0])
                 for batches, agreed in zip(ordered, numbers[0], strict=True):
                     batches.agreed, batches.common = agreed, common
+
+
+def count_replicas_in(sampler: Any, replicas: int, replica: int) -> None:
+    """Let a sampler that counts all ranks, as torch's does by default, count data replicas."""
+    if type(sampler) is not DistributedSampler or sampler.num_replicas == replicas:
+        return
+    if sampler.num_replicas == dist.get_world_size():
+        epoch, options = sampler.epoch, (sampler.shuffle, sampler.seed, sampler.drop_last)
+        DistributedSampler.__init__(sampler, sampler.dataset, replicas, replica, *options)
+        sampler.epoch = epoch
 
 
 class Stride(DistributedSampler[Any]):

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import RepeatSamples
 from lightning_shard.trainer.sample_order import SampleOrder
@@ -66,6 +66,20 @@ def test_evaluation_says_what_is_counted_twice():
     with pytest.warns(UserWarning, match="5 samples are evaluated on 2 data replicas, so some"):
         found, _, _ = given(DataLoader([1, 2, 3, 4, 5]), replicas=2, replica=1, repeat=True)
     assert [int(x) for x in found] == [2, 4, 1]
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("stage", [TrainerFn.FITTING, TrainerFn.TESTING])
+def test_a_sampler_that_counts_all_ranks_counts_replicas(stage):
+    own = DistributedSampler(range(5), shuffle=False)
+    own.set_epoch(3)
+    found, _, _ = given(DataLoader(range(5), 2, sampler=own), replicas=1, replica=0, stage=stage)
+    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3], [4]]
+    assert len(found) == 3
+    assert own.epoch == 3
+    other = DistributedSampler(range(5), num_replicas=3, rank=1, shuffle=False)
+    found, _, _ = given(DataLoader(range(5), sampler=other), replicas=1, replica=0, stage=stage)
+    assert [int(x) for x in found] == [1, 4]
 
 
 @pytest.mark.parametrize(("whole", "read"), [(False, [[1, 4], [2], [3]]), (True, [[1], [2], [3]])])
