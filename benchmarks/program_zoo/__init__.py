@@ -25,6 +25,7 @@ FILES = (
     "images",
     "language",
     "microscopy",
+    "sciences",
     "self_supervised",
     "tables",
     "uncertainty",
