@@ -107,14 +107,14 @@ class Prediction:
         return self.memory <= cluster.device.memory
 
     def __str__(self) -> str:
-        ranks, cluster = math.prod(self.mesh[1:]), self.cluster
+        ranks, cluster, several = math.prod(self.mesh[1:]), self.cluster, math.prod(self.mesh) > 1
         lines = [] if cluster is None else [cluster.origin]
         lines += [str(self.split)] if ranks > 1 else []
         if ranks > 1 and not self.split.split:
             lines.append(f"Warning: {self.split.advice(ranks)}")
         shape = f"{self.mesh[0]} data replicas x {'x'.join(map(str, self.mesh[1:]))} domain ranks"
         place = "" if cluster is None else f" of {cluster}"
-        what = f"One of {math.prod(self.mesh)} ranks ({shape})"
+        what = f"One of {math.prod(self.mesh)} ranks ({shape})" if several else "One process"
         if self.in_turns:
             what = f"{'x'.join(map(str, self.mesh[1:]))} tiles in turns on one device"
         lines.append(f"{what}{place}, in one training step:")
@@ -172,13 +172,10 @@ class Prediction:
                 ("to the host", size_in_words(self.to_host), "per step"),
                 ("from the host", size_in_words(self.from_host), f"both: {', '.join(times)}"),
             ]
-        rows = [
-            (
-                "sent: parameters",
-                size_in_words(self.sent_for_parameters),
-                "per step, over all ranks",
-            )
-        ]
+        parameters = size_in_words(self.sent_for_parameters)
+        rows = [("sent: parameters", parameters, "per step, over all ranks")]
+        if math.prod(self.mesh) == 1:
+            return []
         if math.prod(self.mesh[1:]) > 1:
             rows.append(
                 ("sent: fields", size_in_words(self.sent_for_fields), "per step, in the domain")

@@ -143,6 +143,12 @@ def test_prediction_and_measured_bytes(name, processes):
     assert set(plan.split.split) == split
 
 
+def test_one_process_is_called_so():
+    alone = str(lightning_shard.plan(Net(), data()))
+    assert "One process, in one training step" in alone
+    assert "sent: " not in alone
+
+
 @pytest.mark.slow
 def test_what_is_not_split_does_not_shrink():
     alone = lightning_shard.plan(GPT(), ids(), "1x1")
@@ -169,7 +175,7 @@ def test_what_is_split_shrinks_to_a_share_and_halos():
 @pytest.mark.slow
 def test_plan():
     module = Net(optimizer=torch.optim.Adam)
-    found = lightning_shard.plan(module, data((1, 64, 64)), "2x2")
+    found = lightning_shard.plan(module, data((1, 64, 64)), "2x2", sharding="full")
     causes = found.memory_by_cause
     rows = [p[1] for p in module.parameters() if len(p) > 1]  # those of rank 1 of 4
     own = 4 * sum(row.numel() for row in rows)
