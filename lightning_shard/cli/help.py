@@ -116,7 +116,7 @@ Predicts what each rank will hold and send in one training step: parameters, gra
 optimizer's state, activations and messages. One step is rehearsed on the CPU of this machine, which
 need not be the one that the config asks for. For a cluster it predicts the time of a step, too, and
 with --best it ranks all meshes, sharding modes and ways to save memory; it then writes plan.yaml,
-to be given to fit with the config, plan.txt and plan.svg.
+to be given to fit with the config, and plan.txt.
 
 options
   --cluster CLUSTER   nodes x devices x kind, such as 8x8xH100; other links: 8x8xH100:HDR or
@@ -154,7 +154,7 @@ usage: {program} certify --config FILE [--meshes LIST] [--steps N] [options of f
 Trains some steps on several meshes and in one process, on the CPU of this machine, in float64 and
 in the precision of the config. It compares losses and weights after each step, says what rounding
 explains, and names the first module and function whose output differs by more. It writes
-certificate.md, .json and .svg, and ends with status 1 if a mesh differs.
+certificate.md and .json, and ends with status 1 if a mesh differs.
 
 options
   --meshes LIST   such as 1x1,1x2,2x2,1x4: data replicas x ranks of a domain, or 1x2x2

@@ -1,6 +1,5 @@
-"""Ranks the ways to train on a cluster, as a table, a picture, and a config for `fit`."""
+"""Ranks the ways to train on a cluster, as a table and a config for `fit`."""
 
-import importlib.util
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,19 +18,14 @@ NAME = "plan"
 SHOWN = 12
 GIB = 2**30
 STATES = ("parameters", "gradients", "optimizer", "gathered")  # equal for fields of all sizes
-TIMES = {  # the parts of a step: words and color
-    "compute": ("compute", "#1f5fa8"),
-    "exchange": ("exchange of fields", "#c8541a"),
-    "parameters_traffic": ("traffic of parameters", "#8c6d1f"),
+TIMES = {  # the parts of a step in words
+    "compute": "compute",
+    "exchange": "exchange of fields",
+    "parameters_traffic": "traffic of parameters",
 }
-FITS, TOO_LARGE = "#2d7f4f", "#999999"  # colors
 NOTHING_FITS = "Nothing fits: take smaller fields or batches, or more devices."
 NOT_YET = "Nothing that was tried fits, and there was no time for the rest: let nothing else run."
 HEAD = ("mesh", "sharding", "activations", "s/step", "samples/s", "GiB", "limited by", "cost/epoch")
-NO_PICTURE = (
-    f"{NAME}.svg is not drawn, because the package matplotlib is not installed; "
-    "pip install 'lightning-shard[pictures]' installs it."
-)
 
 
 @dataclass(frozen=True)
@@ -99,10 +93,10 @@ class Candidate:
     @property
     def limit(self) -> str:
         """The largest part of the step, or "memory"."""
-        parts = {words: getattr(self.forecast, name) for name, (words, _) in TIMES.items()}
+        parts = {words: getattr(self.forecast, name) for name, words in TIMES.items()}
         name = max(parts, key=lambda part: parts[part])
         share = parts[name] / self.forecast.seconds if self.forecast.seconds else 0.0
-        if self.setting.in_turns and name == TIMES["exchange"][0]:
+        if self.setting.in_turns and name == TIMES["exchange"]:
             name = "link to the host"
         return f"{name} {share:.0%}" if self.fits else "memory"
 
@@ -157,21 +151,14 @@ class Ranking:
         return self.cluster.price * self.cluster.devices * self.samples / candidate.rate / 3600
 
     def save(self, folder: str | Path) -> Path:
-        """Write the table `plan.txt`, the picture `plan.svg` and the config `plan.yaml`.
-
-        The config is written if a setting fits, and the picture if matplotlib is installed.
+        """Write the table `plan.txt` and, if a setting fits, the config `plan.yaml`.
 
         Returns:
             The path of the config, or the folder where nothing fits.
         """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        text = f"{self}\n"
-        if importlib.util.find_spec("matplotlib") is None:
-            text += f"{NO_PICTURE}\n"
-        else:
-            picture(self).savefig(path / f"{NAME}.svg")
-        (path / f"{NAME}.txt").write_text(text, encoding="utf-8")
+        (path / f"{NAME}.txt").write_text(f"{self}\n", encoding="utf-8")
         if not self.candidates:
             return path
         (path / f"{NAME}.yaml").write_text(overlay(self), encoding="utf-8")
@@ -260,46 +247,6 @@ def overlay(found: Ranking) -> str:
         f"# {best.rate:.3g} samples/s predicted, limited by {best.limit}.\n"
     )
     return head + yaml.safe_dump({"trainer": trainer}, sort_keys=False, default_flow_style=None)
-
-
-def picture(found: Ranking) -> Any:
-    """Draw time and memory of one setting of each mesh as bars.
-
-    The setting is the fastest that fits, or that of least memory where none does.
-
-    Returns:
-        A `Figure` of matplotlib.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure  # the extra `pictures` has it
-
-    smallest_last = sorted(found.too_large, key=lambda c: -c.forecast.memory)
-    best = {each.setting.mesh: each for each in smallest_last + found.candidates[::-1]}
-    shown = sorted(best.values(), key=lambda c: (not c.fits, -c.rate))[:SHOWN]
-    places = range(len(shown))
-    figure = Figure((9, 1.6 + 0.3 * len(shown)), layout="constrained")
-    times, memory = figure.subplots(1, 2, sharey=True)
-    ends = [0.0] * len(shown)
-    for name, (words, color) in TIMES.items():
-        parts = [1e3 * getattr(each.forecast, name) / each.forecast.samples for each in shown]
-        times.barh(places, parts, left=ends, color=color, label=words)
-        ends = [end + part for end, part in zip(ends, parts, strict=True)]
-    sizes = [each.forecast.memory / GIB for each in shown]
-    memory.barh(places, sizes, color=[FITS if each.fits else TOO_LARGE for each in shown])
-    memory.axvline(found.cluster.device.memory / GIB, color="#cc0000", label="memory of a device")
-    names = [f"{each.setting.name} {each.setting.kept}" for each in shown]
-    times.set_yticks(places, names)
-    times.invert_yaxis()
-    times.set_xlabel("milliseconds for a sample")
-    memory.set_xlabel("GiB of a rank at the peak")
-    for axes in (times, memory):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.08)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(f"{found.cluster.origin}\n{found.cluster}", fontsize="medium")
-    return figure
 
 
 def _host_note(each: Candidate) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.lab.run import Mesh
-from lightning_shard.trainer.report.chart import chart, missing
 from lightning_shard.trainer.split_summary import SplitSummary
 
 NAME = "certificate"
@@ -283,12 +282,8 @@ class Certificate:
     def __str__(self) -> str:
         return self.markdown()
 
-    def markdown(self, picture: str = "") -> str:
-        """Return the certificate as a page.
-
-        Args:
-            picture: The file of the picture, if there is one.
-        """
+    def markdown(self) -> str:
+        """Return the certificate as a page."""
         verdict = "equals" if self.is_equal else "DIFFERS FROM"
         meshes = ", ".join(dict.fromkeys(each.ranks for each in self.comparisons))
         steps = max((len(each.losses) for each in self.comparisons), default=0)
@@ -310,36 +305,15 @@ class Certificate:
             lines += ["", f"First difference, on {self.culprit_on}: {self.culprit}."]
             lines += [f"{why}." for word, why in OF_REPLICAS.items() if word in str(self.culprit)]
         lines += [f"{precision} was not run: {why}" for precision, why in self.not_run.items()]
-        if picture:
-            lines += ["", f"![Differences by step]({picture})"]
         lines += ["", "| | |", "| --- | --- |"]
         lines += [f"| {name} | {value} |" for name, value in self.facts.items()]
         return "\n".join(lines) + "\n"
 
-    def picture(self) -> str:
-        """Draw the differences in weights by step as SVG; those that are 0 have no point."""
-        lines = {f"{each.ranks}, {each.precision}": each.weights for each in self.comparisons}
-        lines |= {f"one rounding, {name}": values for name, values in self.rounding.items()}
-        points = {
-            name: [(step + 1.0, value) for step, value in enumerate(values) if value > 0]
-            for name, values in lines.items()
-        }
-        drawn = chart(points, "step", "difference of weights")
-        return drawn or '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
-
     def save(self, folder: str | Path) -> Path:
-        """Write `certificate.md`, `.json` and `.svg` to a folder, such as that of a checkpoint.
-
-        Without matplotlib there is no `.svg`, and the page says so.
-        """
+        """Write `certificate.md` and `.json` to a folder, such as that of a checkpoint."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        sentence = missing()
-        if not sentence:
-            (path / f"{NAME}.svg").write_text(self.picture(), encoding="utf-8")
-        page = self.markdown("" if sentence else f"{NAME}.svg")
-        page += f"\n{sentence}\n" if sentence else ""
-        (path / f"{NAME}.md").write_text(page, encoding="utf-8")
+        (path / f"{NAME}.md").write_text(self.markdown(), encoding="utf-8")
         text = json.dumps({"is_equal": self.is_equal, **_plain(asdict(self))}, indent=1)
         (path / f"{NAME}.json").write_text(text + "\n", encoding="utf-8")
         return path / f"{NAME}.md"

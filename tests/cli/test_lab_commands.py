@@ -144,7 +144,7 @@ def test_certify(capfd, tmp_path):
     assert "| model | TFNODarcy |" in out
     assert "| config | sha256 " in out
     assert "written to run/certificate.md" in err
-    assert {p.suffix for p in (tmp_path / "run").glob("certificate.*")} == {".md", ".json", ".svg"}
+    assert {p.suffix for p in (tmp_path / "run").glob("certificate.*")} == {".md", ".json"}
 
 
 @pytest.mark.slow
