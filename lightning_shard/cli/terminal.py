@@ -53,7 +53,8 @@ def fit_bar(trainer: Trainer, callbacks: Any) -> None:
         trainer: It has the callbacks, which are changed.
         callbacks: The configuration names these.
     """
-    chosen = any("ProgressBar" in str(each.get("class_path")) for each in callbacks or ())
+    named = callbacks if isinstance(callbacks, list) else [callbacks]  # one stands alone
+    chosen = any("ProgressBar" in str(each.get("class_path")) for each in named if each)
     for place, bar in enumerate(callbacks_of(trainer)):
         if type(bar) is not RichProgressBar or chosen:
             continue

@@ -15,7 +15,8 @@ def bar_of(columns: int, monkeypatch: pytest.MonkeyPatch, *callbacks: str) -> ob
     monkeypatch.setattr(sys.stdout, "isatty", lambda: columns > 0)
     monkeypatch.setenv("COLUMNS", str(columns))
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[RichProgressBar()])
-    terminal.fit_bar(trainer, [{"class_path": path} for path in callbacks])
+    named = [{"class_path": path} for path in callbacks]
+    terminal.fit_bar(trainer, named[0] if len(named) == 1 else named)  # one may stand alone
     return trainer.progress_bar_callback
 
 
