@@ -174,7 +174,7 @@ class TestRuns:
         test_main.fit("--trainer.logger", "false", "--trainer.max_steps", "7", "--profile")
         printed, out = capsys.readouterr()
         assert re.search(r"^layer +[\d.]+ +0\.00 +0 +0$", printed, re.MULTILINE)
-        (path,) = re.findall(r"Profile: (\S*profile\.json\.gz)", out)
+        (path,) = re.findall(r"Profile: (\S*profile_rank_0\.json\.gz)", out)
         assert b'"traceEvents"' in gzip.decompress(Path(path).read_bytes())
 
 
