@@ -73,13 +73,15 @@ def _kill_all_if_one_fails(processes: list[Any]) -> None:
 
     Lightning does it after 0 to 5 s. Here this process can say which rank failed, and save.
     """
-    while any(process.poll() is None for process in processes):
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes):
         time.sleep(1.0)
-        if any(process.returncode for process in processes):
-            time.sleep(END_S)
-            for number in (*(process.pid for process in processes), os.getpid()):
-                with suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
+        codes = [process.poll() for process in processes]
+    if any(codes):
+        time.sleep(END_S)
+        for number in (*(process.pid for process in processes), os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
 
 
 def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[..., Any]) -> Any:

@@ -134,6 +134,7 @@ def test_the_observer_of_lightning_has_nobody_to_kill(monkeypatch):
     monkeypatch.setattr(host.os, "kill", lambda pid, _: killed.append(pid))
     monkeypatch.setattr(host, "begin_to_start", lambda: None)
     failing = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    failing.wait()  # it may have ended before anybody looks
     launcher = SimpleNamespace(
         cluster_environment=SimpleNamespace(creates_processes_externally=False), procs=[failing]
     )
@@ -147,7 +148,6 @@ def test_the_observer_of_lightning_has_nobody_to_kill(monkeypatch):
     assert host._in_patience(launcher, launch, lambda: 5) == 5
     assert begun == [[]]
     assert launcher.procs == [failing]
-    failing.wait()
     deadline = time.monotonic() + 20
     while len(killed) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
