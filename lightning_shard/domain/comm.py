@@ -58,7 +58,9 @@ def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Ten
         return _join(x, dim, [x.narrow(dim, start, size) for start, size in route.sends[rank]])
     here = joining(group)
     if here is not None:
-        return here.together((in_memory(x), route), partial(together.exchanged, dim=dim))
+        return here.together(
+            (in_memory(x), route), partial(together.exchanged, dim=dim, moves=here.moves)
+        )
     return _Exchange.apply(with_tangent(x), dim, route, group)
 
 

@@ -46,6 +46,11 @@ class LocalGroup(ABC):
     def joins(self) -> bool:
         """True while the graphs of the members may be one, which `together` makes."""
 
+    @property
+    @abstractmethod
+    def moves(self) -> bool:
+        """True while tensors of members may leave memory, so that each is best read alone."""
+
     @abstractmethod
     def together(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
         """Bring a value, and return what `compute` gives this member, with its graph.

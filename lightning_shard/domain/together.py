@@ -5,7 +5,7 @@ another. So these need no adjoints of their own, in no order of derivatives. Eac
 members brought, in their order, and returns what each of them gets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,35 @@ def reads_of(routes: tuple["Route", ...]) -> list[list[Read]]:
     ]
 
 
-def rows_of(given: Sequence[Tensor], place: int, dim: int, reads: Sequence[Read]) -> Tensor:
-    """Put rows of several members together for one of them, in the format of its own rows."""
-    parts = [given[peer].narrow(dim, start, size) for peer, start, size in reads]
+def strips_of(
+    given: Sequence[Tensor], dim: int, reads: Sequence[Sequence[Read]]
+) -> dict[Read, Tensor]:
+    """Copy the rows that members read of others, so that nobody needs all rows of several."""
+    return {
+        read: given[read[0]].narrow(dim, *read[1:]).clone()
+        for place, each in enumerate(reads)
+        for read in each
+        if read[0] != place
+    }
+
+
+def rows_of(
+    given: Sequence[Tensor],
+    place: int,
+    dim: int,
+    reads: Sequence[Read],
+    strips: Mapping[Read, Tensor],
+) -> Tensor:
+    """Put rows of several members together for one of them, in the format of its own rows.
+
+    Args:
+        given: The tensor of each member.
+        place: The member.
+        dim: The dim of the rows.
+        reads: The rows, in their order.
+        strips: Copies of some of them.
+    """
+    parts = [part_of(given, dim, read, strips) for read in reads]
     own = given[place]
     if not parts:
         shape = [*own.shape]
@@ -43,10 +69,18 @@ def rows_of(given: Sequence[Tensor], place: int, dim: int, reads: Sequence[Read]
     return parts[0].clone(memory_format=format_of(own))
 
 
-def exchanged(values: Sequence[tuple[Tensor, "Route"]], dim: int) -> list[Tensor]:
+def part_of(given: Sequence[Tensor], dim: int, read: Read, strips: Mapping[Read, Tensor]) -> Tensor:
+    """Return the rows that a member reads of one member: a copy of them, or a view."""
+    peer, start, size = read
+    return strips[read] if read in strips else given[peer].narrow(dim, start, size)
+
+
+def exchanged(values: Sequence[tuple[Tensor, "Route"]], dim: int, *, moves: bool) -> list[Tensor]:
     """`comm.exchange` for all members: the rows that each of them asks for."""
     given, routes = [x for x, _ in values], tuple([route for _, route in values])
-    return [rows_of(given, n, dim, reads) for n, reads in enumerate(reads_of(routes))]
+    every = reads_of(routes)
+    strips = strips_of(given, dim, every) if moves else {}
+    return [rows_of(given, n, dim, reads, strips) for n, reads in enumerate(every)]
 
 
 def added_to_owners(values: Sequence[tuple[Tensor, "Route", int]], dim: int) -> list[Tensor]:

@@ -59,8 +59,8 @@ def in_tiles(
         device: The device; by default that of the module's parameters.
         tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
         tile_budget: Bytes that tiles may have on the device, such as "8GB": only what is above
-            travels. By default half of what is free there; on a CPU, and for "0", all that a tile
-            holds leaves when another one has its turn.
+            travels. By default half of what is free there; on a CPU, and for "0", as many as the
+            largest operation of a tile needs.
         exact_random: False lets each tile draw random numbers of its own, reproducibly, for tensors
             that are split. By default it draws those of the whole tensor, which are then on the
             device at once, and keeps its part; see `use_exact_random`.

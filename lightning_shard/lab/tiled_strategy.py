@@ -73,8 +73,8 @@ class TiledStrategy(HybridShardStrategy):
                 as the first stage begins.
             tile_memory: A directory in whose files waiting tiles lie, instead of the host's memory.
             tile_budget: Bytes that tiles may have on the device, such as "8GB": only what is above
-                travels. By default half of what is free there; on a CPU, and for "0", all that a
-                tile holds leaves when another one has its turn.
+                travels. By default half of what is free there; on a CPU, and for "0", as
+                many as the largest operation of a tile needs.
             options: Further arguments of `HybridShardStrategy`. `exact_random` is True unless it is
                 given: random numbers are those of one process.
 

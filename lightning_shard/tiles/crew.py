@@ -65,8 +65,8 @@ class Crew:
 
     Attributes:
         exchanges: The number of values that tiles have brought to exchanges.
-        joins: True while the graphs of the tiles may be one: nothing moves, and the rule that runs
-            exchanges by functions that autograd knows.
+        joins: True while the graphs of the tiles may be one: the rule that runs exchanges by
+            functions that autograd knows.
         states: States of random generators before each draw of the job.
         draws: The number of draws that each tile has made in the job.
         answers: The decisions of rules of the job that depend on memory.
@@ -88,7 +88,6 @@ class Crew:
         self._open: dict[Any, _Exchange] = {}
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
-        self._current = 0
         # whether a job runs for all tiles at once, and whether the first tile exchanged nothing
         self._is_for_all = self._exchanges_none = False
         self._lock = threading.Lock()
@@ -111,7 +110,7 @@ class Crew:
             StuckError: Tiles exchange different things.
         """
         with self._as_owner(reads):
-            self.joins, self._has_met = joins and self.keeps_all, False
+            self.joins, self._has_met = joins, False
             before = self.exchanges
             try:
                 self._run(job)
@@ -135,11 +134,6 @@ class Crew:
                 return job()
             finally:
                 self._is_for_all = False
-
-    @property
-    def keeps_all(self) -> bool:
-        """True where nothing of the tiles moves."""
-        return self.mover is None or self.mover.sleeps
 
     @contextmanager
     def _as_owner(self, reads: int) -> Generator[None]:
@@ -170,9 +164,7 @@ class Crew:
                 self._exchanges_none = True
                 for tile in range(1, self.tiles):
                     self._tasks[tile].clear()
-                    self._note_turn(tile)
                     job(tile)
-                self._note_turn(0)
             else:
                 self._finish()
         except BaseException as error:
@@ -224,7 +216,7 @@ class Crew:
         exchange.missing -= 1
         if not exchange.missing:
             del self._open[key]
-            mover = self.mover
+            mover = None if has_graph else self.mover
             around = (
                 nullcontext(exchange.values) if mover is None else mover.on_host(exchange.values)
             )
@@ -274,7 +266,6 @@ class Crew:
     def _switch(self, tile: int, following: int) -> None:
         """Hand over, and wait until this tile has its turn again."""
         self._begin_threads()
-        self._note_turn(following)
         self._wake[following].release()
         if tile:
             self._wake[tile].acquire()
@@ -285,11 +276,6 @@ class Crew:
                 return
             except BaseException as error:  # Ctrl-C: the tile that runs goes on to where it waits
                 self._failure = self._failure or error
-
-    def _note_turn(self, following: int) -> None:
-        if self.mover is not None and following != self._current:
-            self.mover.hand_over(self._current, following)
-        self._current = following
 
     def _begin_threads(self) -> None:
         if not self._threads:
@@ -319,7 +305,6 @@ class Crew:
             self._fail(StuckError(_STUCK))
             following = self._following(tile)
         following = following or 0
-        self._note_turn(following)
         self._wake[following].release()
 
     def _fail(self, error: BaseException) -> None:
@@ -333,7 +318,6 @@ class Crew:
         self._waits[0] = None
         while (following := self._following(0)) is not None:
             self._switch(0, following)
-        self._note_turn(0)
         self._open.clear()
         self._failure = None
 

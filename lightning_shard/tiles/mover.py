@@ -11,7 +11,7 @@ class Mover(Protocol):
 
     @property
     def sleeps(self) -> bool:
-        """True while it moves nothing, and need not see operators."""
+        """True while all tensors stay where they are."""
         ...
 
     def seeing(self, reads: int = 0) -> AbstractContextManager[Any]:
@@ -24,10 +24,6 @@ class Mover(Protocol):
 
     def note_made(self, count: int) -> None:
         """Note the bytes of what an operation has made for all tiles."""
-        ...
-
-    def hand_over(self, rank: int, following: int) -> None:
-        """Note that the turn of one tile ends, and that of another one begins."""
         ...
 
     def on_host(self, values: Any) -> AbstractContextManager[Any]:

@@ -274,7 +274,7 @@ def _gradients(record: Record, grads: Sequence[Tensor | None]) -> list[Tensor | 
         Total(tiles, records=creates) if root.layouts is None else None for root in record.roots
     ]
     rows: list[list[Tensor | None]] | None = None
-    if record.crosses or (tiles.crew.keeps_all and not record.in_turns):
+    if not record.in_turns:
         try:
             rows = call.run_for_all(partial(at_once, record, outputs, totals))
         except TurnsNeededError as error:

@@ -1,7 +1,7 @@
 """Differentiates the small graphs of an operation: of all tiles at once, or each in its turn.
 
-At once is quicker: autograd is asked once, and no tile waits for another. It serves where nothing
-moves, and where no tile exchanges in its backward pass but by functions that autograd knows.
+At once is quicker: autograd is asked once, and no tile waits for another. It serves where tiles
+exchange by functions that autograd knows.
 """
 
 from collections.abc import Sequence

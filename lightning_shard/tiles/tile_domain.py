@@ -63,6 +63,11 @@ class TileGroup(LocalGroup):
         """True while the graphs of the tiles may be one."""
         return self.crew.joins
 
+    @property
+    def moves(self) -> bool:
+        """True while tensors of tiles may leave the device, so that each is best read alone."""
+        return self.crew.mover is not None and not self.crew.mover.sleeps
+
     def together(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
         """Bring a value, and return what `compute` gives this member, with its graph."""
         members = self.members

@@ -1,4 +1,4 @@
-"""Tiles are differentiated at once where nothing moves, and in turns elsewhere, alike."""
+"""Tiles are differentiated at once, or in turns where a Function exchanges, alike."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_speed import Launches
 from benchmarks.unet_step import UNet
 from lightning_shard import Tiles, gather, shard, use_exact_random
-from lightning_shard.tiles.crew import Crew
+from lightning_shard.tiles.crew import Crew, TurnsNeededError
 from lightning_shard.tiles.tile_tensor import TileTensor
 from tests.parity import assert_same
 
@@ -65,7 +65,11 @@ def test_at_once_and_in_turns(sizes: tuple[int, ...], dims: tuple[int, ...], twi
     net, x = Mixed().double(), torch.randn(2, 3, 13, 12, dtype=torch.float64)
     wanted = _found(copy.deepcopy(net), x.clone(), twice=twice)
     once = _found(copy.deepcopy(net), shard(x, Tiles(sizes), dims), twice=twice)
-    with mock.patch.object(Crew, "keeps_all", False):
+    run = Crew.run
+    with (
+        mock.patch.object(Crew, "run", lambda crew, job, **_: run(crew, job)),
+        mock.patch.object(Crew, "run_for_all", side_effect=TurnsNeededError),
+    ):
         turns = _found(copy.deepcopy(net), shard(x, Tiles(sizes), dims), twice=twice)
     for found in (once, turns):
         for got, want in zip(found, wanted, strict=True):

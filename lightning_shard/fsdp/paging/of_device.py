@@ -17,8 +17,8 @@ def pager_of(
 
     Args:
         device: The device of all tiles.
-        budget: Bytes that may stay there beside those of before; 0: what a tile reads. None: half
-            of what is free on the device as this is called, if it tells that.
+        budget: Bytes that may stay there beside those of before; 0: as many as the largest operator
+            needs. None: half of what is free on the device as this is called, if it tells that.
         folder: A directory in whose files waits what is not there; None: the host's memory.
 
     Raises:
@@ -34,7 +34,7 @@ def pager_of(
     sleep = None
     if budget and device.type != "cpu" and allocated_on(device) is not None:
         sleep = Sleep(device, budget)
-    return Pager(device, budget or None, memory, sleep=sleep)
+    return Pager(device, budget or 0, memory, sleep=sleep)
 
 
 def _half_of_free(device: torch.device) -> int | None:

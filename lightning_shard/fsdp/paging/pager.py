@@ -1,8 +1,8 @@
 """Keeps what a device holds within a budget: storages that are not needed now lie elsewhere.
 
 A `Pager` knows each storage that an operator makes while one of its modes is open, brings those
-that an operator reads, and makes room before an operator allocates. Virtual ranks in turns tell it
-when one hands over to another: with no budget all that is near then leaves.
+that an operator reads, and makes room before an operator allocates. The storage that nobody has
+used for the longest time leaves first.
 """
 
 import threading
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_shard.fsdp.paging.memory import Memory
 from lightning_shard.fsdp.paging.mode import Exits, Paging
 from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
-from lightning_shard.fsdp.paging.sleep import SHARE, Sleep
+from lightning_shard.fsdp.paging.sleep import Sleep
 from lightning_shard.processes.torch_private.internals import (
     counting_writes,
     key_of_storage,
@@ -27,26 +27,24 @@ from lightning_shard.processes.torch_private.internals import (
 )
 
 SMALL_BYTES = 2**14  # a smaller storage stays: it costs more to move than to keep
+ASK_AGAIN = 32  # operations after which a pager asks again what of the unseen is still there
 MEETING_SHARE = 1 / 8  # share of the budget; ranks whose tensors take less exchange on the device
 
 
 class Pager:
-    """The storages of one device that virtual ranks, or one program, make.
+    """The storages of one device that a program makes.
 
     Args:
         device: Where they are made; "cpu" is one, too, if `memory` lies in files.
-        budget: Bytes that they may have on the device, beside what was there before. None: what is
-            near leaves whenever a rank hands over.
+        budget: Bytes that they may have on the device, beside what was there before. 0: as many as
+            the largest operator so far has needed. None: nothing leaves by itself.
         memory: Where those lie that are away; the host's memory by default.
-        ahead: Bytes that may be on their way to the host while the next rank computes.
         small: Bytes below which a storage is never moved.
         driver: The streams and memory of the device.
         sleep: Tells for how long nothing is to be seen; None: it sees from the beginning.
 
     Attributes:
-        rank: The virtual rank that runs.
-        ranks: The number of virtual ranks.
-        counts: Operators and hand-overs that were seen.
+        operators: The number of operators that were seen.
     """
 
     def __init__(
@@ -55,20 +53,19 @@ class Pager:
         budget: int | None = None,
         memory: Memory | None = None,
         *,
-        ahead: int = 0,
         small: int = SMALL_BYTES,
         driver: Driver | None = None,
         sleep: Sleep | None = None,
     ) -> None:
         """Know no storage yet."""
         self.device, self.budget, self.small = with_index(device), budget, small
+        self._grows = budget == 0
         memory = memory or Memory(pinned=self.device.type != "cpu")
         self.pages = Pages(self.device, memory, driver or Driver())
-        self.rank, self.ranks = 0, 1
-        self.counts = {"operators": 0, "hand_overs": 0}
-        self._ahead, self._sleep = ahead, sleep
+        self.operators, self._sleep = 0, sleep
+        self._slept: Sleep | None = None  # after it has woken up
+        self._unseen = self._awake = 0  # bytes that it has not seen made, and calls since
         self._clock = self._open = 0
-        self._turns: dict[int, int] = {}
         self._leaving: deque[Page] = deque()
         self._order: list[Page] = []  # who leaves next, the last one first
         self._made: dict[Any, int] = {}  # bytes that an operator made when it ran last
@@ -102,7 +99,7 @@ class Pager:
 
     @property
     def sleeps(self) -> bool:
-        """True while nothing moves, and no operator need be seen."""
+        """True while all tensors stay where they are."""
         return self._sleep is not None
 
     def note_made(self, count: int) -> None:
@@ -113,27 +110,6 @@ class Pager:
     def close(self) -> None:
         """Bring back to the device all that lives, where anybody may read it."""
         self._bring_all()
-
-    def hand_over(self, rank: int, following: int) -> None:
-        """Let another virtual rank run: what is near leaves, or may leave sooner.
-
-        Args:
-            rank: The rank whose turn ends.
-            following: The rank whose turn begins.
-        """
-        if self._sleep is not None:
-            return
-        with self._lock, without_modes():
-            self.counts["hand_overs"] += 1
-            self._clock += 1
-            self._turns[rank] = self._turns.get(rank, 0) + 1
-            self.rank = following
-            self._order.clear()
-            if self.budget is None:
-                for page in [*self.pages.known.values()]:
-                    if not (page.is_away or page.is_leaving):
-                        self._send(page)
-                self._free_leaving(self._ahead)
 
     def bring(self, *tensors: Tensor) -> None:
         """Bring tensors for code that runs no operators of torch; they may leave afterwards."""
@@ -204,7 +180,7 @@ class Pager:
     def begin(self, given: list[Page], written: list[Page], key: Any) -> None:
         """Bring what an operator reads, pin it, and make room for what it makes."""
         with self._lock:
-            self.counts["operators"] += 1
+            self.operators += 1
             self._clock += 1
             for page in given:
                 page.pins += 1
@@ -212,6 +188,9 @@ class Pager:
             if key is not None:
                 guess = self._made.get(key)
                 expected = max((p.count for p in given), default=0) if guess is None else guess
+                if self._grows:
+                    assert self.budget is not None
+                    self.budget = max(self.budget, sum(p.count for p in {*given}) + expected)
                 expected += sum(page.count for page in {*given} if page.is_away)
                 self._make_room(expected)
             for page in given:
@@ -222,9 +201,8 @@ class Pager:
     def end(self, made: list[Page], key: Any, given: list[Page]) -> None:
         """Know what an operator has made; make room where it was more than expected."""
         with self._lock:
-            turn = self._turns.get(self.rank, 0)
             for page in made:
-                page.rank, page.used, page.turn = self.rank, self._clock, turn
+                page.used = self._clock
             if key is not None:
                 self._made[key] = sum(page.count for page in made)
                 for page in (both := [*given, *made]):
@@ -237,11 +215,11 @@ class Pager:
         """Free all that no operator runs with; return False if there was nothing."""
         with self._lock:
             before = self.pages.near
-            self._free_leaving(0)
+            self._free_leaving()
             for page in [*self.pages.known.values()]:
                 if self._may_leave(page):
                     self._send(page)
-            self._free_leaving(0)
+            self._free_leaving()
             return self.pages.near < before
 
     # ---- how it is done
@@ -253,9 +231,12 @@ class Pager:
 
     def _sleeps(self, reads: int) -> bool:
         if self._sleep is not None and self._sleep.is_over(reads):
-            self._sleep = None
-            assert self.budget is not None
-            self.budget -= self.budget // SHARE  # tensors made so far are not known, and stay
+            self._slept, self._sleep = self._sleep, None
+            self._unseen = self._slept.held()
+        elif self._slept is not None and self._unseen:
+            self._awake += 1
+            if self._awake % ASK_AGAIN == 0:
+                self._unseen = max(min(self._unseen, self._slept.held() - self.pages.near), 0)
         return self._sleep is not None
 
     def _few(self, values: Any) -> set[Page]:
@@ -303,7 +284,7 @@ class Pager:
             return None
 
     def _use(self, page: Page) -> None:
-        page.used, page.turn = self._clock, self._turns.get(page.rank, 0)
+        page.used = self._clock
         if page.is_away:
             storage = page.storage()
             assert storage is not None
@@ -329,16 +310,11 @@ class Pager:
             page.is_leaving = True
             self._leaving.append(page)
 
-    def _free_leaving(self, left: int) -> None:
-        """Free what is leaving, the first one first, until no more than this is on its way."""
-        on_way = sum(p.count for p in self._leaving if p.is_leaving) if left else 0
+    def _free_leaving(self) -> None:
+        """Free what is leaving."""
         while self._leaving:
-            page = self._leaving[0]
-            if left and on_way <= left:
-                return
-            self._leaving.popleft()
+            page = self._leaving.popleft()
             if page.is_leaving and page.storage() is not None and not page.pins:
-                on_way -= page.count
                 self.pages.free(page)
 
     def _may_leave(self, page: Page) -> bool:
@@ -347,16 +323,16 @@ class Pager:
     def _make_room(self, count: int) -> None:
         """Let leave what is needed last, until so many bytes fit."""
         assert self.budget is not None
-        if self.pages.near + count > self.budget:
+        if self.pages.near + count > self.budget - self._unseen:
             with without_modes():  # such as that of fake tensors, by which DTensor finds shapes
                 self._send_until_fits(count)
 
     def _send_until_fits(self, count: int) -> None:
         assert self.budget is not None
         pages = self.pages
-        self._free_leaving(0)
+        self._free_leaving()
         is_new = False
-        while pages.near + count > self.budget:
+        while pages.near + count > self.budget - self._unseen:
             if not self._order:
                 if is_new:
                     return
@@ -369,27 +345,14 @@ class Pager:
                 is_new or page.used == page.place
             ):  # fmt: skip
                 self._send(page)
-                self._free_leaving(0)
+                self._free_leaving()
 
     def _last_needed_last(self) -> list[Page]:
-        """Order what is near by its next use, the soonest first.
-
-        First of all leaves what no rank has used in its last turn: backward needs the oldest last.
-        Then leaves what waiting ranks hold, first of the rank that has its turn last. At the end
-        leaves what this rank holds.
-        """
-
-        def key(page: Page) -> tuple[bool, bool, int, int]:
-            is_recent = page.turn >= self._turns.get(page.rank, 0) - 1
-            turns = (page.rank - self.rank) % self.ranks
-            if is_recent and self.ranks > 1:
-                return True, turns == 0, -turns, page.used
-            return False, False, 0, page.used
-
+        """Order what is near by its last use, the newest first: backward needs the oldest last."""
         near = [page for page in self.pages.known.values() if self._may_leave(page) and page.count]
         for page in near:
             page.place = page.used
-        return sorted(near, key=key, reverse=True)
+        return sorted(near, key=lambda page: page.used, reverse=True)
 
     def _hosted(self, page: Page, tensor: Tensor) -> Tensor:
         """Return a tensor of the host on the page's own memory there."""

@@ -95,13 +95,11 @@ class Page:
         used: When it was used last, on the pager's clock.
         place: When it was used last before it was put in order of leaving.
         held: The number of saved tensors that have it.
-        rank: The virtual rank that made it.
-        turn: The number of turns that this rank had finished when it was used last.
     """
 
     __slots__ = (
         "__weakref__", "copied", "count", "held", "host", "is_away", "is_leaving", "key", "pins",
-        "place", "rank", "stays", "storage", "stream", "turn", "used", "waits", "way",
+        "place", "stays", "storage", "stream", "used", "waits", "way",
     )  # fmt: skip
 
     def __init__(self, key: int, count: int) -> None:
@@ -114,7 +112,7 @@ class Page:
         self.waits = False  # whether the stream that computes has still to wait for it
         self.is_away = self.is_leaving = self.stays = False
         self.stream: Any = None  # the stream to which its memory belongs
-        self.pins = self.used = self.rank = self.turn = self.held = self.place = 0
+        self.pins = self.used = self.held = self.place = 0
 
 
 class Pages:

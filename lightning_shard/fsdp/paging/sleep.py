@@ -1,13 +1,13 @@
 """Tells for how long a device needs no pager: while its tiles take little of their budget.
 
-A pager that sees every operator doubles the host's time for a step in tiles. Fields that fit do not
-need it. So it sleeps until the tiles hold an eighth of the budget. What they have made by then is
-not known to the pager, and stays on the device until it is freed.
+A pager that sees every operator takes as much of the host's time as a step in tiles does. Fields
+that fit do not need it. So it sleeps until the tiles hold half of the budget. The tensors that they
+have made by then are not known to the pager, and stay on the device until they are freed.
 """
 
 import torch
 
-SHARE = 8  # a pager sleeps until this part of its budget is taken
+SHARE = 2  # a pager sleeps until this part of its budget is taken
 CAUTION = 4  # an operation may take this many times the bytes of its result
 
 
@@ -38,10 +38,13 @@ class Sleep:
             reads: The bytes of what an operation is about to read.
         """
         if not self._is_over and self._held + CAUTION * self._made + reads >= self._limit:
-            self._held = (allocated_on(self._device) or 0) - self._before
-            self._made = 0
+            self._held, self._made = self.held(), 0
             self._is_over = self._held + reads >= self._limit
         return self._is_over
+
+    def held(self) -> int:
+        """Return the bytes that are on the device, beside what was there before."""
+        return (allocated_on(self._device) or 0) - self._before
 
 
 def allocated_on(device: torch.device) -> int | None:

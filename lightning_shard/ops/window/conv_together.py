@@ -4,7 +4,7 @@ A tile's rows and those around them are put together for one convolution, and on
 gradients. Nobody keeps them in between. So a tile costs one copy more than a plain convolution.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.local_group import LocalGroup, joining
 from lightning_shard.domain.memory_format import format_of, joined
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.together import Read, reads_of
+from lightning_shard.domain.together import Read, part_of, reads_of, strips_of
 from lightning_shard.domain.window import window_plan
 from lightning_shard.ops.window.strips import Window
 from lightning_shard.processes.torch_private.internals import in_memory
@@ -34,6 +34,7 @@ class Numbers(NamedTuple):
         padding: The padding of each; 0 of the split one, whose rows beyond the edges are zeros.
         dilation: The dilation along each spatial dim.
         groups: The number of groups of channels.
+        moves: True while tiles may leave memory, so that each is best read alone.
     """
 
     dim: int
@@ -41,6 +42,7 @@ class Numbers(NamedTuple):
     padding: list[int]
     dilation: list[int]
     groups: int
+    moves: bool
 
 
 class _Plan(NamedTuple):
@@ -123,6 +125,7 @@ def conv_together(
         [0 if each is w else each.before for each in windows],
         [each.dilation for each in windows],
         groups,
+        here.moves,
     )
 
     def compute(members: list[_Member]) -> list[Tensor]:
@@ -168,10 +171,11 @@ class _Convolution(Function):
         pieces: list[Any] = [[] for _ in locals_]
         of_weight: Tensor | None = None
         of_bias: Tensor | None = None
+        strips = _strips(locals_, plans, numbers)
         for tile, (grad, plan) in enumerate(zip(grads, plans, strict=True)):
             if 0 in plan.shape:
                 continue
-            rows = _rows(locals_, tile, plan, numbers.dim)
+            rows = _rows(locals_, tile, plan, numbers.dim, strips)
             found = _gradients(
                 grad, rows, weight, [len(weight)], numbers.stride, numbers.padding,
                 numbers.dilation, False, [0] * len(numbers.stride), numbers.groups, [*wants],
@@ -179,7 +183,9 @@ class _Convolution(Function):
             of_weight, of_bias = _added(of_weight, found[1]), _added(of_bias, found[2])
             place = plan.before
             for peer, start, size in plan.reads if wants[0] else ():
-                pieces[peer].append((start, found[0].narrow(numbers.dim, place, size)))
+                piece = found[0].narrow(numbers.dim, place, size)
+                piece = piece.clone() if numbers.moves and peer != tile else piece
+                pieces[peer].append((start, piece))
                 place += size
         each = zip(locals_, pieces, wanted[2:], strict=True)
         of_locals = [_of_rows(x, numbers.dim, parts) if want else None for x, parts, want in each]
@@ -194,22 +200,33 @@ def _results(
     locals_: Sequence[Tensor],
 ) -> list[Tensor]:
     """Convolve the rows of each tile."""
-    (weight, bias), (dim, *others) = parameters, numbers
+    (weight, bias), others = parameters, numbers[1:5]
+    strips = _strips(locals_, plans, numbers)
     return [
         locals_[0].new_empty(plan.shape)
         if 0 in plan.shape
-        else func(_rows(locals_, tile, plan, dim), weight, bias, *others)
+        else func(_rows(locals_, tile, plan, numbers.dim, strips), weight, bias, *others)
         for tile, plan in enumerate(plans)
     ]
 
 
-def _rows(locals_: Sequence[Tensor], tile: int, plan: _Plan, dim: int) -> Tensor:
+def _strips(
+    locals_: Sequence[Tensor], plans: Sequence[_Plan], numbers: Numbers
+) -> dict[Read, Tensor]:
+    """Copy the rows that tiles read of their neighbours, where each is best read alone."""
+    reads = [plan.reads for plan in plans]
+    return strips_of(locals_, numbers.dim, reads) if numbers.moves else {}
+
+
+def _rows(
+    locals_: Sequence[Tensor], tile: int, plan: _Plan, dim: int, strips: Mapping[Read, Tensor]
+) -> Tensor:
     """Put the rows of one tile together, with those of its neighbours, and zeros at the edges.
 
     They lie in the format of the tile's own rows, which torch's convolutions keep.
     """
     stored, shape = format_of(locals_[tile]), [*locals_[0].shape]
-    parts = [locals_[peer].narrow(dim, start, size) for peer, start, size in plan.reads]
+    parts = [part_of(locals_, dim, read, strips) for read in plan.reads]
     for number, place in ((plan.before, 0), (plan.after, len(parts) + 1)):
         if number:
             shape[dim] = number

@@ -33,7 +33,7 @@ def is_away(tensor):
 
 def send_all(pager):
     with without_modes():
-        assert pager.send_all()
+        pager.send_all()
 
 
 def field(seed=0):
@@ -114,13 +114,13 @@ def test_no_more_is_near_than_the_budget():
     assert pager.pages.known == {}
 
 
-def test_all_leave_at_the_hand_over():
+def test_all_leave_where_all_are_sent():
     pager = pager_of()
     with pager.paging():
         kept = field() * 2
         view = kept[3:, :5].t()
         small = torch.ones(4)
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert is_away(kept)
         assert not is_away(small)
         assert kept.shape == (ROWS, 16)
@@ -129,7 +129,6 @@ def test_all_leave_at_the_hand_over():
         assert torch.equal(view, (field() * 2)[3:, :5].t())
         assert not is_away(detached)
     assert (pager.pages.out, pager.pages.back) == (kept.nbytes, kept.nbytes)
-    assert pager.counts["hand_overs"] == 1
 
 
 WRITES = {
@@ -154,10 +153,10 @@ def test_only_what_was_written_is_copied_again(write, copies):
     write(plain)
     with pager.paging():
         kept = field() + 1
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert pager.pages.out == kept.nbytes
         write(kept)
-        pager.hand_over(1, 0)
+        send_all(pager)
         assert pager.pages.out == copies * kept.nbytes
         assert is_away(kept)
         assert pager._page(kept).host is not None
@@ -171,7 +170,7 @@ def test_the_host_holds_each_storage_once():
         kept = field() * 2
         views = [kept, kept[1:], kept.t(), kept.view(-1)]
         for _ in range(3):
-            pager.hand_over(0, 0)
+            send_all(pager)
             assert torch.equal(views[2], (field() * 2).t())
         assert pager.pages.memory.peak == kept.nbytes
         assert pager.pages.out == kept.nbytes
@@ -190,10 +189,10 @@ def test_memory_that_is_handed_out_stays():
     for use in hand_out:
         with pager.paging():
             kept = field() * 2
-            pager.hand_over(0, 1)
+            send_all(pager)
             assert is_away(kept)
             seen = use(kept)
-            pager.hand_over(1, 0)
+            send_all(pager)
             assert not is_away(kept), use
         assert torch.equal(kept, field() * 2)
         del seen
@@ -204,11 +203,11 @@ def test_tolist_and_numbers_are_read():
     pager, wanted = pager_of(), field() * 2
     with pager.paging():
         kept = field() * 2
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert kept.tolist() == wanted.tolist()
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert kept[3, 4].item() == wanted[3, 4].item()
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert str(kept) == f"{kept}" == str(wanted)
 
 
@@ -219,10 +218,10 @@ def test_an_owner_that_no_one_told_of():
         kept = torch.zeros(ROWS, 16)
         storage = kept.untyped_storage()
         storage.resize_(0)
-        pager.hand_over(0, 1)
+        send_all(pager)
         storage.resize_(kept.nbytes)
         kept.fill_(3)
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert is_away(kept)
         storage.resize_(kept.nbytes)
         kept.fill_(5)
@@ -297,26 +296,33 @@ def test_an_error_leaves_everything_as_it_was():
     pager = pager_of()
     with pager.paging():
         kept = field() * 2
-        pager.hand_over(0, 1)
+        send_all(pager)
         with pytest.raises(RuntimeError):
             kept @ kept
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert is_away(kept)
         assert torch.equal(kept, field() * 2)
 
 
-def test_what_is_needed_last_leaves_first():
-    """Of two ranks' tensors those of the rank that has its turn last, the oldest first."""
-    pager = pager_of(5 * 2**13)
-    pager.ranks = 4
+def test_what_was_used_longest_ago_leaves_first():
+    pager, x = pager_of(4 * 2**13), field()
     with pager.paging():
-        held = {}
-        for rank in range(4):
-            held[rank] = field() * rank
-            pager.hand_over(rank, (rank + 1) % 4)
-        extra = [field() * 2, field() * 3]  # of rank 0, which runs
-        assert [is_away(held[rank]) for rank in range(4)] == [False, False, True, True]
+        held = [x * number for number in range(4)]
+        held[0].add(1)
+        extra = [x * 2, x * 3]
+        assert [*map(is_away, held)] == [False, True, True, False]
         assert not any(map(is_away, extra))
+
+
+def test_a_budget_of_nothing_grows_to_the_largest_operator():
+    pager, x = pager_of(0), field()
+    with pager.paging():
+        kept = [x * number for number in range(6)]
+        assert pager.budget == kept[0].nbytes
+        total = kept[0] + kept[1]
+        assert pager.budget == 3 * total.nbytes
+        assert pager.pages.near <= pager.budget
+    assert torch.equal(total, x)
 
 
 def test_sparse_tensors_and_tensors_of_other_devices():
@@ -334,7 +340,7 @@ def test_dtensors():
     with pager.paging():
         whole = distribute_tensor(field(), init_device_mesh("cpu", (1,)), [Shard(0)])
         twice = whole * 2
-        pager.hand_over(0, 1)
+        send_all(pager)
         assert is_away(twice.to_local())
         assert torch.equal((twice + whole).full_tensor(), field() * 3)
 
