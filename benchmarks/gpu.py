@@ -88,7 +88,7 @@ def parts(small: bool) -> dict[str, Part]:
         ),
         f"{own}, {devices} ranks": Part(devices, own, gpu_parts.collective, (resolution,), 60),
         "tiles, float64": Part(0, "", gpu_parts.tiled, (resolution, 1, torch.float64), 60),
-        "tiles": Part(0, "", gpu_parts.tiled, (resolution if small else 1024,), 90),
+        "tiles": Part(0, "", gpu_parts.tiled, (large,), 90),
         "exactness, 4 ranks on one device": Part(
             4, "gloo", gpu_parts.exactness, (names, resolution), 90
         ),
