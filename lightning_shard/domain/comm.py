@@ -17,7 +17,6 @@ The group is always an argument and the device is the tensor's: nothing here kno
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,25 +29,9 @@ from lightning_shard.domain import together
 from lightning_shard.domain.forward_mode import refuse_tangent, with_tangent
 from lightning_shard.domain.local_group import joining, rank_in, ranks_in
 from lightning_shard.domain.memory_format import empty, format_of, joined, owned
+from lightning_shard.domain.together import Route
 from lightning_shard.domain.wire import all_to_all, packed, reduce_in_place
 from lightning_shard.processes.torch_private.internals import in_memory
-
-
-@dataclass(frozen=True)
-class Route:
-    """The pieces that travel in an `exchange`, seen from one rank, by the sender's local rows.
-
-    Attributes:
-        sends: The `(start, length)` pieces of this rank's rows that each peer wants.
-        receives: Lengths of the pieces that come from each peer.
-        order: The received pieces `(peer, number)` in the order in which they are put together.
-        moves: True if any rank of the group needs a row of another; the same on all ranks.
-    """
-
-    sends: tuple[tuple[tuple[int, int], ...], ...]
-    receives: tuple[tuple[int, ...], ...]
-    order: tuple[tuple[int, int], ...]
-    moves: bool
 
 
 def exchange(x: Tensor, dim: int, route: Route, group: dist.ProcessGroup) -> Tensor:

@@ -17,9 +17,10 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from lightning_shard.domain.comm import Route, add_to_owners, exchange
+from lightning_shard.domain.comm import add_to_owners, exchange
 from lightning_shard.domain.layout import Dim, Grid, partition
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.domain.together import Route
 
 Span = tuple[int, int]  # global rows [low, high)
 Needs = tuple[tuple[Span, ...], ...]  # for each rank of the group the spans it wants, in order

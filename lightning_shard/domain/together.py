@@ -6,8 +6,8 @@ members brought, in their order, and returns what each of them gets.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,14 +15,29 @@ from torch import Tensor
 from lightning_shard.domain.memory_format import format_of
 from lightning_shard.processes.torch_private.internals import storage_key
 
-if TYPE_CHECKING:
-    from lightning_shard.domain.comm import Route
+
+@dataclass(frozen=True)
+class Route:
+    """The pieces that travel in an `exchange`, seen from one rank, by the sender's local rows.
+
+    Attributes:
+        sends: The `(start, length)` pieces of this rank's rows that each peer wants.
+        receives: Lengths of the pieces that come from each peer.
+        order: The received pieces `(peer, number)` in the order in which they are put together.
+        moves: True if any rank of the group needs a row of another; the same on all ranks.
+    """
+
+    sends: tuple[tuple[tuple[int, int], ...], ...]
+    receives: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, int], ...]
+    moves: bool
+
 
 Read = tuple[int, int, int]  # a member, the first of its rows that are read, and their number
 
 
 @lru_cache(maxsize=4096)
-def reads_of(routes: tuple["Route", ...]) -> list[list[Read]]:
+def reads_of(routes: tuple[Route, ...]) -> list[list[Read]]:
     """List the rows that each member reads, in the order in which they are put together."""
     return [
         [(peer, *routes[peer].sends[place][number]) for peer, number in route.order]
@@ -75,7 +90,7 @@ def part_of(given: Sequence[Tensor], dim: int, read: Read, strips: Mapping[Read,
     return strips[read] if read in strips else given[peer].narrow(dim, start, size)
 
 
-def exchanged(values: Sequence[tuple[Tensor, "Route"]], dim: int, *, moves: bool) -> list[Tensor]:
+def exchanged(values: Sequence[tuple[Tensor, Route]], dim: int, *, moves: bool) -> list[Tensor]:
     """`comm.exchange` for all members: the rows that each of them asks for."""
     given, routes = [x for x, _ in values], tuple([route for _, route in values])
     every = reads_of(routes)
@@ -83,7 +98,7 @@ def exchanged(values: Sequence[tuple[Tensor, "Route"]], dim: int, *, moves: bool
     return [rows_of(given, n, dim, reads, strips) for n, reads in enumerate(every)]
 
 
-def added_to_owners(values: Sequence[tuple[Tensor, "Route", int]], dim: int) -> list[Tensor]:
+def added_to_owners(values: Sequence[tuple[Tensor, Route, int]], dim: int) -> list[Tensor]:
     """`comm.add_to_owners` for all members: the rows of each, summed over what comes back."""
     found: list[Tensor] = []
     for y, _, rows in values:

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_shard.domain.comm import Route
 from lightning_shard.domain.fetch import needs_of, route, segments
 from lightning_shard.domain.halo import halo_of, part_of
 from lightning_shard.domain.layout import Factor, Grid, Layout, partition
 from lightning_shard.domain.relayout import take_local
+from lightning_shard.domain.together import Route
 from lightning_shard.domain.window import per_dim, window_needs, window_span
 from tests.domain.grids import all_ranks, extent_of, extents, parts, sizes, split_dims
 

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.comm import Route, add_to_owners, exchange
+from lightning_shard.domain.comm import add_to_owners, exchange
 from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.domain.local_group import rank_in
+from lightning_shard.domain.together import Route
 from lightning_shard.processes.torch_private.typed import typed_torch
 
 TILE = 2**20  # elements of a tile of weights: smaller ones take longer, larger ones memory

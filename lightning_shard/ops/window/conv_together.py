@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_shard.domain.comm import Route
 from lightning_shard.domain.fetch import route_of
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.local_group import LocalGroup, joining
 from lightning_shard.domain.memory_format import format_of, joined
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.together import Read, part_of, reads_of, strips_of
+from lightning_shard.domain.together import Read, Route, part_of, reads_of, strips_of
 from lightning_shard.domain.window import window_plan
 from lightning_shard.ops.window.strips import Window
 from lightning_shard.processes.torch_private.internals import in_memory
