@@ -29,7 +29,7 @@ _STUCK = (
 )
 
 
-class TurnsNeededError(Exception):
+class TurnsNeededError(StuckError):
     """A job for all tiles at once wants to exchange, for which each tile needs its own turn."""
 
 
