@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.memory_format import format_of
-from lightning_shard.processes.torch_private.internals import storage_key
 
 
 @dataclass(frozen=True)
@@ -129,11 +128,6 @@ def transposed(
     """`comm.transpose` for all members: dim `join` whole instead of dim `split`."""
     pieces = [x.split_with_sizes([*split_sizes], split) for x in values]
     return [
-        _own(torch.cat(parts, join).contiguous(memory_format=format_of(x)), values)
+        torch.cat(parts, join).contiguous(memory_format=format_of(x))
         for x, parts in zip(values, zip(*pieces, strict=True), strict=True)
     ]
-
-
-def _own(result: Tensor, given: Sequence[Tensor]) -> Tensor:
-    shares = any(storage_key(result) == storage_key(x) for x in given)
-    return result.clone() if shares else result

@@ -84,10 +84,10 @@ class Call:
         self.roots: list[Root] = []
         self.outputs: list[Output] = []
         self._in_turns = False
-        self._root_of = [self._begun(each) if records else None for each in inputs]
+        roots = [self._begun(each) if records else None for each in inputs]
         self._starts = [
             None if root is None else self._start(tensor, root)
-            for tensor, root in zip(inputs, self._root_of, strict=True)
+            for tensor, root in zip(inputs, roots, strict=True)
         ]
 
     def run(self, compute: Compute, *, joins: bool = False) -> list[Any]:

@@ -25,22 +25,21 @@ class Sleep:
         self._device, self._limit = device, budget // SHARE
         self._before = allocated_on(device) or 0
         self._held = self._made = 0
-        self._is_over = False
 
     def note(self, count: int) -> None:
         """Note the bytes of what an operation has made."""
         self._made += count
 
     def is_over(self, reads: int) -> bool:
-        """Return True once the tiles hold too much, or are about to; it stays so.
+        """Return True if the tiles hold too much, or are about to; then nobody asks again.
 
         Args:
             reads: The bytes of what an operation is about to read.
         """
-        if not self._is_over and self._held + CAUTION * self._made + reads >= self._limit:
-            self._held, self._made = self.held(), 0
-            self._is_over = self._held + reads >= self._limit
-        return self._is_over
+        if self._held + CAUTION * self._made + reads < self._limit:
+            return False
+        self._held, self._made = self.held(), 0
+        return self._held + reads >= self._limit
 
     def held(self) -> int:
         """Return the bytes that are on the device, beside what was there before."""
