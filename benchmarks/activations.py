@@ -27,7 +27,7 @@ from benchmarks.memory import T5, Operator
 from benchmarks.step_traffic import Seen
 from benchmarks.unet_step import UNet
 from lightning_shard import ShardingOptions
-from lightning_shard.fsdp import offload
+from lightning_shard.memory import offload
 from lightning_shard.processes.mesh import make_mesh
 
 _copies: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the storage that was copied

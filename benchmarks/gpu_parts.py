@@ -21,9 +21,9 @@ import lightning_shard
 from benchmarks.gpu_speed import Rows, device, now, peak, reserved, reset_peak, timed
 from benchmarks.peer_networks import NETWORKS
 from benchmarks.unet_step import UNet
-from lightning_shard.fsdp import offload
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
-from lightning_shard.fsdp.paging.pager import Pager
+from lightning_shard.memory import offload
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.paging.pager import Pager
 
 PRECISIONS: dict[str, tuple[bool, torch.dtype | None]] = {  # TF32, dtype of autocast
     "float64": (False, None),

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_shard
 from benchmarks.peer_networks import NETWORKS
 from benchmarks.unet_step import UNet
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
-from lightning_shard.fsdp.recompute import compile_forward
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.recompute import compile_forward
 from lightning_shard.processes.mesh import make_mesh
 
 SPECTRAL_FIELDS = [

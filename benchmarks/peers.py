@@ -40,7 +40,7 @@ from benchmarks.common import describe, start, table
 from benchmarks.dispatch import CALLS
 from benchmarks.peer_networks import IN_FLOAT32, NETWORKS
 from benchmarks.step_traffic import Seen
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 
 # the peer imports torchvision, which fits torch of the same build: not 2.13.0+cpu, say
 PEER, VERSIONS = "physicsnemo", ["nvidia-physicsnemo==2.2.2", "torch===2.13.0"]

@@ -26,7 +26,7 @@ import lightning_shard
 from benchmarks.common import MIB, Cost, describe, measured, start, table
 from benchmarks.transposed_fft import spectral_conv
 from lightning_shard.domain.layout import partition
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 
 FIELDS = ((421, 421), (1024, 1024), (2048, 2048), (128, 128, 128))
 HEADER = (

@@ -4,7 +4,7 @@
 
 Forward, backward, on one sample of 128 x 128. FSDP2 gathers a core that is sharded over all ranks
 while the layer runs; terms stay where they are, and modes travel instead
-(lightning_shard/fsdp/neuralop/factorized.py).
+(lightning_shard/memory/neuralop/factorized.py).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from neuralop.models import TFNO
 
 import lightning_shard
 from benchmarks.common import MIB, Cost, describe, measured, start, table
-from lightning_shard.fsdp.neuralop import factorized
+from lightning_shard.memory.neuralop import factorized
 from lightning_shard.processes.mesh import make_mesh
 
 CASES = (
@@ -42,7 +42,7 @@ def compare(case: tuple[int, int, float]) -> tuple[Cost, Cost]:
 
 def _cost(width: int, modes: int, rank: float, *, split: bool) -> Cost:
     warnings.filterwarnings("ignore", message=".*view tensor.*")
-    with mock.patch("lightning_shard.fsdp.neuralop.split_weights.travels_less", return_value=split):
+    with mock.patch("lightning_shard.fsdp.split_weights.travels_less", return_value=split):
         mesh = make_mesh("cpu", 1, (dist.get_world_size(),))
         net = TFNO((modes, modes), 1, 1, width, n_layers=1, rank=rank, channel_mlp_skip=None,
                    lifting_channel_ratio=1, projection_channel_ratio=1)  # fmt: skip

@@ -39,7 +39,7 @@ from benchmarks.common import MIB, describe, table
 from benchmarks.paging import saved, tiled
 from benchmarks.unet_step import UNet
 from lightning_shard import in_tiles
-from lightning_shard.fsdp.recompute import recompute
+from lightning_shard.memory.recompute import recompute
 
 GIB = 2**30
 OPTIMIZER = 4  # parameters, gradients, and two states of Adam

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lightning_shard
 from benchmarks.common import describe, start, table
-from lightning_shard.fsdp.recompute import compile_forward
+from lightning_shard.memory.recompute import compile_forward
 from lightning_shard.trainer.profile.traffic import counted
 
 

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from lightning_shard.domain.subdomain import Subdomain as Subdomain
     from lightning_shard.fsdp.clip import clip_grad_norm_ as clip_grad_norm_
     from lightning_shard.fsdp.clip import clip_grad_value_ as clip_grad_value_
-    from lightning_shard.fsdp.in_tiles import in_tiles as in_tiles
     from lightning_shard.fsdp.materialize import deferred_parameters as deferred_parameters
     from lightning_shard.fsdp.no_sync import no_sync as no_sync
     from lightning_shard.fsdp.options import ShardingOptions as ShardingOptions
     from lightning_shard.fsdp.parallelize import parallelize as parallelize
-    from lightning_shard.fsdp.split_inputs import split_inputs as split_inputs
     from lightning_shard.fsdp.whole_parameters import whole_parameters as whole_parameters
     from lightning_shard.lab.calibrate import calibrate as calibrate
     from lightning_shard.lab.clusters import read_cluster as read_cluster
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from lightning_shard.lab.search import best as best
     from lightning_shard.lab.simulate import simulate as simulate
     from lightning_shard.lab.tiled_strategy import TiledStrategy as TiledStrategy
+    from lightning_shard.memory.in_tiles import in_tiles as in_tiles
+    from lightning_shard.memory.split_inputs import split_inputs as split_inputs
     from lightning_shard.ops.elementwise.random import use_exact_random as use_exact_random
     from lightning_shard.ops.registry import register_rule as register_rule
     from lightning_shard.ops.spectral.cost import spectral_method as spectral_method
@@ -211,7 +211,7 @@ _MODULES = {
     "local_map": "tensor.escape",
     "allow_gather": "tensor.escape",
     "allow_function": "tensor.autograd_function",
-    "split_inputs": "fsdp.split_inputs",
+    "split_inputs": "memory.split_inputs",
     # files of fields, of which a rank reads its part
     "slab_of": "data.slab",
     "Slab": "data.slab",
@@ -260,7 +260,7 @@ _MODULES = {
     "DisagreementError": "processes.agreement",
     "LightningShardError": "processes.errors",
     # one device, a field many times its memory
-    "in_tiles": "fsdp.in_tiles",
+    "in_tiles": "memory.in_tiles",
     "TiledStrategy": "lab.tiled_strategy",
     "Tiles": "tiles.tile_tensor",
     # a step, rehearsed on this machine

@@ -39,7 +39,7 @@ def test_files_that_are_named_exist(document):
     assert not missing, f"{document.name} names {missing}"
 
 
-ROOMS = "processes|domain|ops|tensor|points|fsdp|checkpoint|trainer|lab|cli"
+ROOMS = "processes|domain|ops|tensor|points|memory|fsdp|checkpoint|trainer|lab|cli"
 
 
 @documents

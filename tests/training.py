@@ -100,9 +100,7 @@ def large_tfno() -> LightningModule:
 def weights_count_as_large(name: str) -> AbstractContextManager[Any]:
     """While open, factorized weights are split by terms if the model of this name is so called."""
     large = name.startswith("large")
-    return mock.patch(
-        "lightning_shard.fsdp.neuralop.split_weights.travels_less", return_value=large
-    )
+    return mock.patch("lightning_shard.fsdp.split_weights.travels_less", return_value=large)
 
 
 def simple_cnn() -> LightningModule:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.fsdp.complex_pairs import as_complex
-from lightning_shard.fsdp.mixins import own_class
 from lightning_shard.processes.torch_private.internals import own_parameters
+from lightning_shard.tensor.mixins import own_class
 from lightning_shard.tensor.tensor import DomainTensor
 
 _OURS = ("torch.distributed.", f"{__name__.partition('.')[0]}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shard.fsdp.blocks import is_a
+from lightning_shard.tensor.mixins import is_a
 
 # in the order in which the libraries look for them
 FILES = (

@@ -10,9 +10,9 @@ from jsonargparse import Namespace
 from lightning_shard.cli.config_checks import sizes_of, strategy_options
 from lightning_shard.cli.usage import UsageError, as_usage_error
 from lightning_shard.data.field_sink import FieldSink
-from lightning_shard.fsdp.in_tiles import sizes_of_tiles
-from lightning_shard.fsdp.options import bytes_of
 from lightning_shard.lab.tiled_strategy import TiledStrategy
+from lightning_shard.memory.in_tiles import sizes_of_tiles
+from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.processes.process_info import launcher
 from lightning_shard.trainer.asked_devices import count_of
 from lightning_shard.trainer.strategy import HybridShardStrategy

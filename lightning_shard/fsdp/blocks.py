@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from lightning_shard.processes.torch_private.internals import own_parameters
+from lightning_shard.tensor.mixins import is_a
 
 Wrap = Sequence[str] | Callable[[nn.Module], bool]
 
@@ -98,13 +99,6 @@ def named(root: nn.Module, names: Sequence[str], option: str) -> set[nn.Module]:
                 f"{'did you mean' if near else 'its classes are'} {hint}{'?' if near else '.'}"
             )
     return {m for m in root.modules() if type(m).__name__ in names}
-
-
-def is_a(module: nn.Module, package: str, *names: str) -> bool:
-    """Return True if a class of `package` with one of the names is among those of `module`."""
-    return any(
-        cls.__name__ in names and cls.__module__.startswith(package) for cls in type(module).__mro__
-    )
 
 
 def _chosen(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.processes.torch_private.internals import own_parameters
 from lightning_shard.processes.torch_private.typed import named_modules
+from lightning_shard.tensor.mixins import mix_in
 
 
 class _ComplexView:

@@ -1,6 +1,5 @@
 """Lists what can be chosen about parameters: how they are sharded, gathered, cast and made."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_shard.fsdp.blocks import Wrap
+from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.processes.device import device_of
 from lightning_shard.processes.mesh import Sharding
 
@@ -159,22 +159,6 @@ class ShardingOptions:
         del values["mp_policy"]
         values["sharding"] = values.pop("mode")
         return {name: getattr(v, "__qualname__", str(v)) for name, v in values.items()}
-
-
-def bytes_of(size: str, name: str) -> int:
-    """Return the bytes of a size such as "8GB", "1.5 GiB" or "0".
-
-    Raises:
-        ValueError: It is no size; the message calls it by `name`.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
-    if found is None:
-        raise ValueError(
-            f'{name} must be a size such as "8GB" or "500MiB"; got {size!r}. Names of classes come '
-            "in a list."
-        )
-    number, unit, is_binary = found.groups()
-    return int(float(number) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
 
 
 def policy_of(given: MixedPrecisionPolicy | Mapping[str, Any] | None) -> MixedPrecisionPolicy:

@@ -19,18 +19,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.domain.subdomain import domain_of
-from lightning_shard.fsdp.blocks import blocks, is_a, named, tied_outside
+from lightning_shard.fsdp.blocks import blocks, named, tied_outside
 from lightning_shard.fsdp.check_same_module import check_same_module
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.complex_pairs import store_as_pairs
 from lightning_shard.fsdp.kept_from_before import refuse_kept
 from lightning_shard.fsdp.materialize import check_can_be_reset, materialize
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
-from lightning_shard.fsdp.neuralop.split_weights import show_split_weights, split_by_mode
-from lightning_shard.fsdp.offload import WhatFits, offload
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.fsdp.plain_gradients import average_plain_gradients
-from lightning_shard.fsdp.recompute import compile_forward, keep_no_cache, recompute
 from lightning_shard.fsdp.refuse_flop_counts import refuse_flop_counts
 from lightning_shard.fsdp.refuse_shards import refuse_shards
 from lightning_shard.fsdp.same_blocks import same_blocks
@@ -40,6 +36,7 @@ from lightning_shard.fsdp.shard_block import (
     shard_block,
     with_complex_parameters,
 )
+from lightning_shard.fsdp.split_weights import show_split_weights, split_by_mode
 from lightning_shard.fsdp.step_hooks import (
     count_domains_once,
     gather_for_parts_called_alone,
@@ -54,6 +51,9 @@ from lightning_shard.fsdp.step_writes import (
 )
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
 from lightning_shard.fsdp.work import Moved, Work
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.offload import WhatFits, offload
+from lightning_shard.memory.recompute import compile_forward, keep_no_cache, recompute
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.mesh import flat_mesh, parameter_mesh, replica_mesh
 from lightning_shard.processes.replica_world import make_replicas
@@ -61,6 +61,7 @@ from lightning_shard.processes.torch_private.internals import (
     hooks_of,
     own_parameters,
 )
+from lightning_shard.tensor.mixins import is_a
 from lightning_shard.tensor.tensor import DomainTensor
 
 SHARDED_OVER = "_sharded_over"  # attribute of a module: its mesh

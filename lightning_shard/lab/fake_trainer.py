@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.domain.errors import UnsupportedOperationError
-from lightning_shard.fsdp import offload as offload
 from lightning_shard.fsdp import plain_gradients
 from lightning_shard.lab.batches import copy_of
 from lightning_shard.lab.fake_modes import (
@@ -44,6 +43,7 @@ from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
 from lightning_shard.lab.timeline import Ledger, Peak, Recorder, Timeline
 from lightning_shard.lightning import Callback, LightningModule, Trainer
+from lightning_shard.memory import offload as offload
 from lightning_shard.processes.torch_private.internals import (
     FakeTensorMode,
     base_of,

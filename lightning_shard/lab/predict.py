@@ -15,8 +15,7 @@ import torch
 
 from lightning_shard.data.split import ShardDims
 from lightning_shard.fsdp import choose_sharding
-from lightning_shard.fsdp.in_tiles import refuse_to_offload, sizes_of_tiles
-from lightning_shard.fsdp.options import ShardingOptions, bytes_of
+from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lab.batches import Data, Stage, first_batches
 from lightning_shard.lab.clusters import read_cluster
 from lightning_shard.lab.fake_trainer import Traced, replaced, traced
@@ -25,6 +24,8 @@ from lightning_shard.lab.replay import Replay
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
 from lightning_shard.lab.timeline import HOST_RATES
 from lightning_shard.lightning import LightningDataModule, LightningModule
+from lightning_shard.memory.in_tiles import refuse_to_offload, sizes_of_tiles
+from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
 

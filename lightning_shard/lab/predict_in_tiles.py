@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_shard.data.split import ShardDims
-from lightning_shard.fsdp.in_tiles import in_tiles
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
 from lightning_shard.lightning import LightningDataModule, LightningModule, Trainer, is_overridden
+from lightning_shard.memory.in_tiles import in_tiles
 
 _TRANSFER = "transfer_batch_to_device"  # the hook of Lightning
 

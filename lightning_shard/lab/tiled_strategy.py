@@ -10,14 +10,6 @@ from typing_extensions import override
 
 from lightning_shard.data.split import shard_batch
 from lightning_shard.data.tree import map_leaves
-from lightning_shard.fsdp.in_tiles import (
-    refuse_to_offload,
-    sizes_of_tiles,
-    to_device,
-    whole_at,
-)
-from lightning_shard.fsdp.options import bytes_of
-from lightning_shard.fsdp.paging.of_device import pager_of
 from lightning_shard.lab.batches import Stage
 from lightning_shard.lab.least_tiles import LeastTiles, least_tiles
 from lightning_shard.lightning import (
@@ -28,6 +20,14 @@ from lightning_shard.lightning import (
     is_overridden,
     rank_zero_info,
 )
+from lightning_shard.memory.in_tiles import (
+    refuse_to_offload,
+    sizes_of_tiles,
+    to_device,
+    whole_at,
+)
+from lightning_shard.memory.paging.of_device import pager_of
+from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.tiles.tile_tensor import Tiles
 from lightning_shard.trainer.host import data_of_stage
 from lightning_shard.trainer.on_mesh import register
@@ -35,7 +35,7 @@ from lightning_shard.trainer.split_summary import split_summary
 from lightning_shard.trainer.strategy import HybridShardStrategy
 
 if TYPE_CHECKING:
-    from lightning_shard.fsdp.paging.pager import Pager
+    from lightning_shard.memory.paging.pager import Pager
 
 _AFTER_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of a batch
 _STAGES: dict[TrainerFn, Stage] = {

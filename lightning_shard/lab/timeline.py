@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_shard.domain.memory_format import format_of
-from lightning_shard.fsdp.paging.pager import SMALL_BYTES
 from lightning_shard.lab.machine import PCIE_4, Collective, Device
+from lightning_shard.memory.paging.pager import SMALL_BYTES
 from lightning_shard.processes.torch_private.internals import storage_key
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
 from lightning_shard import HybridShardStrategy, ShardingOptions
-from lightning_shard.fsdp import recompute
+from lightning_shard.memory import recompute
 from lightning_shard.tensor import compiled
 from lightning_shard.tensor.compiled import CompiledBlock
 from tests import training

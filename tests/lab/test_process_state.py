@@ -24,7 +24,7 @@ CHANGES = {
 SHARED = {
     "domain/one_thread:_of_parent": "belongs to forked processes",
     "domain/subdomain:_uncounted": "a write is looked for by its memory, which one rank has",
-    "fsdp/paging/mode:_ALONE": "lists operators, which ranks share",
+    "memory/paging/mode:_ALONE": "lists operators, which ranks share",
     "fsdp/plain_gradients:_followed": "lists modules, of which each rank has its own",
     "lab/run:_levels": "loggers are the process's",
     "lab/run:_silenced": "counts ranks",

@@ -20,8 +20,8 @@ from torch import nn
 import lightning_shard
 from lightning_shard import ShardingOptions, UnsupportedOperationError
 from lightning_shard.domain import wire
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
 from lightning_shard.fsdp.shard_block import shard_block
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.torch_private.internals import keep_in_order
 from lightning_shard.tensor import compiled
 from lightning_shard.tensor.compiled import CompiledBlock

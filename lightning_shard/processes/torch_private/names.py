@@ -88,7 +88,7 @@ INTERNALS = {
     "torch.nn.Module._apply": "a module moves to its device, but for what is on the meta device",
     "torch.Tensor._base": "a view of a parameter is told from other tensors",
     "torch.amp.grad_scaler.GradScaler._unscale_grads_": "ranks skip a step of float16 together",
-    # tensors that are away from the device (fsdp/paging)
+    # tensors that are away from the device (memory/paging)
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack":
         "trial calls do not run under modes that count, and threads of tiles have the caller's",
     "torch.overrides._get_current_function_mode_stack":

@@ -11,7 +11,7 @@ from neuralop.layers.spectral_convolution import SpectralConv
 import lightning_shard
 from benchmarks.gpu_speed import Launches
 from lightning_shard.domain.cache import CONSTANTS
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from tests.parity import mesh_of
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_shard import DeviceTimer, predictions_in_order
 from lightning_shard.checkpoint.state import full_module_state
 from lightning_shard.cli import main as cli
-from lightning_shard.fsdp import offload
+from lightning_shard.memory import offload
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.trainer.random_state import random_state
 from tests import training

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from lightning_shard.fsdp.paging.memory import FileMemory
-from lightning_shard.fsdp.paging.pager import Pager
-from lightning_shard.fsdp.paging.sleep import Sleep, allocated_on
+from lightning_shard.memory.paging.pager import Pager
+from lightning_shard.memory.paging.places import FileMemory
+from lightning_shard.memory.paging.sleep import Sleep, allocated_on
 from lightning_shard.processes.cpu_settings import return_freed_memory
 
 

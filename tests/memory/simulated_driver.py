@@ -7,11 +7,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_shard.fsdp import offload
-from lightning_shard.fsdp.paging.memory import Memory, Room
-from lightning_shard.fsdp.paging.pages import Driver
+from lightning_shard.memory import offload
+from lightning_shard.memory.paging.pages import Driver
+from lightning_shard.memory.paging.places import Memory, Room
 from lightning_shard.processes.torch_private.internals import without_modes
-from tests.fsdp.streams import Machine
+from tests.memory.streams import Machine
 
 
 class SimulatedDriver(Driver):

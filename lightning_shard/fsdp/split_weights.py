@@ -31,10 +31,9 @@ from lightning_shard.domain.comm import exchange
 from lightning_shard.domain.fetch import Needs, Segment, route
 from lightning_shard.domain.layout import Layout, partition
 from lightning_shard.domain.subdomain import Domain, Subdomain, domain_of
-from lightning_shard.fsdp.blocks import is_a
-from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.fsdp.neuralop.factorized import fills, kind_of, terms, travels_less
+from lightning_shard.memory.neuralop.factorized import fills, kind_of, terms, travels_less
 from lightning_shard.processes.torch_private.internals import own_parameters
+from lightning_shard.tensor.mixins import is_a, mix_in
 from lightning_shard.tensor.tensor import DomainTensor
 
 

@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard.domain.subdomain import domain_of
-from lightning_shard.fsdp.blocks import is_a
-from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.fsdp.neuralop.factorized import contraction_of, kind_of, multiply
+from lightning_shard.memory.neuralop.factorized import contraction_of, kind_of, multiply
 from lightning_shard.ops.spectral.canvas import Canvas
 from lightning_shard.processes.torch_private.internals import in_transform
+from lightning_shard.tensor.mixins import is_a, mix_in
 from lightning_shard.tensor.placement import from_local
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor

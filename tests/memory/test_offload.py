@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.fsdp import offload
-from tests.fsdp.simulated_driver import on_machine
+from lightning_shard.memory import offload
+from tests.memory.simulated_driver import on_machine
 
 KIB = 2**10
 

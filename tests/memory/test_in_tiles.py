@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
 from lightning_shard import in_tiles, init_mesh, parallelize
-from lightning_shard.fsdp.recompute import compile_forward
+from lightning_shard.memory.recompute import compile_forward
 from tests.double_fno import to_double
 from tests.parity import assert_same
 

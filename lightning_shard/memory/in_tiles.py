@@ -16,10 +16,10 @@ from lightning_shard.data.file_field import FileField, fields_of
 from lightning_shard.data.sink_parts import named, write
 from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of, map_leaves
-from lightning_shard.fsdp.options import bytes_of
-from lightning_shard.fsdp.paging.of_device import pager_of
-from lightning_shard.fsdp.recompute import is_compiled
-from lightning_shard.fsdp.split_inputs import split_inputs
+from lightning_shard.memory.paging.of_device import pager_of
+from lightning_shard.memory.recompute import is_compiled
+from lightning_shard.memory.sizes import bytes_of
+from lightning_shard.memory.split_inputs import split_inputs
 from lightning_shard.ops.elementwise.random import use_exact_random
 from lightning_shard.tiles.tile_tensor import Tiles, TileTensor
 from lightning_shard.tiles.whole import gathered_tiles

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.data.same_batch import first_difference, identity_of
 from lightning_shard.data.split import ShardDims, shard_batch
 from lightning_shard.data.tree import leaves_of, map_leaves
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.agreement import DisagreementError
 from lightning_shard.tensor.local_mesh import LocalMesh
 from lightning_shard.tensor.placement import gather as gathered

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.fsdp.mixins import mix_in
-from lightning_shard.fsdp.paging.memory import Memory
-from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
+from lightning_shard.memory.paging.pages import Driver, Page, Pages
+from lightning_shard.memory.paging.places import Memory
 from lightning_shard.processes.torch_private.internals import (
     base_of,
     key_of_storage,
     users_of_storage,
     version_of,
 )
+from lightning_shard.tensor.mixins import mix_in
 
 # At 25 GB/s a smaller tensor travels in 3 us, less than it takes to queue its copy and the waits.
 SMALL_BYTES = 2**16

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_shard.fsdp import offload
-from lightning_shard.fsdp.paging.pages import Pages
-from tests.fsdp.offload_programs import (
+from lightning_shard.memory import offload
+from lightning_shard.memory.paging.pages import Pages
+from tests.memory.offload_programs import (
     KINDS,
     PROGRAMS,
     WIDTH,
@@ -25,9 +25,9 @@ from tests.fsdp.offload_programs import (
     sample,
     train,
 )
-from tests.fsdp.replay import Kernel, orders
-from tests.fsdp.simulated_driver import on_machine
-from tests.fsdp.streams import Stream
+from tests.memory.replay import Kernel, orders
+from tests.memory.simulated_driver import on_machine
+from tests.memory.streams import Stream
 from tests.pairs import choose
 
 MUL = torch.ops.aten.mul.Tensor

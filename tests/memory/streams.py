@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tests.fsdp.replay import PLACE_BYTES, Kernel, Order, Part, Spoil, Step, replay, tensors
+from tests.memory.replay import PLACE_BYTES, Kernel, Order, Part, Spoil, Step, replay, tensors
 
 Clock = dict["Stream", int]
 HOST = "host"

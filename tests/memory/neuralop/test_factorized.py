@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import lightning_shard
 from lightning_shard.checkpoint.state import full_module_state
-from lightning_shard.fsdp.neuralop import factorized
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.neuralop import factorized
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.mesh import make_mesh
 from lightning_shard.trainer.profile.traffic import counted
 from tests.double_fno import to_double
@@ -63,7 +63,7 @@ def split_net(kind, how, domain, **options):
     plain = copy.deepcopy(net)
     replicas = dist.get_world_size() // math.prod(domain)
     mesh = make_mesh("cpu", replicas, domain)
-    with mock.patch("lightning_shard.fsdp.neuralop.split_weights.travels_less", return_value=True):
+    with mock.patch("lightning_shard.fsdp.split_weights.travels_less", return_value=True):
         lightning_shard.parallelize(net, mesh)
     return net, plain, mesh
 
@@ -148,7 +148,7 @@ def test_modes_in_half_precision(kind, precision, large):
     plain, x = copy.deepcopy(net), torch.randn(1, 1, 16, 16)
     net.fno_blocks.convs[0].fno_block_precision = precision
     mesh = make_mesh("cpu", 1, (2,))
-    with mock.patch("lightning_shard.fsdp.neuralop.split_weights.travels_less", return_value=large):
+    with mock.patch("lightning_shard.fsdp.split_weights.travels_less", return_value=large):
         lightning_shard.parallelize(net, mesh)
     found = net(lightning_shard.shard(x, mesh["domain"], 2))
     wanted = plain(x)

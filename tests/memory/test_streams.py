@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.fsdp.replay import orders
-from tests.fsdp.streams import Machine
+from tests.memory.replay import orders
+from tests.memory.streams import Machine
 
 COPIES, COMPUTATION = orders()["copies first"], orders()["computation first"]
 

@@ -11,8 +11,8 @@ import pytest
 PROGRAM = """
 import re, resource, sys
 import torch
-from lightning_shard.fsdp.paging.memory import FileMemory
-from lightning_shard.fsdp.paging.pager import Pager
+from lightning_shard.memory.paging.places import FileMemory
+from lightning_shard.memory.paging.pager import Pager
 
 way, folder, wait = sys.argv[1:]
 torch.set_num_threads(1)

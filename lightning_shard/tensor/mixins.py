@@ -31,3 +31,10 @@ def own_class(module: nn.Module) -> tuple[type[Any], frozenset[str]]:
         state |= vars(cls).get(MIXED_IN, frozenset())
         cls = cls.__bases__[1]
     return cls, state
+
+
+def is_a(module: nn.Module, package: str, *names: str) -> bool:
+    """Return True if a class of `package` with one of the names is among those of `module`."""
+    return any(
+        cls.__name__ in names and cls.__module__.startswith(package) for cls in type(module).__mro__
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shard.fsdp.paging.pages import Page, Pages
+from lightning_shard.memory.paging.pages import Page, Pages
 from lightning_shard.processes.torch_private.internals import (
     DispatchMode,
     FakeTensor,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
-from lightning_shard.fsdp.neuralop.layers import avoid_whole_fields
+from lightning_shard.memory.neuralop.layers import avoid_whole_fields
 from lightning_shard.processes.mesh import make_mesh
 from tests.double_fno import to_double
 from tests.pairs import choose

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.fsdp.paging.memory import Memory
-from lightning_shard.fsdp.paging.mode import Exits, Paging
-from lightning_shard.fsdp.paging.pages import Driver, Page, Pages
-from lightning_shard.fsdp.paging.sleep import Sleep
+from lightning_shard.memory.paging.mode import Exits, Paging
+from lightning_shard.memory.paging.pages import Driver, Page, Pages
+from lightning_shard.memory.paging.places import Memory
+from lightning_shard.memory.paging.sleep import Sleep
 from lightning_shard.processes.torch_private.internals import (
     counting_writes,
     key_of_storage,

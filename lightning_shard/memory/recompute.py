@@ -17,10 +17,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from lightning_shard.fsdp.mixins import mix_in
 from lightning_shard.processes.torch_private.internals import DispatchMode, tree_map_only
 from lightning_shard.tensor.compiled import CompiledBlock
 from lightning_shard.tensor.kind import COMPILED
+from lightning_shard.tensor.mixins import mix_in
 
 _KEEPS = "_checkpoint_keeps"  # attribute of a module: operators
 

@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_shard.fsdp.paging import pager as of_pager
-from lightning_shard.fsdp.paging.memory import Memory
-from lightning_shard.fsdp.paging.pager import Pager
-from lightning_shard.fsdp.paging.pages import Pages
+from lightning_shard.memory.paging import pager as of_pager
+from lightning_shard.memory.paging.pager import Pager
+from lightning_shard.memory.paging.pages import Pages
+from lightning_shard.memory.paging.places import Memory
 from lightning_shard.processes.torch_private.internals import without_modes
-from tests.fsdp.offload_programs import (
+from tests.memory.offload_programs import (
     KINDS,
     PROGRAMS,
     WIDTH,
@@ -26,9 +26,9 @@ from tests.fsdp.offload_programs import (
     random_program,
     sample,
 )
-from tests.fsdp.simulated_driver import SimulatedDriver
-from tests.fsdp.streams import Machine
-from tests.fsdp.test_offload_streams import (
+from tests.memory.simulated_driver import SimulatedDriver
+from tests.memory.streams import Machine
+from tests.memory.test_offload_streams import (
     CloneBeside,
     LetGoAtOnce,
     MemoryOfTheCopies,

@@ -1,0 +1,19 @@
+"""Reads sizes of memory as they are written in a config."""
+
+import re
+
+
+def bytes_of(size: str, name: str) -> int:
+    """Return the bytes of a size such as "8GB", "1.5 GiB" or "0".
+
+    Raises:
+        ValueError: It is no size; the message calls it by `name`.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
+    if found is None:
+        raise ValueError(
+            f'{name} must be a size such as "8GB" or "500MiB"; got {size!r}. Names of classes come '
+            "in a list."
+        )
+    number, unit, is_binary = found.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
