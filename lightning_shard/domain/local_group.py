@@ -2,16 +2,50 @@
 
 What ranks ask `torch.distributed`, rules ask through the functions of this file and of wire.py. So
 they serve ranks and tiles alike.
+
+Where an exchange is the last of a rule, the rule may give back a `Later`: what it will have once
+all members have brought their values. Then no member waits within its rule, and none needs a thread
+of its own.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.domain.forward_mode import in_forward_mode
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Later(Generic[T]):
+    """A value that is there once all members have brought theirs.
+
+    Args:
+        read: Returns the value, or another one that is there later.
+    """
+
+    def __init__(self, read: "Callable[[], T | Later[T]]") -> None:
+        self.read = read
+
+
+def after(value: T | Later[T], rest: Callable[[T], R]) -> R:
+    """Go on with the value of an exchange, at once or when it is there.
+
+    Args:
+        value: The value of an exchange.
+        rest: A function from it to the result.
+
+    Returns:
+        What `rest` gives. It is a `Later` if the value is one; only a rule's caller sees that.
+    """
+    if isinstance(value, Later):
+        later = cast("Later[T]", value)
+        return cast("R", Later(lambda: after(later.read(), rest)))
+    return rest(value)
 
 
 class LocalGroup(ABC):
@@ -58,6 +92,13 @@ class LocalGroup(ABC):
         Args:
             value: The value of this member.
             compute: A function from the values of all members to the result of each.
+        """
+
+    @abstractmethod
+    def later(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Later[Any]:
+        """Bring a value as `together` does, without waiting for the other members.
+
+        It is the last exchange of a rule, whose result is made by `after`.
         """
 
     @abstractmethod

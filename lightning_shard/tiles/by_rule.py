@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
+from lightning_shard.domain.local_group import after
 from lightning_shard.ops.become import Became, is_shared
 from lightning_shard.ops.registry import Rule, changes_first, run_rule
 from lightning_shard.processes.torch_private.internals import accessors, in_transform
@@ -56,7 +57,8 @@ def by_rule(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         local_args, values = inputs.with_locals(named, locals_)
         parts = [p for p, x in zip(locals_, inputs.given, strict=True) if _is_field(x)]
         result = on_parts(rule, func, local_args, dict(zip(names, values, strict=True)), parts)
-        return result, (locals_[0].local if target is not None and not locals_[0].lazy else None)
+        written = locals_[0].local if target is not None and not locals_[0].lazy else None
+        return after(result, lambda result: (result, written))
 
     given = call.run(compute, joins=rule is not None and rule.joins)
     results = [result for result, _ in given]

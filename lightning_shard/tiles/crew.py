@@ -9,24 +9,21 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
+from lightning_shard.domain.local_group import Later
 from lightning_shard.processes.errors import StuckError
 from lightning_shard.tiles.caller_modes import Job, Task
+from lightning_shard.tiles.exchange import STUCK, Compute, Exchange
 from lightning_shard.tiles.mover import Mover
 
 STACKS_BYTES = 2**26  # for the threads of all tiles together
 STACK_BYTES = 2**19, 2**23  # for each thread, at least and at most: libraries of devices need much
 T = TypeVar("T")
-
-_STUCK = (
-    "the tiles cannot go on: an operation exchanges on some of them what it does not exchange on "
-    "others, as the second derivative of logcumsumexp does; take one tile, or another operation."
-)
 
 
 class TurnsNeededError(StuckError):
@@ -35,25 +32,6 @@ class TurnsNeededError(StuckError):
 
 class _EndedError(BaseException):
     """Ends the job of a tile after that of another one has failed."""
-
-
-class _Exchange:
-    """Keeps the values that the members of a group bring to one exchange.
-
-    Attributes:
-        kind: The name of the exchange.
-        values: The value of each member, in their order.
-        missing: The number of members that have not come.
-        results: The result of each member, once nobody is missing.
-    """
-
-    __slots__ = ("kind", "missing", "results", "values")
-
-    def __init__(self, members: int, kind: str) -> None:
-        self.kind = kind
-        self.values: list[Any] = [None] * members
-        self.missing = members
-        self.results: list[Any] = []
 
 
 class Crew:
@@ -84,8 +62,8 @@ class Crew:
         for lock in self._wake:
             lock.acquire()
         self._tasks: list[deque[Task]] = [deque() for _ in range(tiles)]
-        self._waits: list[_Exchange | None] = [None] * tiles
-        self._open: dict[Any, _Exchange] = {}
+        self._waits: list[Exchange | None] = [None] * tiles
+        self._open: dict[Any, Exchange] = {}
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         # whether a job runs for all tiles at once, and whether the first tile exchanged nothing
@@ -94,16 +72,19 @@ class Crew:
         self._owner: int | None = None  # the thread of the caller, while a job runs
         _crews.add(self)
 
-    def run(self, job: Job, *, joins: bool = False, reads: int = 0) -> tuple[bool, bool]:
+    def run(
+        self, job: Callable[[int], Any], *, joins: bool = False, reads: int = 0
+    ) -> tuple[list[Any], bool, bool]:
         """Run `job(tile)` for each tile, in their order up to what they exchange.
 
         Args:
-            job: Is given the number of a tile.
+            job: Is given the number of a tile; may give back what is there later.
             joins: True if all that the job exchanges may be one graph of all tiles.
             reads: The bytes of the fields that it reads.
 
         Returns:
-            Whether the graphs of the tiles are one now, and whether tiles have exchanged else.
+            What the job gave for each tile, whether the graphs of the tiles are one now, and
+            whether tiles have exchanged else.
 
         Raises:
             BaseException: The error of the first tile that failed.
@@ -111,12 +92,22 @@ class Crew:
         """
         with self._as_owner(reads):
             self.joins, self._has_met = joins, False
-            before = self.exchanges
+            before, given = self.exchanges, list[Any]([None] * self.tiles)
+
+            def begin(tile: int) -> None:
+                given[tile] = job(tile)
+
+            def go_on(tile: int) -> None:
+                value = given[tile]
+                given[tile] = value.read() if isinstance(value, Later) else value
+
             try:
-                self._run(job)
+                self._run(begin)
+                while any(isinstance(value, Later) for value in given):
+                    self._run(go_on)
             finally:
                 self.joins = False
-            return self._has_met, self.exchanges > before and not self._has_met
+            return given, self._has_met, self.exchanges > before and not self._has_met
 
     def run_for_all(self, job: Callable[[], T], reads: int) -> T:
         """Run a job once, which computes for all tiles and exchanges nothing.
@@ -175,11 +166,10 @@ class Crew:
 
     def meet(
         self,
-        key: Any,
-        members: Sequence[int],
+        members: tuple[int, ...],
         place: int,
         value: Any,
-        compute: Callable[[list[Any]], list[Any]],
+        compute: Compute,
         kind: str,
         *,
         has_graph: bool = False,
@@ -187,7 +177,6 @@ class Crew:
         """Bring a value, let the others go on until all have, and return what this member gets.
 
         Args:
-            key: The name of the group.
             members: The tiles of the group.
             place: The member that calls.
             value: Its value.
@@ -202,44 +191,60 @@ class Crew:
         if self._is_for_all:
             raise TurnsNeededError
         if self._exchanges_none:
-            raise StuckError(_STUCK)
+            raise StuckError(STUCK)
         self.exchanges += 1
-        if key not in self._open:
-            self._open[key] = _Exchange(len(members), kind)
-        exchange, tile = self._open[key], members[place]
-        if exchange.kind != kind:
-            raise StuckError(
-                f"tile {tile} calls {kind} where another one calls {exchange.kind}: a rule does "
-                "different things on them."
-            )
-        exchange.values[place] = value
-        exchange.missing -= 1
+        exchange, tile = self._brought(members, place, value, kind), members[place]
         if not exchange.missing:
-            del self._open[key]
-            mover = None if has_graph else self.mover
-            around = (
-                nullcontext(exchange.values) if mover is None else mover.on_host(exchange.values)
-            )
-            records = has_graph and torch.is_grad_enabled()
-            self._has_met = self._has_met or records
-            with torch.set_grad_enabled(records), around as values:
-                exchange.results = compute(values)
-            exchange.values = []
+            self._compute(exchange, compute, has_graph=has_graph)
         self._waits[tile] = exchange
         try:
             while exchange.missing:
                 self._let_others_run(tile)
         finally:
             self._waits[tile] = None
-        result, exchange.results[place] = exchange.results[place], None
-        return result
+        return exchange.result_of(place)
+
+    def bring_early(
+        self,
+        members: tuple[int, ...],
+        place: int,
+        value: Any,
+        compute: Compute,
+    ) -> Later[Any]:
+        """Bring a value for the last exchange of a rule, whose results have a graph.
+
+        The tile's job ends without them, and is ended by `run` once all tiles have come so far.
+
+        Args:
+            members: The tiles of the group.
+            place: The member that calls.
+            value: Its value.
+            compute: A function from the values of all members to the result of each.
+        """
+        exchange = self._brought(members, place, value, "together")
+        if not exchange.missing:
+            self._compute(exchange, compute, has_graph=True)
+        return Later(lambda: exchange.result_of(place))
+
+    def _brought(self, members: tuple[int, ...], place: int, value: Any, kind: str) -> Exchange:
+        """Bring the value of a member to the exchange of its group, which the first one opens."""
+        exchange = self._open.setdefault(members, Exchange(members, kind))
+        exchange.bring(place, value, kind)
+        if not exchange.missing:
+            del self._open[members]
+        return exchange
+
+    def _compute(self, exchange: Exchange, compute: Compute, *, has_graph: bool) -> None:
+        records = has_graph and torch.is_grad_enabled()
+        self._has_met = self._has_met or records
+        exchange.compute(compute, None if has_graph else self.mover, records=records)
 
     # ---- turns
 
     def _let_others_run(self, tile: int) -> None:
         following = self._following(tile)
         if following is None:
-            raise StuckError(_STUCK)
+            raise StuckError(STUCK)
         self._switch(tile, following)
         if self._failure is not None:
             raise self._failure if tile == 0 else _EndedError
@@ -302,7 +307,7 @@ class Crew:
                 self._fail(error)
         following = self._following(tile)
         if following is None and self._waits[0] is not None and self._waits[0].missing:
-            self._fail(StuckError(_STUCK))
+            self._fail(StuckError(STUCK))
             following = self._following(tile)
         following = following or 0
         self._wake[following].release()

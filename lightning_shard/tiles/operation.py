@@ -97,14 +97,13 @@ class Call:
             compute: Takes the number of a tile, and the tile's parts of `inputs`.
             joins: True if the small graphs of the tiles may be one.
         """
-        given: list[Any] = [None] * self.tiles.count
 
-        def job(tile: int) -> None:
+        def job(tile: int) -> Any:
             with torch.set_grad_enabled(self.records):
-                given[tile] = compute(tile, self.locals_of(tile))
+                return compute(tile, self.locals_of(tile))
 
         is_lazy = any(isinstance(x, TileTensor) and x.is_lazy for x in self.inputs)
-        has_met, self._in_turns = self.tiles.crew.run(
+        given, has_met, self._in_turns = self.tiles.crew.run(
             job, joins=joins and not is_lazy, reads=self._reads()
         )
         for root in self.roots if has_met else ():

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Grid
-from lightning_shard.domain.local_group import LocalGroup
+from lightning_shard.domain.local_group import Later, LocalGroup
 from lightning_shard.domain.subdomain import Domain
 from lightning_shard.tiles.crew import Crew
 
@@ -70,17 +70,18 @@ class TileGroup(LocalGroup):
 
     def together(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
         """Bring a value, and return what `compute` gives this member, with its graph."""
-        members = self.members
-        return self.crew.meet(
-            members, members, self.rank, value, compute, "together", has_graph=True
-        )
+        return self.crew.meet(self.members, self.rank, value, compute, "together", has_graph=True)
+
+    def later(self, value: Any, compute: Callable[[list[Any]], list[Any]]) -> Later[Any]:
+        """Bring a value without waiting; the result has its graph."""
+        return self.crew.bring_early(self.members, self.rank, value, compute)
 
     def objects(self, value: Any) -> list[Any]:
         """Return the `value` of each member."""
         return self._meet(value, lambda values: [list(values) for _ in values], "objects")
 
     def _meet(self, value: Any, compute: Any, kind: str) -> Any:
-        return self.crew.meet(self.members, self.members, self.rank, value, compute, kind)
+        return self.crew.meet(self.members, self.rank, value, compute, kind)
 
 
 def _exchanged(values: list[tuple[Tensor, list[int]]]) -> list[Tensor]:

@@ -110,3 +110,43 @@ def test_batch_norm_of_split_samples(shape: tuple[int, ...], dim: int) -> None:
     wanted = _found(copy.deepcopy(net), x.clone())
     for got, want in zip(_found(net, shard(x, Tiles(3), dim)), wanted, strict=True):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance", "group", "layer"])
+def test_no_tile_waits_in_a_convolution_or_a_norm(norm: str) -> None:
+    """Each tile's rule ends with what it brings, so none needs a thread of its own."""
+    made = {
+        "batch": lambda: nn.BatchNorm2d(4),
+        "instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        "group": lambda: nn.GroupNorm(2, 4),
+        "layer": lambda: nn.LayerNorm((4, 12, 5)),
+    }
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), made[norm](), nn.ReLU()).double()
+    whole, x = copy.deepcopy(net), torch.randn(2, 3, 12, 5, dtype=torch.float64)
+    tiles = Tiles((3,))
+    made_in_tiles, expected = net(shard(x, tiles, 2)), whole(x)
+    assert not tiles.crew.exchanges
+    assert_same(gather(made_in_tiles), expected)
+    weights = torch.randn_like(expected)
+    (made_in_tiles * shard(weights, tiles, 2)).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert_same(p.grad, q.grad, name)
+    for ours, theirs in zip(net.buffers(), whole.buffers(), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_an_error_after_all_tiles_have_come_leaves_the_tiles_usable() -> None:
+    net, tiles = nn.BatchNorm2d(3).double(), Tiles((3,))
+    x = shard(torch.randn(1, 3, 9, 4, dtype=torch.float64), tiles, 2)
+    with (
+        mock.patch(
+            "lightning_shard.ops.norm.batch_norm.update_running", side_effect=ZeroDivisionError
+        ),
+        pytest.raises(ZeroDivisionError),
+    ):
+        net(x)
+    assert_same(gather(net(x)), copy.deepcopy(net)(gather(x)))

@@ -11,10 +11,11 @@ from lightning_shard.domain.align import sum_over, take_local, volume, whole
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
+from lightning_shard.domain.local_group import after
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.norm.groups import groups_of
-from lightning_shard.ops.norm.normalize import normalize_groups
+from lightning_shard.ops.norm.normalize import Moments, normalize_groups
 from lightning_shard.ops.registry import implements
 
 
@@ -50,12 +51,16 @@ def batch_norm(
         )
     weight, bias = _of_channels(x, weight), _of_channels(x, bias)
     groups = groups_of(x, dims, x.local.shape[1], eps)
-    result, mean, variance = normalize_groups(x.local, weight, bias, groups)
-    if running_mean is not None or running_var is not None:
-        unbiased = variance * (count / max(count - 1, 1))
-        for buffer, value in ((running_mean, mean), (running_var, unbiased)):
-            update_running(x.domain, buffer, _all_channels(x, value), momentum)
-    return x.like(result)
+
+    def noted(made: Moments) -> Subdomain:
+        result, mean, variance = made
+        if running_mean is not None or running_var is not None:
+            unbiased = variance * (count / max(count - 1, 1))
+            for buffer, value in ((running_mean, mean), (running_var, unbiased)):
+                update_running(x.domain, buffer, _all_channels(x, value), momentum)
+        return x.like(result)
+
+    return after(normalize_groups(x.local, weight, bias, groups), noted)
 
 
 @implements(F.instance_norm, limits="only the input may be split", joins=True)
@@ -86,13 +91,17 @@ def instance_norm(
     samples, channels = x.local.shape[:2]
     weight, bias = (_for_samples(_of_channels(x, v), samples) for v in (weight, bias))
     groups = groups_of(x, dims, samples * channels, eps)
-    result, mean, variance = normalize_groups(x.local, weight, bias, groups)
-    unbiased = variance * (count / max(count - 1, 1))
-    for buffer, value in ((running_mean, mean), (running_var, unbiased)):
-        if buffer is not None:
-            total = sum_over(x, value.view(samples, channels).sum(0), [0])
-            update_running(x.domain, buffer, _all_channels(x, total / x.shape[0]), momentum)
-    return x.like(result)
+
+    def noted(made: Moments) -> Subdomain:
+        result, mean, variance = made
+        unbiased = variance * (count / max(count - 1, 1))
+        for buffer, value in ((running_mean, mean), (running_var, unbiased)):
+            if buffer is not None:
+                total = sum_over(x, value.view(samples, channels).sum(0), [0])
+                update_running(x.domain, buffer, _all_channels(x, total / x.shape[0]), momentum)
+        return x.like(result)
+
+    return after(normalize_groups(x.local, weight, bias, groups), noted)
 
 
 def _for_samples(values: Tensor | None, samples: int) -> Tensor | None:
@@ -151,4 +160,4 @@ def group_norm(
     weight, bias = (_for_samples(v, batch) for v in (weight, bias))
     groups = groups_of(x, (1, *spatial), batch * num_groups, eps, parts=num_groups)
     (local,) = cast_for(of_one(torch.group_norm, 1), x.local)
-    return x.like(normalize_groups(local, weight, bias, groups)[0])
+    return after(normalize_groups(local, weight, bias, groups), lambda made: x.like(made[0]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_shard.domain.align import one_factor, sum_over, take_local, volume
 from lightning_shard.domain.empty_ranks import empty_attached
+from lightning_shard.domain.local_group import after
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import window_rows
 from lightning_shard.ops.autocast import cast_for, of_one
@@ -36,9 +37,11 @@ def layer_norm(
     (local,) = cast_for(of_one(F.layer_norm, (1,)), x.local)
     rows = math.prod(local.shape[: dims[0]])
     flat = local.reshape(1, rows, math.prod(local.shape[dims[0] :]))
-    result, _, _ = normalize_groups(flat, None, None, groups_of(x, tuple(dims), rows, eps))
-    weight, bias = (_of_dims(x, dims, v) for v in (weight, bias))
-    return x.like(_affine(result.view(local.shape), weight, bias))
+    scale, shift = (_of_dims(x, dims, v) for v in (weight, bias))
+    return after(
+        normalize_groups(flat, None, None, groups_of(x, tuple(dims), rows, eps)),
+        lambda made: x.like(_affine(made[0].view(local.shape), scale, shift)),
+    )
 
 
 @implements(F.rms_norm, torch.rms_norm, limits="only the input may be split", joins=True)

@@ -19,17 +19,19 @@ from torch.autograd import Function
 
 from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.forward_mode import in_forward_mode
-from lightning_shard.domain.local_group import joining
+from lightning_shard.domain.local_group import Later, joining
 from lightning_shard.domain.memory_format import format_of, owned
 from lightning_shard.ops.norm.groups import Groups, Joint, mixed, own_moments, wide
 from lightning_shard.processes.torch_private.internals import in_transform
+
+Moments = tuple[Tensor, Tensor, Tensor]
 
 _sums = torch.ops.aten.native_batch_norm_backward
 
 
 def normalize_groups(
     local: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Moments | Later[Moments]:
     """(local - mean) / sqrt(variance + eps) * weight + bias.
 
     Args:
@@ -40,7 +42,7 @@ def normalize_groups(
 
     Returns:
         The result, and of each group the mean and the biased variance over all ranks, (K), which
-        carry no gradient.
+        carry no gradient. In tiles they are there later: go on by `after`.
     """
     given = {wide(t).dtype for t in (local, weight, bias) if t is not None}
     fused = given in ({torch.float32}, {torch.float64})
@@ -48,7 +50,7 @@ def normalize_groups(
         own = _Member(local, weight, bias, groups)
         axes = groups.place.layout.axes(*groups.dims)
         here = joining(groups.place.domain.group(axes)) if axes else None
-        return _normalize([own])[0] if here is None else here.together(own, _normalize)
+        return _normalize([own])[0] if here is None else here.later(own, _normalize)
     flat = groups.flat(local)
     mean, variance = groups.moments(flat)
     weight, bias = (

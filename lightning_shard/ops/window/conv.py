@@ -14,7 +14,7 @@ from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.halo import thinness
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.local_group import joining
+from lightning_shard.domain.local_group import after, joining
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.window import per_dim, window_rows
 from lightning_shard.ops.autocast import cast_for
@@ -59,9 +59,8 @@ def conv(
     here = group_of(x, weight, windows, split)
     if here is not None:
         layout, parameters = _layout_of(x, weight, windows), (weight, bias)
-        return x.like(
-            conv_together(here, func, x, parameters, windows, split[0], groups, layout), layout
-        )
+        made = conv_together(here, func, x, parameters, windows, split[0], groups, layout)
+        return after(made, lambda local: x.like(local, layout))
     found = _while_rows_travel(func, x, (weight, bias), windows, groups)
     return found or _waiting(func, x, (weight, bias), windows, groups)
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from lightning_shard.domain.fetch import route_of
 from lightning_shard.domain.layout import Layout
-from lightning_shard.domain.local_group import LocalGroup, joining
+from lightning_shard.domain.local_group import Later, LocalGroup, joining
 from lightning_shard.domain.memory_format import format_of, joined
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.domain.together import Read, Route, part_of, reads_of, strips_of
@@ -97,8 +97,8 @@ def conv_together(
     w: Window,
     groups: int,
     layout: Layout,
-) -> Tensor:
-    """Return this tile's rows of a convolution.
+) -> Later[Tensor]:
+    """Return this tile's rows of a convolution, which are there once all tiles have come.
 
     Args:
         here: The tiles along the split dim.
@@ -133,7 +133,7 @@ def conv_together(
         locals_ = [m.local for m in members]
         return [*_Convolution.apply(func, plans, numbers, *parameters, *locals_)]
 
-    return here.together(own, compute)
+    return here.later(own, compute)
 
 
 class _Convolution(Function):
