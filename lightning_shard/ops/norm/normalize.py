@@ -126,8 +126,9 @@ class _Normalize(Function):
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)
         results: list[Tensor] = []
+        both = of_channels.unbind()
         for m in members:
-            result = _scaled(m.flat(m.local), m.weight, m.bias, of_channels, eps)
+            result = _scaled(m.flat(m.local), m.weight, m.bias, both, eps)
             results.append(owned(_shaped_as(m.local, result.to(m.local.dtype)), m.local))
         return *results, mean, variance
 
@@ -143,7 +144,7 @@ class _Normalize(Function):
         if torch.is_grad_enabled():  # they are to be differentiated again
             found = _gradients(arrived, members, joint)
         else:
-            found = _fused_gradients(arrived, members, moments, joint)
+            found = _fused_gradients(arrived, members, moments.unbind(), joint)
         totals: list[Any] = [None] * len(tensors)
         for (of_x, *others), m, slot in zip(found, members, slots, strict=True):
             for place, part in zip(slot, (_shaped_as(m.local, of_x), *others), strict=True):
@@ -168,20 +169,28 @@ def _members(joint: Joint, slots: list[Slot], tensors: Sequence[Tensor]) -> list
 def _fused_moments(members: Sequence[_Member], joint: Joint) -> Tensor:
     """Mean and variance of the rows of each member, shape (n, 2, K).
 
-    torch's kernel of group norm gives them for each of B samples; these are mixed.
+    On a CPU torch's kernel of group norm is the quickest. It gives them for each of B samples;
+    these are mixed. On other devices it takes one block of threads for each group, and writes a
+    result that nobody wants.
     """
     few = [m.local.numel() == 0 or math.prod(m.local.shape[2:]) == 1 for m in members]
     if any(few):
         return torch.stack([
             own_moments(m.groups.view(m.flat(m.local))).flatten(1) for m in members
         ])  # fmt: skip
+    if members[0].local.device.type != "cpu":
+        views = [m.groups.view(m.flat(m.local)) for m in members]
+        variances, means = zip(
+            *[torch.var_mean(view, (0, 2, 3), correction=0) for view in views], strict=True
+        )
+        return torch.unflatten(torch.stack([*means, *variances]), 0, (2, -1)).transpose(0, 1)
     found: list[Any] = []
     samples = 1
     for m in members:
         x = m.flat(m.local)
         samples, area = len(x), math.prod(x.shape[2:])
-        # contiguous: of channels_last the kernel of the CPU takes the difference of large numbers,
-        # a variance of 1 around a mean of 100 is wrong by a tenth, and other devices' ignore it
+        # contiguous: of channels_last it takes the difference of large numbers, and a variance of
+        # 1 around a mean of 100 is wrong by a tenth
         own = (samples, x.shape[1], area, joint.first.number, 0.0)
         found.append(torch.native_group_norm(x.contiguous(), None, None, *own)[1:])
     means, deviations = zip(*found, strict=True)
@@ -204,18 +213,17 @@ def _each_channel(channels: int, groups: Groups, values: Tensor) -> Tensor:
 
 
 def _scaled(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Sequence[Tensor], eps: float
 ) -> Tensor:
     """The formula of `normalized`, for each channel, by the kernel of batch norm."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    mean, variance = moments
     # not F.batch_norm, which refuses an eps of 0 before torch 2.12, nor cuDNN, which takes no small
-    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+    return torch.batch_norm(x, weight, bias, *moments, False, 0.0, eps, False)
 
 
 def _fused_gradients(
-    grads: Sequence[Tensor], members: Sequence[_Member], moments: Tensor, joint: Joint
+    grads: Sequence[Tensor], members: Sequence[_Member], moments: Sequence[Tensor], joint: Joint
 ) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     """Gradients of `x`, `weight` and `bias`; two sums for each group travel in one message.
 
@@ -240,7 +248,7 @@ def _fused_gradients(
         sums = both.clone() if first.weight is None else both * first.weight
         sums = first.groups.of_channels(sums)
         each.append(sums if sums.shape[2] == 1 else sums.sum(2, keepdim=True))
-    sums, nothing = joint.added(each), _nothing(moments.dtype, moments.device)
+    sums, nothing = joint.added(each), _nothing(inverse.dtype, inverse.device)
     factor = joint.first.of_channels(inverse)
     scaled = torch.addcmul(nothing, sums, factor, value=-1 / joint.first.count)
     shifts, slopes = scaled.flatten(1)
