@@ -20,13 +20,22 @@ from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.torch_private.internals import views_replayed
 
 
-def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
+def concatenated(
+    pieces: Sequence[Tensor], dim: int, sources: Sequence[Tensor] | None = None
+) -> Tensor:
     """`torch.cat`, also for pieces of one dim without rows, which it drops from the graph.
 
     A rank whose gradient lacks what the others' have would leave them waiting in a collective.
+
+    Args:
+        pieces: The tensors that are joined.
+        dim: The dim along which they are joined.
+        sources: What they are rows of. The result lies in memory as all of these do, and row by row
+            where they differ.
     """
     if pieces[0].ndim > 1:
-        stored = format_of(max(pieces, key=Tensor.numel))
+        formats = {format_of(x) for x in sources or pieces if x.numel()}
+        stored = formats.pop() if len(formats) == 1 else torch.contiguous_format
         result = torch.cat(list(pieces), dim)  # it lies otherwise where a piece has no rows
         return (
             result if stored == torch.contiguous_format else result.contiguous(memory_format=stored)

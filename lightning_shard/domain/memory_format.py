@@ -68,6 +68,12 @@ def owned(result: Tensor, *given: Tensor) -> Tensor:
         return memory.set_(result)  # pyright: ignore[reportArgumentType]  torch takes tensors
 
 
+def laid_like(x: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor whose dims lie in memory in the order of those of another one."""
+    order = dims_in_memory(like.stride())
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
+
+
 def selected(x: Tensor, dim: int, places: Tensor) -> Tensor:
     """`index_select` that keeps the format."""
     if format_of(x) == torch.contiguous_format:

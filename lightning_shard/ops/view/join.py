@@ -44,7 +44,8 @@ def cat(func: Callable[..., Any], tensors: Sequence[Operand], dim: int = 0, **kw
         )
         parts.append(local)
         start += t.shape[dim]
-    return first.like(concatenated(parts, dim), target)
+    sources = [t.local if isinstance(t, Subdomain) else t for t in tensors]
+    return first.like(concatenated(parts, dim, sources), target)
 
 
 def _axes_of_joined(tensors: Sequence[Operand], dim: int, layout: Layout) -> tuple[int, ...]:

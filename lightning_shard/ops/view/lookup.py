@@ -80,6 +80,7 @@ def looked_up(
         rows = rows.reshape(*index.local_shape, *rows.shape[1:])
         order = [*range(index.ndim, index.ndim + first), *range(index.ndim)]
         local = rows.permute(*order, *range(index.ndim + first, rows.ndim))
+        local = local.contiguous() if x.local.is_contiguous() else local
     else:
         local = x.local[(slice(None),) * first + tuple(parts)]
     layout = (*x.layout.dims[:first], *index.dims, *x.layout.dims[first + count :])

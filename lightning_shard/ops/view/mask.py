@@ -30,6 +30,7 @@ def masked_rows(x: Operand, first: int, mask: Operand) -> Subdomain:
     chosen = chosen_by(mask)
     rows = in_front(x.local, first, mask.ndim)
     local = chosen.moved(rows, x.domain).movedim(0, first)
+    local = local.contiguous() if x.local.is_contiguous() else local
     dims = (*x.layout.dims[:first], (chosen.factor,), *x.layout.dims[first + mask.ndim :])
     return x.like(local, Layout(dims, x.layout.grid))
 

@@ -18,6 +18,7 @@ from lightning_shard.domain.cache import made_once
 from lightning_shard.domain.empty_ranks import empty_attached
 from lightning_shard.domain.fetch import Span
 from lightning_shard.domain.layout import Factor
+from lightning_shard.domain.memory_format import selected
 from lightning_shard.domain.subdomain import Subdomain
 from lightning_shard.ops.autocast import cast_for, of_one
 from lightning_shard.ops.registry import implements
@@ -92,7 +93,7 @@ def _side_by_side(x: Subdomain, dim: int, output: int) -> tuple[Subdomain, Tenso
     places, numbers = _places(factor.extent, output, span, outputs, x.local.device)
     after = [0, 0] * (x.ndim - dim - 1) + [0, 1]
     padded = F.pad(x.local, after, value=-math.inf)
-    return x.like(padded.index_select(dim, places)), numbers
+    return x.like(selected(padded, dim, places)), numbers
 
 
 @made_once

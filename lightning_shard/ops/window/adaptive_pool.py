@@ -70,7 +70,9 @@ def adaptive_avg_pool(
 def average_rows(x: Subdomain, sizes: Sequence[int]) -> Subdomain | Tensor:
     """Average the last dims to `sizes`, one after the other."""
     given = x
-    pairs, stored = list(enumerate(sizes, x.ndim - len(sizes))), format_of(x.local)
+    pairs = list(enumerate(sizes, x.ndim - len(sizes)))
+    # torch pools volumes into results that lie row by row
+    stored = format_of(x.local) if x.ndim < 5 else torch.contiguous_format
     split = set(x.layout.split_dims)
     # whole dims first: what travels along a split one is then smaller
     for dim, size in sorted(pairs, key=lambda pair: pair[0] in split):
