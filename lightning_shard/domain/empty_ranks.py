@@ -30,8 +30,8 @@ def concatenated(
     Args:
         pieces: The tensors that are joined.
         dim: The dim along which they are joined.
-        sources: What they are rows of. The result lies in memory as all of these do, and row by row
-            where they differ.
+        sources: The tensors that they are rows of. The result lies in memory as all of these do,
+            and row by row where they differ.
     """
     if pieces[0].ndim > 1:
         formats = {format_of(x) for x in sources or pieces if x.numel()}

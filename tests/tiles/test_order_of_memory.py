@@ -14,7 +14,7 @@ from tests.ops.families import FAMILIES
 from tests.parity import assert_same
 
 ROW_BY_ROW, CHANNELS_LAST, COLUMNS_FIRST = (0, 1, 2, 3), (0, 2, 3, 1), (0, 1, 3, 2)
-# docs/trainer.md tells it: torch's results of an index or a mask lie as their operand does; ours do where it lies row by row
+# torch's results of an index or a mask lie as their operand does; ours do where it lies row by row
 BY_NUMBERS = {"lookup", "mask", "select"}
 OTHERWISE = {
     *itertools.product(BY_NUMBERS, (CHANNELS_LAST, COLUMNS_FIRST)),

@@ -219,7 +219,8 @@ def _scaled(
     if x.numel() == 0:
         return torch.empty_like(x)
     # not F.batch_norm, which refuses an eps of 0 before torch 2.12, nor cuDNN, which takes no small
-    return torch.batch_norm(x, weight, bias, *moments, False, 0.0, eps, False)
+    mean, variance = moments
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
 
 
 def _fused_gradients(
