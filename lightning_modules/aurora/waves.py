@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_modules.shared.numbers import at_least
 from lightning_modules.shared.optional import optional
 
-WAVES = 6  # of each variable at each level
+WAVES = 6  # each variable has so many at each level
 DAY_H = 24.0
 
 

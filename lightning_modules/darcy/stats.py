@@ -78,7 +78,7 @@ def _kept(path: Path, group: str, count: int, root: Path) -> Path:
 
 
 def _stats_of_file(path: Path, group: str, count: int) -> DarcyStats:
-    sums = {"x": np.zeros(3), "y": np.zeros(3)}  # of values, of their squares, and their number
+    sums = {"x": np.zeros(3), "y": np.zeros(3)}  # sums of values and of squares, and their number
     total = np.zeros(())
     for block in FieldFile(path, group).blocks(("x", "y"), count, CHUNK):
         for name, values in block.items():

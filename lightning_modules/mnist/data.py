@@ -18,7 +18,7 @@ from lightning_modules.shared.loading import make_loader
 from lightning_modules.shared.numbers import at_least
 from lightning_modules.shared.optional import optional
 
-_MEAN_STD = {"digits": (0.3053, 0.3247), "mnist": (0.1307, 0.3081)}  # of pixels in [0, 1]
+_MEAN_STD = {"digits": (0.3053, 0.3247), "mnist": (0.1307, 0.3081)}  # pixels lie in [0, 1]
 _DIGITS_TEST_FRACTION = 0.2  # MNIST comes with a test set of its own
 
 

@@ -166,7 +166,7 @@ class VolumeSegmentation(LightningModule):
         """Return the number of voxels that are added at the end of each dim."""
         padding = [-n % m for n, m in zip(extents, self.multiple, strict=True)]
         if all(n <= m for n, m in zip(extents, self.multiple, strict=True)):
-            padding[-1] += self.multiple[-1]  # of one voxel the coarsest level has no variance
+            padding[-1] += self.multiple[-1]  # the coarsest level has no variance in one voxel
         return padding
 
     def _label(self, batch: Batch) -> Tensor:

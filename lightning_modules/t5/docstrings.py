@@ -193,7 +193,7 @@ def docstrings_of(path: Path) -> Iterator[Docstring]:
     """Read the docstrings of a file that have more than a summary; none of what is no Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escape sequences in the source of others
+            warnings.simplefilter("ignore")  # other people's source has wrong escape sequences
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, RecursionError, FileNotFoundError):
         return  # templates, files for other versions of Python, entries of lists that are gone

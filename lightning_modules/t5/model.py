@@ -137,7 +137,7 @@ class T5Summarizer(LightningModule):
             input_ids=input_ids,
             attention_mask=attention_mask,
             decoder_input_ids=self.network.prepare_decoder_input_ids_from_labels(labels),
-            use_cache=False,  # of keys and values, for generation
+            use_cache=False,  # keys and values are kept for generation alone
         ).logits
 
     @override

@@ -44,7 +44,7 @@ class RelativeAdamW(AdamW):
 def root_mean_square(x: Tensor) -> float:
     """Return the root mean square of a tensor; of a sharded one, all ranks must call it."""
     norm = x.detach().norm()
-    if isinstance(norm, DTensor):  # of a shard of FSDP2, whose item() would be this rank's
+    if isinstance(norm, DTensor):  # item() of a shard would be this rank's
         norm = norm.full_tensor()
     return norm.item() / math.sqrt(x.numel())
 

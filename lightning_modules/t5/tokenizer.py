@@ -69,7 +69,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
     """
     try:
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-    except Exception as err:  # of any class: a parser raises what it stumbles over
+    except Exception as err:  # a parser raises errors of any class
         missing = isinstance(err, OSError | ValueError)
         if not missing or Path(name_or_path, "tokenizer.json").is_file():
             reason = str(err).partition("\n")[0]

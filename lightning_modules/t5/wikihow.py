@@ -19,7 +19,7 @@ from lightning_modules.t5.corpus import Corpus, Pair, Split, split_of
 
 COLUMNS = ("headline", "title", "text")
 FILES = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
-LONGEST_SUMMARY = 0.75  # of the length of its article; other articles are too short
+LONGEST_SUMMARY = 0.75  # as a part of its article; other articles are too short
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def missing_package(err: BaseException) -> list[str]:
 
 def _in_code_of_the_user(err: Exception) -> str:
     """Find the last line of the user's files on the way to an error that they did not raise."""
+    # the line that called is in no message (tests/cli/test_errors.py)
     frames = list(traceback.walk_tb(err.__traceback__))
     for depth, (frame, line) in enumerate(reversed(frames)):
         path = Path(frame.f_code.co_filename)

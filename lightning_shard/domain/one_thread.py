@@ -88,6 +88,7 @@ def _works(thread: threading.Thread | None) -> bool:
         return False
     if thread not in threading.enumerate():  # a new one may have its number
         return False
+    # a thread does not tell whether it only waits (tests/domain/test_one_thread.py)
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
     return frame is not None and frame.f_code.co_name not in _WAITING
 

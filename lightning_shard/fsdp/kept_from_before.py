@@ -46,7 +46,11 @@ class KeptFromBefore(nn.Parameter):
 
 
 def refuse_kept(replaced: Iterable[nn.Parameter]) -> None:
-    """Let whoever has kept one of these parameters hear that it is not trained any more."""
+    """Let whoever has kept one of these parameters hear that it is not trained any more.
+
+    What was kept is this object: else it would be computed with, and nothing would train it
+    (tests/trainer/test_silent_mistakes.py).
+    """
     for p in replaced:
         if type(p) is nn.Parameter:
             p.__class__ = KeptFromBefore

@@ -134,6 +134,7 @@ def _of_replicas(of_all: Callable[[], dist.ProcessGroup]) -> Callable[[], dist.P
 
     def default_group() -> dist.ProcessGroup:
         """Return the data replicas to a collective that a user's module calls without a group."""
+        # torch asks here for itself, too, with all ranks (tests/processes/test_replica_world.py)
         caller = sys._getframe(1)
         if _active is not None:
             given = caller.f_locals.get("group", ...)

@@ -15,7 +15,9 @@ def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
     """
     cls = type(module)
     if not isinstance(module, mixin):
-        metaclass: Any = type(cls)  # the class's own
+        # a wrapper would put a word into the names of its parameters; FSDP2 changes classes, too
+        # (tests/fsdp/test_features.py)
+        metaclass: Any = type(cls)
         marks: dict[str, Any] = {"__module__": cls.__module__, MIXED_IN: frozenset(state)}
         module.__class__ = metaclass(cls.__name__, (mixin, cls), marks)
     module.__dict__.update(state)

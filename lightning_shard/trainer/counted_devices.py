@@ -32,6 +32,8 @@ def _told(plain: property, count: Callable[[Trainer], Any]) -> property:
     """Wrap a property of the Trainer: what user code reads counts replicas."""
 
     def read(trainer: Trainer) -> Any:
+        # a property is not told who asks; without this schedules of programs that count devices are
+        # too short (tests/trainer/test_metrics_once.py)
         asks: str = sys._getframe(1).f_globals.get("__name__", "")
         counts_devices = asks.startswith(INFRASTRUCTURE) and not asks.endswith(_COUNTS_SAMPLES)
         if counts_devices or _domain(trainer) == 1:

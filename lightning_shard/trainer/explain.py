@@ -74,6 +74,7 @@ def _optimizer_of(error: BaseException, optimizers: Iterable[Optimizer]) -> Opti
     of_class = {kind.__name__: o for o in optimizers for kind in type(o).__mro__[:-2]}
     found: Optimizer | None = None
     inside = str(error)
+    # an error does not name the optimizer, which the remedy needs (tests/trainer/test_explain.py)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module: str = frame.f_globals.get("__name__", "")
         method = frame.f_code.co_qualname.partition(".")[0]

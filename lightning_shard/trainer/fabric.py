@@ -270,7 +270,9 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
                     vars(plain).update(vars(self))
                     return copy.copy, (plain,)
 
-            loader.__class__ = Split
+            split_loader = object.__new__(Split)
+            vars(split_loader).update(vars(loader))
+            return split_loader
         return loader
 
     def _split(self, begin: Callable[[], Iterator[Any]]) -> Generator[Any]:

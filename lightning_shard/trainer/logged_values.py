@@ -116,7 +116,9 @@ class LoggedValues:
                 self._come_to(f"steps {cls.__name__}")
             cls.step(itself, self._agreed(metrics, kind=cls.__name__, name=name), *args)
 
-        scheduler.__class__ = type(cls.__name__, (cls,), {"step": step})  # state_dict has no class
+        # each replica would take its own rate; a method of the object would lie in its state_dict
+        # (tests/trainer/test_logged_values.py)
+        scheduler.__class__ = type(cls.__name__, (cls,), {"step": step})
         self._until_end.callback(setattr, scheduler, "__class__", cls)
 
     def forget(self) -> None:

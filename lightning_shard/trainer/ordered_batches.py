@@ -253,7 +253,7 @@ def put_into(
 
 def _replace(loader: DataLoader[Any], batches: Any, cls: type) -> None:
     object.__setattr__(loader, "batch_sampler", batches)  # DataLoader refuses a plain assignment
-    loader.__class__ = cls
+    loader.__class__ = cls  # else a resumed pass begins too early (tests/checkpoint/test_resume.py)
 
 
 def unfinished(trainer: Trainer) -> tuple[str, int] | None:

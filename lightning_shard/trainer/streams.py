@@ -98,6 +98,8 @@ def _replace(
     *,
     length: int | None = None,
 ) -> None:
+    # Python looks for __iter__ and __len__ in the class; another object would not be the one that
+    # the Trainer and the user's hooks hold (tests/trainer/test_streams.py)
     cls = type(loader)
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:

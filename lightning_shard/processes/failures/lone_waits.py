@@ -66,6 +66,7 @@ class LoneWaits:
         self._thread.join()
 
     def _look(self) -> None:
+        # nobody else knows of a thread in a collective (tests/processes/test_lone_waits.py)
         frame = sys._current_frames().get(self._looked_at)  # pyright: ignore[reportPrivateUsage]
         waits = frame is not None and Path(frame.f_code.co_filename).name in _WAITS
         seen = (id(frame), frame.f_lasti) if frame is not None and waits else ()

@@ -101,6 +101,8 @@ def use_xpu(trainer: Trainer) -> None:
         MisconfigurationException: It would train elsewhere.
     """
     strategy = trainer.strategy
+    # the Trainer has made its own strategy before it asks the accelerator, and would train on the
+    # CPU or with a stream of CUDA (tests/trainer/xpu/test_lightning.py)
     if type(strategy) is DDPStrategy:
         strategy.__class__ = DDPXPUStrategy
     elif type(strategy) is SingleDeviceStrategy:
