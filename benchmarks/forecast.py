@@ -23,8 +23,16 @@ from typing import Any
 
 from benchmarks import slow_links
 from benchmarks.common import MIB, machine
-from benchmarks.forecast_cases import BAR, MESHES, NETWORKS, Case
 
+Mesh = tuple[int, ...]  # data replicas, and the ranks along each split dim
+Case = dict[str, Any]
+NETWORKS = ("CNN", "U-Net", "TFNO", "ViT")
+MESHES: dict[int, tuple[Mesh, ...]] = {
+    1: ((1, 1),),
+    2: ((2, 1), (1, 2)),
+    4: ((4, 1), (2, 2), (1, 4), (1, 2, 2)),
+}
+BAR = 0.15  # the error of a step's time that the prediction aims at
 FILE = "forecast.json"
 TIMED = "timelines.pickle"  # what ranks did alone
 HEAD = (
@@ -33,7 +41,7 @@ HEAD = (
 )  # fmt: skip
 HEAD_OF_NETWORKS = (
     "network", "ranks", "cases", "error of the time", "error of the memory",
-    "choices within 10 % of the best", "largest regret", "rank correlation",
+    "choices within 10 % of the best", "largest regret",
 )  # fmt: skip
 
 
@@ -67,13 +75,6 @@ def regret(group: Sequence[Case]) -> float:
     return max(rates) * chosen["seconds"] / chosen["mesh"][0] - 1
 
 
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, of values of which no two are equal."""
-    ranks = [[sorted(values).index(v) for v in values] for values in (first, second)]
-    n = len(first)
-    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (n * (n * n - 1))
-
-
 def summary(cases: Sequence[Case]) -> dict[str, float]:
     """The errors of all cases, and what came of the choices."""
     known = [case for case in cases if "predicted" in case]
@@ -83,13 +84,6 @@ def summary(cases: Sequence[Case]) -> dict[str, float]:
     bytes_ = [c for c in known if "memory" in c["predicted"]]
     groups = [group for _, group in choices(cases)]
     regrets = [regret(group) for group in groups]
-    orders = [
-        rank_correlation(
-            [c["mesh"][0] / c["seconds"] for c in group],
-            [c["mesh"][0] / c["predicted"]["seconds"] for c in group],
-        )
-        for group in groups
-    ]
     return {
         "cases": len(known),
         "median error of the time": statistics.median(errors),
@@ -100,7 +94,6 @@ def summary(cases: Sequence[Case]) -> dict[str, float]:
         "choices": len(groups),
         "choices within 10 % of the best": sum(r <= 0.1 for r in regrets) / max(len(groups), 1),
         "largest regret": max(regrets, default=0.0),
-        "mean rank correlation": statistics.fmean(orders) if orders else 1.0,
     }
 
 
@@ -115,7 +108,6 @@ def by_network(cases: Sequence[Case]) -> list[list[str]]:
                 network, str(ranks), f"{came['cases']}", f"{came['median error of the time']:.0%}",
                 f"{came['median error of the memory']:.1%}", chosen,
                 f"{came['largest regret']:.0%}" if chosen else "",
-                f"{came['mean rank correlation']:.2f}" if chosen else "",
             ])  # fmt: skip
     return found
 
@@ -191,16 +183,12 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def report(found: dict[str, Any], folder: Path) -> None:
-    """Print the table, and write it with the picture."""
+    """Print the table, and write it."""
     lines = [found["machine"], "", *_table(HEAD, rows(found["cases"])), ""]
     lines += _table(HEAD_OF_NETWORKS, by_network(found["cases"]))
     lines += ["", *(f"{name}: {value:.3g}" for name, value in summary(found["cases"]).items())]
     (folder / "forecast.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
-    if any("predicted" in case for case in found["cases"]):
-        from benchmarks.forecast_picture import draw
-
-        draw(found["cases"], folder / "forecast.png")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import slow_links
-from benchmarks.forecast_cases import Case, Mesh
+from benchmarks.forecast import Case, Mesh
 from benchmarks.forecast_runs import Timed, task_and_data
 from lightning_shard import predict, read_cluster
 from lightning_shard.lab.calibrate import measured_links

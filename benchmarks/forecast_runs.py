@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 from benchmarks import slow_links
-from benchmarks.forecast_cases import Mesh
+from benchmarks.forecast import Mesh
 from benchmarks.peer_networks import NETWORKS
 from benchmarks.scaling_networks import Task
 from lightning_modules.cnn.simple_cnn import SimpleCNN

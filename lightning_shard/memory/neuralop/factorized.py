@@ -147,7 +147,7 @@ def travels_less(weight: Any, device: str) -> bool:
     FSDP2 sends factors three times a step, with others; of split terms it sends nothing within the
     domain, but modes of the sample travel four times, and FSDP2's collectives of the layer and the
     gradients of what is not split have a start of their own. The common factor (D - 1) / D is left
-    out. Measured: benchmarks/spectral_weights.py.
+    out.
 
     Args:
         weight: The factorized weight, of shape (in, out, k0, k1, ...).
