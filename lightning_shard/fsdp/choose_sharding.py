@@ -5,17 +5,15 @@ step does nothing else than in one process, but for the mean of the gradients. F
 parameters, gradients and optimizer states take a large part of a device.
 """
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.fsdp.options import ShardingOptions
+from lightning_shard.memory.free import free_here
 from lightning_shard.processes.process_info import process_info
 
 TRAINABLE_BYTES, FROZEN_BYTES = 16, 4  # for each number: parameter, gradient, two states of Adam
@@ -41,15 +39,7 @@ def memory_of_rank(device: torch.device) -> int:
     ranks = 1
     if dist.is_initialized():
         ranks = process_info().local_world_size or dist.get_world_size()
-    return _free_memory() // max(1, ranks)
-
-
-def _free_memory() -> int:
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_here()[0] // max(1, ranks)
 
 
 def agreed_memory(device: torch.device, group: dist.ProcessGroup | None) -> int:

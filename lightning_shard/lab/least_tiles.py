@@ -3,10 +3,9 @@
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lightning_shard.data.tree import leaves_of
 from lightning_shard.lab.batches import Stage, first_batches
 from lightning_shard.lab.predict import predict, size_in_words
 from lightning_shard.lightning import LightningDataModule, LightningModule
+from lightning_shard.memory.free import free_bytes, free_here
 from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
@@ -24,13 +24,6 @@ from lightning_shard.trainer.random_state import random_state, set_random_state
 # trainings took 0.95 to 1.16 times what is predicted
 SHARE = 0.75
 MOST = 256  # tiles, of which a step takes long
-_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_NO_LIMIT = 2**60  # bytes; a cgroup of version 1 has more where it has no limit
-# versions 2 and 1: the name in /proc/self/cgroup, the folder, and the files of limit and use
-_OF_CGROUPS = (
-    ("", "", "memory.max", "memory.current"),
-    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
 
 
 @dataclass(frozen=True)
@@ -159,51 +152,12 @@ def free_memory(device: torch.device, tile_memory: str | None) -> tuple[int, str
         ValueError: They are not known, or tiles on a CPU have no files in which to wait.
     """
     if device.type != "cpu":
-        there: Any = torch.get_device_module(device)
-        with suppress(AttributeError, NotImplementedError, RuntimeError):
-            return int(there.mem_get_info(device)[0]), f"on {device}"
-        with suppress(AttributeError, NotImplementedError, RuntimeError):
-            total = there.get_device_properties(device).total_memory
-            return int(total - there.memory_allocated(device)), f"on {device}"
-        raise ValueError(f"the free memory of {device} is not known; give a number of tiles.")
+        if (free := free_bytes(device)) is None:
+            raise ValueError(f"the free memory of {device} is not known; give a number of tiles.")
+        return free, f"on {device}"
     if tile_memory is None:
         raise ValueError(
             "tiles save nothing on a CPU unless they wait in files; give tile_memory, a directory "
             "on a disk, or a number of tiles."
         )
-    found = [*_limits()]
-    if not found:
-        raise ValueError(
-            "the free memory of this machine is not known, which only Linux tells; give a number "
-            "of tiles."
-        )
-    where, least = min(found, key=lambda limit: limit[1])
-    return max(0, least), where
-
-
-def _limits() -> Iterator[tuple[str, int]]:
-    """Yield bytes that this process may still take, by the reason in words; none but on Linux."""
-    with suppress(OSError, ImportError):
-        import resource  # Windows lacks it
-
-        own = _table("/proc/self/status")
-        for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-            bytes_, _ = resource.getrlimit(limit)
-            if bytes_ != resource.RLIM_INFINITY:
-                yield "within the limit of this process", bytes_ - own[used]
-        yield "in this machine", _table("/proc/meminfo")["MemAvailable"]
-        lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
-        groups = {line.split(":")[1]: line.split(":", 2)[2].lstrip("/") for line in lines}
-        for name, place, limit, held in _OF_CGROUPS:
-            folder = Path(_CGROUPS, place, groups.get(name, ""))
-            if name in groups and (folder / limit).exists():
-                most = (folder / limit).read_text(encoding="utf-8").strip()
-                if most != "max" and int(most) < _NO_LIMIT:
-                    used = int((folder / held).read_text(encoding="utf-8"))
-                    yield "within the limit of this cgroup", int(most) - used
-
-
-def _table(path: str) -> dict[str, int]:
-    """Return the bytes in a table of Linux, whose rows are like `VmData:  12 kB`."""
-    rows = (line.split() for line in Path(path).read_text(encoding="utf-8").splitlines())
-    return {row[0][:-1]: int(row[1]) * 1024 for row in rows if row[-1] == "kB"}
+    return free_here()

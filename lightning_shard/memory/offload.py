@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.memory.free import free_bytes
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
 from lightning_shard.memory.paging.places import Memory
 from lightning_shard.processes.torch_private.internals import (
@@ -208,7 +209,7 @@ class WhatFits:
         """Choose nothing yet."""
         self._network, self._bytes = network, -1
 
-    def bytes(self, free: Callable[[torch.device], int] | None = None) -> int | None:
+    def bytes(self, free: Callable[[torch.device], int | None] | None = None) -> int | None:
         """Return the budget; None if nothing fits, or where the device does not tell.
 
         Args:
@@ -220,20 +221,8 @@ class WhatFits:
             device = parts[0].device if parts else torch.device("cpu")
             own = [p.to_local() if isinstance(p, DTensor) else p for p in parts if p.requires_grad]
             to_come = 3 * sum(part.nbytes for part in own)
-            self._bytes = max(0, ((free or free_bytes)(device) - to_come) // 2)
+            self._bytes = max(0, (((free or free_bytes)(device) or 0) - to_come) // 2)
         return self._bytes or None
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that tensors may still take on a device; 0 where it does not tell."""
-    if device.type in ("cpu", "meta"):
-        return 0
-    module = torch.get_device_module(device)
-    try:
-        free, _ = module.mem_get_info(device)
-    except (AttributeError, RuntimeError):  # some drivers of Intel GPUs lack the call
-        return 0
-    return free + module.memory_reserved(device) - module.memory_allocated(device)
 
 
 Budget = int | None | WhatFits

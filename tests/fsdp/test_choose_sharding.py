@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard import HybridShardStrategy, ShardingOptions
 from lightning_shard.fsdp import choose_sharding as choosing
 from lightning_shard.fsdp.choose_sharding import bytes_of_states, choose_sharding, memory_of_rank
+from lightning_shard.memory import free
 from tests import training
 from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded, loader
 
@@ -66,7 +67,7 @@ def test_shards_to_offload_without_any():
 
 @pytest.mark.spmd(2)
 def test_free_memory_is_divided_by_the_processes_of_a_machine():
-    with mock.patch.object(choosing, "_free_memory", return_value=10 * GIB):
+    with mock.patch.object(choosing, "free_here", return_value=(10 * GIB, "")):
         assert memory_of_rank(CPU) == 5 * GIB
 
 
@@ -118,3 +119,12 @@ def test_a_resumed_run_takes_the_mode_of_the_run_before(first, monkeypatch):
     runner = training.trainer((2,), max_epochs=2)
     runner.fit(Featured(), loader(4), loader(4), ckpt_path=path)
     assert runner.strategy.sharding_options.mode == first
+
+
+def test_a_container_has_no_more_than_its_limit(monkeypatch):
+    """The memory of the machine is larger, and another container's."""
+    found = [("in this machine", 80 * GIB), ("within the limit of this cgroup", 4 * GIB)]
+    monkeypatch.setattr(free, "limits", lambda: iter(found))
+    assert memory_of_rank(CPU) == 4 * GIB
+    monkeypatch.setattr(free, "limits", lambda: iter(()))
+    assert memory_of_rank(CPU) > 0

@@ -16,6 +16,7 @@ from benchmarks.unet_step import UNet
 from lightning_shard import TiledStrategy, in_tiles, plan
 from lightning_shard.lab import least_tiles as least
 from lightning_shard.lab.predict import predict
+from lightning_shard.memory import free
 from tests.lab.test_tiled_training import QUIET, STEPS, Plain, loader
 from tests.parity import assert_same
 
@@ -136,14 +137,14 @@ def test_knows_the_limits_of_a_process(tmp_path: Path, monkeypatch: pytest.Monke
         return
     machine, where = least.free_memory(CPU, str(tmp_path))
     assert machine > 0
-    free = 2**26
-    own = least._table("/proc/self/status")["VmData"]
+    left = 2**26
+    own = free._table("/proc/self/status")["VmData"]
     no_limit = resource.RLIM_INFINITY
-    limits = {resource.RLIMIT_DATA: own + free}
+    limits = {resource.RLIMIT_DATA: own + left}
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limits.get(what, no_limit), no_limit))
     found, where = least.free_memory(CPU, str(tmp_path))
     assert where == "within the limit of this process"
-    assert abs(found - free) < 2**25
+    assert abs(found - left) < 2**25
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
@@ -161,11 +162,11 @@ def test_knows_the_limit_of_a_cgroup(
     (tmp_path / "own").write_text(f"5:devices:/b\n{line}\n")
     (tmp_path / place).mkdir(parents=True)
     (tmp_path / place / use).write_text("2000\n")
-    monkeypatch.setattr(least, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(least, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(free, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(free, "_OWN_CGROUPS", tmp_path / "own")
     for bytes_, found in (("5000", (3000, "within the limit of this cgroup")), (str(2**62), None)):
         (tmp_path / place / limit).write_text(f"{bytes_}\n")
-        limits = [(where, left) for where, left in least._limits() if "cgroup" in where]
+        limits = [(where, left) for where, left in free.limits() if "cgroup" in where]
         assert limits == ([] if found is None else [found[::-1]])
 
 
@@ -199,6 +200,6 @@ def test_trains_in_as_many(
 def test_the_least_of_two_limits_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of_process = "within the limit of this process"
     limits = [(of_process, 500), (of_process, 900), ("in this machine", 700)]
-    monkeypatch.setattr(least, "_limits", lambda: iter(limits))
+    monkeypatch.setattr(free, "limits", lambda: iter(limits))
     found = least.free_memory(CPU, str(tmp_path))
     assert found == (500, of_process)

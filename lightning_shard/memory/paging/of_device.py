@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_shard.memory.free import free_bytes
 from lightning_shard.memory.paging.pager import Pager
 from lightning_shard.memory.paging.places import FileMemory
 from lightning_shard.memory.paging.sleep import Sleep, allocated_on
@@ -30,17 +31,8 @@ def pager_of(
     if device.type == "cpu":
         return_freed_memory()
     if budget is None and device.type != "cpu":
-        budget = _half_of_free(device)
+        budget = (free_bytes(device) or 0) // 2  # the rest is for workspaces of kernels
     sleep = None
     if budget and device.type != "cpu" and allocated_on(device) is not None:
         sleep = Sleep(device, budget)
     return Pager(device, budget or 0, memory, sleep=sleep)
-
-
-def _half_of_free(device: torch.device) -> int | None:
-    """Return the bytes that tiles may keep on a device; the rest is for workspaces of kernels."""
-    try:
-        free, _ = torch.get_device_module(device).mem_get_info(device)
-    except (AttributeError, NotImplementedError, RuntimeError):  # a device that does not tell
-        return None
-    return int(free) // 2
