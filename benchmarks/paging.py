@@ -32,10 +32,10 @@ from benchmarks.peer_networks import ViT
 from benchmarks.unet_step import UNet
 from lightning_shard import shard
 from lightning_shard.memory import offload
-from lightning_shard.memory.paging.of_device import pager_of
+from lightning_shard.memory.paging.device_pager import pager_of
+from lightning_shard.memory.paging.host_memory import Memory
 from lightning_shard.memory.paging.pager import Pager
 from lightning_shard.memory.paging.pages import Driver
-from lightning_shard.memory.paging.places import Memory
 from lightning_shard.tiles.tile_tensor import Tiles
 
 Step = Callable[[], Tensor]

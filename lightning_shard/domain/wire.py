@@ -19,16 +19,16 @@ from lightning_shard.domain.one_thread import check_thread
 from lightning_shard.domain.tracing import is_traced, next_place
 from lightning_shard.processes.torch_private.internals import group_named, keep_in_order
 
-# called before ranks exchange: a meeting, for instance, of those that one may have left alone
-BEFORE: ContextVar[Callable[[dist.ProcessGroup], None]] = ContextVar(
-    "BEFORE", default=lambda group: None
+# called before ranks exchange: to wait, for instance, for ranks that may not come
+BEFORE_EXCHANGE: ContextVar[Callable[[dist.ProcessGroup], None]] = ContextVar(
+    "BEFORE_EXCHANGE", default=lambda group: None
 )
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def _begin(group: dist.ProcessGroup) -> None:
     check_thread(group)
-    BEFORE.get()(group)
+    BEFORE_EXCHANGE.get()(group)
 
 
 def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:

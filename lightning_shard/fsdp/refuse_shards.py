@@ -33,8 +33,8 @@ _DIM_IS_LAST = (_aten.split.Tensor, _aten.split_with_sizes.default)
 
 
 # called with the ranks before they exchange what they hold of a shard
-BEFORE_SHARDS: ContextVar[Callable[[tuple[int, ...]], None]] = ContextVar(
-    "BEFORE_SHARDS", default=lambda ranks: None
+BEFORE_SHARD_EXCHANGE: ContextVar[Callable[[tuple[int, ...]], None]] = ContextVar(
+    "BEFORE_SHARD_EXCHANGE", default=lambda ranks: None
 )
 
 
@@ -45,7 +45,7 @@ def refuse_shards() -> None:
     for operator in _OF_ROWS:
         handle_some_dtensors(operator, _rows)
     set_data_of_dtensors(_check_data)
-    before_redistribution(lambda ranks: BEFORE_SHARDS.get()(ranks))
+    before_redistribution(lambda ranks: BEFORE_SHARD_EXCHANGE.get()(ranks))
 
 
 def _number(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:

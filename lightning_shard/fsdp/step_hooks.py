@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.fsdp.meeting import meet
 from lightning_shard.fsdp.no_sync import without_reduction
 from lightning_shard.fsdp.plain_gradients import plain_gradients_of
+from lightning_shard.fsdp.rank_barrier import wait_for_ranks
 from lightning_shard.fsdp.shard_block import (
     LocalTensors,
     class_name,
@@ -142,7 +142,7 @@ def meet_outside_of_steps(work: Work) -> None:
 
     def enter(block: nn.Module, *_: Any) -> None:
         if not work.running and backward_pass() == -1 and _is_sharded(block):
-            meet(
+            wait_for_ranks(
                 ranks,
                 "module",
                 f"runs {class_name(block)} outside of the steps of the LightningModule",

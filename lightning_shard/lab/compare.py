@@ -27,7 +27,7 @@ from lightning_shard.lab.batches import (
     has_own_loaders,
     stages_of,
 )
-from lightning_shard.lab.record import Look, Output, Record, Value, record
+from lightning_shard.lab.record import Inspection, Output, Record, Value, record
 from lightning_shard.lab.result import Certificate, Check, Comparison, Culprit, StepCheck
 from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_options
 from lightning_shard.lightning import LightningDataModule, LightningModule
@@ -175,11 +175,11 @@ def _check_step(data: Data, task: Task, mesh: Mesh, stage: Stage) -> StepCheck:
 
     def compare(task: Task) -> StepCheck:
         alone, ranks = _record_alone(task, data), replace(task, mesh=mesh)
-        first = record(ranks, Look())
+        first = record(ranks, Inspection())
         step = _compared(alone, first, stage)
 
         def again(allowed: list[str]) -> tuple[StepCheck, list[str]]:
-            other = record(ranks, Look(), allowed=allowed)
+            other = record(ranks, Inspection(), allowed=allowed)
             return _compared(alone, other, stage), other.functions
 
         step.functions = _with_functions_allowed(first.functions, again)
@@ -198,7 +198,7 @@ def _check_step(data: Data, task: Task, mesh: Mesh, stage: Stage) -> StepCheck:
 
 def _record_alone(task: Task, data: Data) -> Record:
     try:
-        return record(task, Look())
+        return record(task, Inspection())
     except ProcessRaisedException as error:
         if task.stage == "fit" or has_own_loaders(task.module, data, task.stage):
             raise
@@ -367,9 +367,9 @@ def find_culprit(alone: Task, ranks: Task, step: int, tolerance: float) -> Culpr
     """
 
     def both(module: str | None) -> tuple[Record, Record]:
-        look = Look(step, outputs=True, module=module)
+        inspection = Inspection(step, outputs=True, module=module)
         tasks = (replace(t, batches=t.batches[: step + 1]) for t in (alone, ranks))
-        expected, found = (record(task, look) for task in tasks)
+        expected, found = (record(task, inspection) for task in tasks)
         return expected, found
 
     replicas = ranks.mesh[0]

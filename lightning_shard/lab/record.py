@@ -41,7 +41,7 @@ _INFRASTRUCTURE = ("torch.distributed.", "torch.utils.", "torch.autograd.", "lig
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspection:
     """The step in which a run is looked into, and after which it ends.
 
     Attributes:
@@ -101,13 +101,17 @@ class Record:
 
 
 def record(
-    task: Task, look: Look | None = None, *, nudged: bool = False, allowed: Sequence[str] = ()
+    task: Task,
+    inspection: Inspection | None = None,
+    *,
+    nudged: bool = False,
+    allowed: Sequence[str] = (),
 ) -> Record:
     """Run a task on its ranks, and return what it gave.
 
     Args:
         task: The task to run.
-        look: Where the run is looked into; None: after each step its weights are kept.
+        inspection: Where the run is looked into; None: after each step its weights are kept.
         nudged: True to move each first weight to the number beside it.
         allowed: Names of custom autograd Functions that run as `allow_function` lets them, and not
             on gathered tensors.
@@ -115,7 +119,7 @@ def record(
     Raises:
         torch.multiprocessing.ProcessRaisedException: A rank failed; the last line is its error.
     """
-    body = partial(record_here, look=look, nudged=nudged, allowed=allowed)
+    body = partial(record_here, inspection=inspection, nudged=nudged, allowed=allowed)
     records = on_each_rank(body, task)
     replicas = records[:: math.prod(task.mesh[1:])]  # the first rank of each
     first = records[0]
@@ -126,7 +130,11 @@ def record(
 
 
 def record_here(
-    task: Task, look: Look | None = None, *, nudged: bool = False, allowed: Sequence[str] = ()
+    task: Task,
+    inspection: Inspection | None = None,
+    *,
+    nudged: bool = False,
+    allowed: Sequence[str] = (),
 ) -> Record:
     """Run a task on the rank that this process or thread is; the arguments are those of `record`.
 
@@ -138,7 +146,7 @@ def record_here(
     found, values = Record(), dict[str, Value]()
     with allow_gather():
         try:
-            trainer = run_here(task, _Recorder(found, values, task, look, nudged=nudged))
+            trainer = run_here(task, _Recorder(found, values, task, inspection, nudged=nudged))
         except UnsupportedOperationError as error:
             found.refused = str(error)
         else:
@@ -158,11 +166,11 @@ class _Recorder(Callback):
         found: Record,
         values: dict[str, Value],
         task: Task,
-        look: Look | None,
+        inspection: Inspection | None,
         *,
         nudged: bool,
     ) -> None:
-        self._found, self._values, self._look, self._nudged = found, values, look, nudged
+        self._found, self._values, self._look, self._nudged = found, values, inspection, nudged
         self._parameters = {name for name, _ in task.module.named_parameters()}
         self._outputs: _Outputs | None = None
         self._looked = False
@@ -197,8 +205,8 @@ class _Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         """Read gradients and buffers as a state, whose names are those of the plain module."""
-        look = self._look
-        if look is None or self._looked or len(self._found.losses) < look.step:
+        inspection = self._look
+        if inspection is None or self._looked or len(self._found.losses) < inspection.step:
             return
         self._looked = True
         with torch.no_grad():

@@ -26,7 +26,7 @@ from lightning_shard.memory.in_tiles import (
     to_device,
     whole_at,
 )
-from lightning_shard.memory.paging.of_device import pager_of
+from lightning_shard.memory.paging.device_pager import pager_of
 from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.tiles.tile_tensor import Tiles
 from lightning_shard.trainer.host import data_of_stage

@@ -16,7 +16,7 @@ from lightning_shard.data.file_field import FileField, fields_of
 from lightning_shard.data.sink_parts import named, write
 from lightning_shard.data.split import ShardDims
 from lightning_shard.data.tree import leaves_of, map_leaves
-from lightning_shard.memory.paging.of_device import pager_of
+from lightning_shard.memory.paging.device_pager import pager_of
 from lightning_shard.memory.recompute import is_compiled
 from lightning_shard.memory.sizes import bytes_of
 from lightning_shard.memory.split_inputs import split_inputs

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.memory.free import free_bytes
+from lightning_shard.memory.paging.host_memory import Memory
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
-from lightning_shard.memory.paging.places import Memory
 from lightning_shard.processes.torch_private.internals import (
     base_of,
     key_of_storage,

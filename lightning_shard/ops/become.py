@@ -28,7 +28,7 @@ _MADE = "_made_from_a_split_tensor"
 
 
 @dataclass(frozen=True)
-class Became:
+class BecameSplit:
     """The result of a rule that turns the caller's plain tensor into the split tensor of a part."""
 
     plain: Tensor
@@ -37,7 +37,7 @@ class Became:
 
 def become_split(
     plain: Tensor, target: Subdomain, write: Callable[[Subdomain], Any]
-) -> Became | Tensor:
+) -> BecameSplit | Tensor:
     """Split the caller's tensor in place, as `target.layout` says, and `write` into its part.
 
     Returns:
@@ -62,7 +62,7 @@ def become_split(
                 stacklevel=3,
             )
         return plain.copy_(gathered(part))
-    return Became(plain, part)
+    return BecameSplit(plain, part)
 
 
 def made_from_split(plain: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.forward_mode import in_forward_mode, refuse_without_tangents
 from lightning_shard.domain.subdomain import Domain, Subdomain
 from lightning_shard.ops import rule_for
-from lightning_shard.ops.become import Became
+from lightning_shard.ops.become import BecameSplit
 from lightning_shard.ops.elementwise.pointwise import pointwise
 from lightning_shard.ops.elementwise.whole_gradients import as_part
 from lightning_shard.ops.registry import Rule, canonical_names, changes_first, run_rule
@@ -78,7 +78,7 @@ class SplitInTransform(UnsupportedOperationError):  # noqa: N818  it is a signal
         self.is_named = True
 
 
-def meet(domain: Domain) -> None:
+def note_domain(domain: Domain) -> None:
     """Note that a function met a split tensor of this domain."""
     for met in domains_met.get():
         met.append(domain)
@@ -311,7 +311,7 @@ def on_parts(
 def _note(wrappers: dict[int, DomainTensor]) -> None:
     for wrapper in wrappers.values():
         if isinstance(wrapper._part, Subdomain):
-            meet(wrapper._part.domain)
+            note_domain(wrapper._part.domain)
             return
 
 
@@ -432,7 +432,7 @@ def _wrap(value: Any, wrappers: dict[int, DomainTensor]) -> Any:
         return value
     if type(value) in (list, tuple) or type(value).__module__ == "torch.return_types":
         return type(value)([_wrap(v, wrappers) for v in value])
-    if isinstance(value, Became):
+    if isinstance(value, BecameSplit):
         otherwise = (
             "a plain tensor that autograd has saved cannot take split rows; make it like the split "
             "tensor (torch.zeros_like)"

@@ -34,7 +34,7 @@ from lightning_shard.processes.torch_private.internals import (
     tree_unflatten,
 )
 from lightning_shard.processes.torch_private.names import internal
-from lightning_shard.tensor.tensor import DomainTensor, SplitInTransform, domains_met, meet
+from lightning_shard.tensor.tensor import DomainTensor, SplitInTransform, domains_met, note_domain
 
 Function = Callable[..., Any]
 _EAGER = "torch._functorch.eager_transforms."
@@ -177,7 +177,7 @@ def _pulled(
             torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)
         ]
         if alone:
-            meet(met[0])
+            note_domain(met[0])
             whole = [mean_over_ranks(g, met[0]) for g in whole]
     return whole
 

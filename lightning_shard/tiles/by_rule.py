@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.local_group import after
-from lightning_shard.ops.become import Became, is_shared
+from lightning_shard.ops.become import BecameSplit, is_shared
 from lightning_shard.ops.registry import Rule, changes_first, run_rule
 from lightning_shard.processes.torch_private.internals import accessors, in_transform
 from lightning_shard.tensor.tensor import checked_call, on_parts, swapped
@@ -105,10 +105,10 @@ def _into_plain(
         local_kwargs = dict(zip(names, values, strict=True))
         parts = [p for p, x in zip(locals_, inputs.given, strict=True) if _is_field(x)]
         result = on_parts(rule, func, local_args, local_kwargs, parts)
-        return result if isinstance(result, Became) else own
+        return result if isinstance(result, BecameSplit) else own
 
     given = call.run(compute)
-    became = isinstance(given[0], Became)
+    became = isinstance(given[0], BecameSplit)
     made = call.field([each.part for each in given]) if became else call.plain(given)
     call.enter()
     if isinstance(made, TileTensor) and not shared:

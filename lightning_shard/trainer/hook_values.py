@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.fsdp.meeting import meet
+from lightning_shard.fsdp.rank_barrier import wait_for_ranks
 from lightning_shard.fsdp.same_blocks import order_of
 from lightning_shard.lightning import DummyLogger, LightningModule, rank_zero_warn
-from lightning_shard.ops.elementwise.show import READS
+from lightning_shard.ops.elementwise.show import MAY_READ_VALUES
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 from lightning_shard.trainer.host import hook_of
@@ -93,7 +93,7 @@ class HookValues:
             axes = tuple(range(x.domain.mesh.ndim))
             ranks, kind = dist.get_process_group_ranks(x.domain.group(axes)), "split"
         dtype = x.dtype if isinstance(x, DTensor) else x.local.dtype
-        meet(
+        wait_for_ranks(
             tuple(ranks),
             f"values {hook} {place} {dtype} {tuple(x.shape)}",
             does.replace("{}", f"a {kind} tensor of shape {tuple(x.shape)}", 1),
@@ -109,11 +109,11 @@ class HookValues:
         self.reads[hook] += 1
         self.gathered_bytes[hook] += size
 
-    def meet_in_hooks(self, group: dist.ProcessGroup) -> None:
+    def wait_in_hooks(self, group: dist.ProcessGroup) -> None:
         """Let the ranks of a group meet before they exchange rows in a hook: one may be alone."""
         hook = self._hook
         if hook.startswith("on_") and hook not in _OF_BATCHES:
-            meet(
+            wait_for_ranks(
                 tuple(dist.get_process_group_ranks(group)),
                 f"rows {hook}",
                 f"uses a split tensor in {hook}, as x.mean() and lightning_shard.gather(x) do",
@@ -121,7 +121,7 @@ class HookValues:
                 "rank, and leave the split tensor out of rank_zero_only",
             )
 
-    def meet_over_shards(self, ranks: tuple[int, ...]) -> None:
+    def wait_for_shards(self, ranks: tuple[int, ...]) -> None:
         """Let ranks notice in seconds that one exchanges shards alone in a hook."""
         hook = self._hook
         if hook.startswith("on_") and (order := order_of(ranks)) is not None:
@@ -180,7 +180,7 @@ def _take_whole(kind: type, prefix: str) -> None:
 def _given_whole(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reads = READS.get()
+        reads = MAY_READ_VALUES.get()
         if isinstance(reads, HookValues):
             names = ", ".join(repr(x) for x in (*args, *kwargs.values()) if isinstance(x, str))
             args, kwargs = map_leaves(lambda x: reads.for_logger(x, name, names), (args, kwargs))

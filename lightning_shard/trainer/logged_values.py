@@ -43,7 +43,7 @@ from lightning_shard.trainer.peers import Peers
 from lightning_shard.trainer.reduce import divide
 
 if TYPE_CHECKING:
-    from lightning_shard.trainer.joined_step import JoinedStep
+    from lightning_shard.trainer.partial_step import PartialStep
 
 _SAME = 1e-6  # relative; a smaller difference is that of sums in another order
 _END = "the end of the epoch"
@@ -71,7 +71,7 @@ class LoggedValues:
         self._peers = peers
         self._name: str | None = None  # names the value that Lightning reduces now
         self._samples: int | None = None  # samples of that value, if it is one of a step
-        self.joined: JoinedStep | None = None  # a step for which some ranks have no batch
+        self.joined: PartialStep | None = None  # a step for which some ranks have no batch
         self._until_end = ExitStack()
         self._world: Any = None  # all ranks, once a Trainer is followed
         self._unread: list[tuple[str, Tensor, Any]] = []  # on a device; read as the epoch ends

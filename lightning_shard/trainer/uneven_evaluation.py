@@ -2,7 +2,7 @@
 
 Replicas then have other numbers of batches. A rank without a batch runs no step, calls no hook and
 logs nothing. Sharded parameters are gathered before such a step on all ranks, so that no step waits
-for a rank that has none (joined_step.py).
+for a rank that has none (partial_step.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ from lightning_shard.trainer.host import (
     pass_over,
     reads_in_turn,
 )
-from lightning_shard.trainer.joined_step import JoinedStep
 from lightning_shard.trainer.logged_values import LoggedValues
+from lightning_shard.trainer.partial_step import PartialStep
 from lightning_shard.trainer.sample_order import EachOnce
 from lightning_shard.trainer.sharding import copies
 from lightning_shard.trainer.steps import Steps
@@ -87,7 +87,7 @@ class UnevenEvaluation:
         if not isinstance(batch, UnevenBatch):
             plain(batch, index, loader, *args)
             return
-        step = JoinedStep(batch.present, self._device)
+        step = PartialStep(batch.present, self._device)
         modules = [self._module, *copies(loop.trainer, self._module)]
         for module in modules:
             self._steps.keep_parameters_whole(module, True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, jvp
 
 from lightning_shard import init_mesh, parallelize, whole_parameters
-from lightning_shard.fsdp import meeting
+from lightning_shard.fsdp import rank_barrier
 from tests.trainer.featured import Featured, fit_alone, fit_sharded
 
 
@@ -90,8 +90,8 @@ class Alone(Featured):
     def on_train_epoch_end(self):
         if dist.get_rank() == 0:
             with (
-                mock.patch.object(meeting, "WAIT_S", 0.3),
-                mock.patch.object(meeting, "_met", Counter({("module", (0, 1)): 10**6})),
+                mock.patch.object(rank_barrier, "WAIT_S", 0.3),
+                mock.patch.object(rank_barrier, "_waits", Counter({("module", (0, 1)): 10**6})),
                 pytest.raises(
                     RuntimeError,
                     match=r"rank 0 runs Alone outside of the steps .*ranks \[1\]",

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import lightning_shard
 from lightning_shard import simulate
 from lightning_shard.lab.batches import first_batches
-from lightning_shard.lab.record import Look, record_here
+from lightning_shard.lab.record import Inspection, record_here
 from lightning_shard.lab.run import Task
 from lightning_shard.trainer.profile.traffic import counted
 from tests.lab.test_check import Net, data
@@ -109,7 +109,7 @@ def step_of_a_trainer(task: Task) -> tuple[int, int, Any, Any]:
         return tensor
 
     with counted() as traffic, saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = record_here(task, Look())
+        found = record_here(task, Inspection())
     return traffic.bytes, traffic.calls, found.split, kept
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.memory import offload
+from lightning_shard.memory.paging.host_memory import Memory, Room
 from lightning_shard.memory.paging.pages import Driver
-from lightning_shard.memory.paging.places import Memory, Room
 from lightning_shard.processes.torch_private.internals import without_modes
 from tests.memory.streams import Machine
 

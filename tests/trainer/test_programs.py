@@ -15,8 +15,8 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_shard.checkpoint.state import full_module_state
-from lightning_shard.fsdp import meeting
-from lightning_shard.trainer.report.facts import mesh_table
+from lightning_shard.fsdp import rank_barrier
+from lightning_shard.trainer.report.tables import mesh_table
 from tests.reference import computed_once
 from tests.trainer.featured import Featured, fit_alone, fit_sharded
 from tests.trainer.programs import (
@@ -107,7 +107,7 @@ class Draws(Featured):
         assert batch["x"].numpy().shape == (4, 1, 9, 7)
         if dist.get_rank() == 0:
             with (
-                mock.patch.object(meeting, "WAIT_S", 0.3),
+                mock.patch.object(rank_barrier, "WAIT_S", 0.3),
                 pytest.raises(
                     RuntimeError, match=r"on_train_batch_end.*ranks \[1\] did not.*numpy"
                 ),
@@ -142,7 +142,7 @@ class LeavesOthers(Featured):
         match = rf"rank 0 {does}.* in on_train_batch_end|sharded.*ranks \[1\] did not, where rank 1"
         if dist.get_rank() == 0:
             with (
-                mock.patch.object(meeting, "_met", NoMeetings()),
+                mock.patch.object(rank_barrier, "_waits", NoMeetings()),
                 pytest.raises(RuntimeError, match=match),
             ):
                 ALONE[does](self, batch["x"])
@@ -153,7 +153,7 @@ class LeavesOthers(Featured):
     "kinds", [[*ALONE][:1], pytest.param([*ALONE][1:], marks=pytest.mark.slow)]
 )
 def test_a_rank_that_the_others_have_left_ends_without_waiting_for_them(kinds: list[str]) -> None:
-    with mock.patch.object(meeting, "WAIT_S", 100.0):
+    with mock.patch.object(rank_barrier, "WAIT_S", 100.0):
         module = LeavesOthers(kinds)
         options = {"limit_train_batches": len(kinds), "limit_val_batches": 0}
         fit_sharded(module, (2,), strategy={"sharding": "full"}, **options)

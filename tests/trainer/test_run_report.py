@@ -16,8 +16,8 @@ from matplotlib.image import imsave
 from lightning_shard import RunReport
 from lightning_shard.trainer.callbacks.run_report import MAX_POINTS, MeanCurve
 from lightning_shard.trainer.report import chart as charts
-from lightning_shard.trainer.report import facts
 from lightning_shard.trainer.report import page as pages
+from lightning_shard.trainer.report import tables
 from lightning_shard.trainer.report.chart import chart
 from tests import training
 from tests.training import shared_path
@@ -190,17 +190,17 @@ def cells(text):
 
 def test_results_by_resolution_are_one_table():
     metrics = {"test/l2_64": 0.1, "test/l2_32_baseline": 0.3, "test/l2_32": 0.2, "test/loss": 2.0}
-    by_resolution, others = facts.result_tables(metrics)
+    by_resolution, others = tables.result_tables(metrics)
     assert cells(by_resolution) == [
         ["", "test/l2", "test/l2_baseline"], ["32", "0.2000", "0.3000"], ["64", "0.1000", ""],
     ]  # fmt: skip
     assert cells(others) == [["metric", "value"], ["test/loss", "2.000"]]
-    (_, alone) = facts.result_tables({"test/top_5": 0.5, "x/dataloader_idx_0": 1.0})
+    (_, alone) = tables.result_tables({"test/top_5": 0.5, "x/dataloader_idx_0": 1.0})
     assert cells(alone)[1:] == [["test/top_5", "0.5000"], ["x/dataloader_idx_0", "1.000"]]
 
 
 def test_memory_of_many_ranks_is_that_of_the_extremes():
-    (shown,) = facts.memory_table([float(n) for n in range(100, 200)], torch.device("cpu"))
+    (shown,) = tables.memory_table([float(n) for n in range(100, 200)], torch.device("cpu"))
     assert [row[0] for row in cells(shown)[1:]] == ["rank 0", "mean of 100 ranks", "rank 99"]
 
 
@@ -256,7 +256,7 @@ def test_curves_of_a_quantity_share_a_chart():
     names = (
         "train/loss train/loss_step val/loss val/l2_32 val/l2_64 val/l2_64_baseline lr-Adam".split()
     )
-    (row,) = facts.metric_charts(points, dict.fromkeys(names, points), {"rate": points[:1]}, 7)
+    (row,) = tables.metric_charts(points, dict.fromkeys(names, points), {"rate": points[:1]}, 7)
     assert [each["aria-label"] for each in Parsed(row).named("svg")] == ["loss", "l2"]
     assert "loss_step" not in row
     assert "means over 7" in row

@@ -20,7 +20,7 @@ from lightning_shard import RepeatSamples
 from lightning_shard.domain import subdomain
 from lightning_shard.processes import mesh, replica_world
 from lightning_shard.trainer.callbacks.predictions import predictions_in_order
-from lightning_shard.trainer.joined_step import AbsentRanksError
+from lightning_shard.trainer.partial_step import AbsentRanksError
 from tests import training
 from tests.pairs import choose
 from tests.trainer.featured import QUIET

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_shard.memory.paging.host_memory import Memory
 from lightning_shard.memory.paging.mode import Exits, Paging
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
-from lightning_shard.memory.paging.places import Memory
 from lightning_shard.memory.paging.sleep import Sleep
 from lightning_shard.processes.torch_private.internals import (
     counting_writes,

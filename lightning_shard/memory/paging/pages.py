@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_shard.memory.paging.places import Memory, Room
+from lightning_shard.memory.paging.host_memory import Memory, Room
 from lightning_shard.processes.torch_private.internals import key_of_storage
 
 

@@ -16,7 +16,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.memory_format import format_of
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import Became, become_split, made_from_split
+from lightning_shard.ops.become import BecameSplit, become_split, made_from_split
 from lightning_shard.ops.registry import implements, is_in_place, listed, rule_for
 from lightning_shard.processes.device import DEVICES
 from lightning_shard.processes.torch_private.internals import (
@@ -197,7 +197,7 @@ def _with_room_for(x: Subdomain, size: Any) -> Layout | None:
 @implements(Tensor.copy_)
 def copy(
     func: Callable[..., Any], x: Any, source: Any, *args: Any, **kwargs: Any
-) -> Subdomain | Became | Tensor:
+) -> Subdomain | BecameSplit | Tensor:
     """Copy the rows that this rank holds."""
     if not isinstance(source, Subdomain | Tensor):
         return x.like(func(x.local, source))

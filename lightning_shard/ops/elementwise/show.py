@@ -15,7 +15,9 @@ from lightning_shard.ops.reduce.sums import any_
 from lightning_shard.ops.registry import implements, implements_lazily
 
 # asked on each rank before values of a split tensor are handed out; True if they may be gathered
-READS: ContextVar[Callable[[Subdomain], bool]] = ContextVar("READS", default=lambda x: False)
+MAY_READ_VALUES: ContextVar[Callable[[Subdomain], bool]] = ContextVar(
+    "MAY_READ_VALUES", default=lambda x: False
+)
 
 
 @implements(Tensor.__repr__, checked=False)
@@ -75,7 +77,7 @@ def values(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) ->
     Raises:
         UnsupportedOperationError: Nobody hands out values here, as in a training step.
     """
-    if not READS.get()(x):
+    if not MAY_READ_VALUES.get()(x):
         refuse_values(func)
     local, device = x.local, x.domain.exchanges_on
     held = (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import Became, refuse_shared
+from lightning_shard.ops.become import BecameSplit, refuse_shared
 from lightning_shard.ops.registry import implements, implements_lazily, name_of
 from lightning_shard.ops.spectral.canvas import Canvas, Positions, Write
 from lightning_shard.ops.spectral.dft import scale
@@ -183,7 +183,7 @@ def lazy_getitem(func: Callable[..., Any], x: Lazy, index: Any) -> Any:
 
 
 @implements_lazily(Tensor.__setitem__)
-def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became | None:
+def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> BecameSplit | None:
     """A plain complex tensor of zeros becomes a canvas with its first modes."""
     spectral = isinstance(x, Canvas) or (isinstance(x, Tensor) and x.is_complex())
     if not spectral or not isinstance(value, Subdomain | Spectrum):
@@ -194,7 +194,7 @@ def lazy_setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Be
     refuse_shared(x)
     canvas = Canvas.like(x)
     canvas.assign(index, value.read())
-    return Became(x, canvas)
+    return BecameSplit(x, canvas)
 
 
 @implements_lazily(Tensor.chalf, Tensor.to)

@@ -17,7 +17,7 @@ from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.domain.fetch import Span, fetch, needs_of
 from lightning_shard.domain.layout import Factor, Layout, merge
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import Became, become_split
+from lightning_shard.ops.become import BecameSplit, become_split
 from lightning_shard.ops.registry import implements, rule_for
 from lightning_shard.ops.view.aligned import as_split
 from lightning_shard.ops.view.assign_chosen import assign_chosen, picks_of
@@ -28,7 +28,9 @@ from lightning_shard.processes.torch_private.internals import storage_key
 
 
 @implements(Tensor.__setitem__, limits="no None")
-def setitem(func: Callable[..., Any], x: Any, index: Any, value: Any) -> Became | Tensor | None:
+def setitem(
+    func: Callable[..., Any], x: Any, index: Any, value: Any
+) -> BecameSplit | Tensor | None:
     """Each rank writes the assigned rows that it owns."""
     if not isinstance(x, Subdomain):
         return _written_to_plain(func, x, index, value)
@@ -103,7 +105,7 @@ def _assign_picked(
 
 def _written_to_plain(
     func: Callable[..., Any], x: Tensor, index: Any, value: Any
-) -> Became | Tensor | None:
+) -> BecameSplit | Tensor | None:
     """The plain tensor `x` becomes split; a complex one becomes a spectrum of assigned modes.
 
     It stays whole where a split index says which of its rows are written.

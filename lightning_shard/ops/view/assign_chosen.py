@@ -13,7 +13,7 @@ from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.masked_rows import Chosen, chosen_by
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import Became, become_split
+from lightning_shard.ops.become import BecameSplit, become_split
 from lightning_shard.ops.registry import implements, is_in_place
 from lightning_shard.ops.view.aligned import (
     Operand,
@@ -215,7 +215,7 @@ def index_put(
 @implements(torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_)
 def masked_scatter(
     func: Callable[..., Any], x: Operand, mask: Operand, source: Operand
-) -> Subdomain | Became | Tensor:
+) -> Subdomain | BecameSplit | Tensor:
     """Where the mask is true the elements of `source`, in order."""
     if mask.dtype != torch.bool:
         raise RuntimeError(f"masked_scatter needs a mask of booleans; got {mask.dtype}")

@@ -18,7 +18,7 @@ from lightning_shard.domain.fetch_by_index import rows_of
 from lightning_shard.domain.layout import Factor, Layout
 from lightning_shard.domain.masked_rows import global_rows
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.ops.become import Became, become_split, large_target
+from lightning_shard.ops.become import BecameSplit, become_split, large_target
 from lightning_shard.ops.registry import implements, is_in_place, name_of
 from lightning_shard.ops.view.aligned import (
     Operand,
@@ -59,7 +59,7 @@ _OF_ROWS: dict[Callable[..., Any], Callable[..., Any]] = dict(
 @implements(*itertools.chain(*_SCATTERS.values()))
 def scatter(
     func: Callable[..., Any], x: Operand, dim: int, index: Operand, *args: Any, **kwargs: Any
-) -> Operand | Became:
+) -> Operand | BecameSplit:
     """Write `source`, an element for each of the index, or one number."""
     source = args[0] if args else kwargs.pop("src" if "src" in kwargs else "value")
     rest = args[1:]
@@ -165,7 +165,7 @@ def write_rows(
     source: Any,
     *args: Any,
     **kwargs: Any,
-) -> Operand | Became:
+) -> Operand | BecameSplit:
     """Write rows of `dim`, one for each number of the index, or one number into all of them."""
     d = dim_of(x, dim)
     if isinstance(index, Tensor) and not index.ndim:

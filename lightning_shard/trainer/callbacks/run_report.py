@@ -18,7 +18,7 @@ from lightning_shard.trainer.callbacks.epoch_report import (
     duration,
     peak_memory_mib,
 )
-from lightning_shard.trainer.report import facts
+from lightning_shard.trainer.report import tables
 from lightning_shard.trainer.report.page import literal, page, paragraph, pictures
 from lightning_shard.trainer.split_summary import split_summary
 
@@ -185,19 +185,19 @@ class RunReport(Callback):
         began = datetime.fromtimestamp(self._began, UTC).strftime("%Y-%m-%d %H:%M UTC")
         self._losses.read()
         window = _window(trainer)
-        curves = facts.metric_charts(self._losses.points, self._by_epoch, self._rates, window)
+        curves = tables.metric_charts(self._losses.points, self._by_epoch, self._rates, window)
         return page(
-            f"{facts.own_class(module).__name__}: report of a run",
+            f"{tables.own_class(module).__name__}: report of a run",
             f"Began {began}. {' '.join(self._outcome)}",
             [
-                ("Test", facts.result_tables(self._tested)),
-                ("Last values of training and validation", facts.result_tables(self._trained)),
+                ("Test", tables.result_tables(self._tested)),
+                ("Last values of training and validation", tables.result_tables(self._trained)),
                 ("Curves", curves),
                 ("Pictures", pictures(Path(self._folder) / "gallery", self._began)),
-                ("What ran", facts.mesh_table(trainer, module, self._split)),
-                ("Memory", facts.memory_table(self._peaks_mib, trainer.strategy.root_device)),
+                ("What ran", tables.mesh_table(trainer, module, self._split)),
+                ("Memory", tables.memory_table(self._peaks_mib, trainer.strategy.root_device)),
                 ("Checkpoints", [paragraph(line) for line in checkpoint_lines(trainer)]),
-                ("Versions", facts.version_table()),
+                ("Versions", tables.version_table()),
                 ("Configuration", [literal(self.config or _hyperparameters(trainer, module))]),
             ],
         )

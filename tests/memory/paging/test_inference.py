@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lightning_shard.memory.paging.host_memory import Memory
 from lightning_shard.memory.paging.pager import Pager
-from lightning_shard.memory.paging.places import Memory
 from lightning_shard.processes.torch_private.internals import without_modes
 
 COPIES = {

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import paging
+from lightning_shard.memory.paging.host_memory import FileMemory, Memory
 from lightning_shard.memory.paging.pager import Pager
-from lightning_shard.memory.paging.places import FileMemory, Memory
 from lightning_shard.processes.torch_private.internals import (
     FakeTensorMode,
     without_modes,

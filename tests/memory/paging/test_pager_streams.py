@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_shard.memory.paging import pager as of_pager
+from lightning_shard.memory.paging.host_memory import Memory
 from lightning_shard.memory.paging.pager import Pager
 from lightning_shard.memory.paging.pages import Pages
-from lightning_shard.memory.paging.places import Memory
 from lightning_shard.processes.torch_private.internals import without_modes
 from tests.memory.offload_programs import (
     KINDS,

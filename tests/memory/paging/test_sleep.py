@@ -9,7 +9,7 @@ from torch.nn.utils import parameters_to_vector
 
 from benchmarks.unet_step import UNet
 from lightning_shard import Tiles, gather, shard
-from lightning_shard.memory.paging.of_device import pager_of
+from lightning_shard.memory.paging.device_pager import pager_of
 from tests.parity import assert_same
 
 pytestmark = pytest.mark.spmd(1, "xpu")

@@ -1,4 +1,4 @@
-"""Lets ranks meet before a collective that one of them may have begun alone.
+"""Lets ranks wait for each other before a collective that one of them may have begun alone.
 
 A rank that waits in vain ends within seconds where the others are seen to have gone on: they are
 at a collective that follows, or have begun another step. Otherwise it ends after `WAIT_S`.
@@ -16,16 +16,16 @@ from lightning_shard.processes.failures.failure_watch import check_ranks
 from lightning_shard.processes.store import store_of_attempt
 
 WAIT_S = 120.0  # for the other ranks, where nothing is seen of them
-_met: Counter[tuple[str, tuple[int, ...]]] = Counter()  # meetings of these ranks, by what for
-PROCESS_STATE = {"_met": _met}
+_waits: Counter[tuple[str, tuple[int, ...]]] = Counter()  # barriers of these ranks, by what for
+PROCESS_STATE = {"_waits": _waits}
 
 
-def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
-    """Wait until each of the ranks comes to the next meeting of this kind.
+def wait_for_ranks(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
+    """Wait until each of the ranks comes to the next barrier of this kind.
 
     Args:
         ranks: The global ranks that must come.
-        what: The kind of the meeting.
+        what: The kind of the barrier.
         does: The words for what a rank does, after "rank 0".
         advice: The words for what a user can change.
 
@@ -36,8 +36,8 @@ def meet(ranks: tuple[int, ...], what: str, does: str, advice: str) -> None:
     """
     if len(ranks) < 2:
         return
-    store, rank, number = store_of_attempt(), dist.get_rank(), _met[what, ranks]
-    _met[what, ranks] += 1
+    store, rank, number = store_of_attempt(), dist.get_rank(), _waits[what, ranks]
+    _waits[what, ranks] += 1
 
     def place(rank: int, number: int) -> str:
         return f"{what}/{ranks[0]}-{len(ranks)}-{ranks[-1]}/{number}/{rank}"

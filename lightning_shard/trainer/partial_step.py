@@ -28,7 +28,7 @@ class AbsentRanksError(LightningShardError, RuntimeError):
     """Says that a step communicates with ranks that have no batch for it."""
 
 
-class JoinedStep:
+class PartialStep:
     """A step that some ranks run, and in which the others only exchange numbers.
 
     Attributes:
