@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.memory.free import free_bytes
-from lightning_shard.memory.paging.host_memory import Memory
+from lightning_shard.memory.paging.host_memory import Memory, MemoryInParts
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
 from lightning_shard.processes.torch_private.internals import (
     base_of,
@@ -44,8 +44,7 @@ def is_moved(tensor: Tensor) -> bool:
     source = base_of(tensor)
     is_leaf = source.requires_grad and source.grad_fn is None
     return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and tensor.untyped_storage().nbytes() >= SMALL_BYTES
         and not is_leaf
         and not isinstance(source, nn.Parameter)  # a frozen one, which FSDP2 frees, too
@@ -84,7 +83,7 @@ class Mover:
     def __init__(self, driver: Driver, memory: Memory | None = None) -> None:
         """Nothing is moved yet."""
         self.driver = driver
-        self._memory = memory or Memory(pinned=torch.accelerator.is_available())
+        self._memory = memory or MemoryInParts(pinned=torch.accelerator.is_available())
         self._pages: dict[torch.device, Pages] = {}
         self._near = OrderedDict[Page, None]()  # backward needs the first one last
         self._away = OrderedDict[Page, None]()

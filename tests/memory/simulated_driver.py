@@ -1,6 +1,6 @@
 """What offloaded blocks ask of a device, asked of a simulated one."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ class SimulatedDriver(Driver):
         self.machine = machine
 
     def holds(self, tensor: Tensor) -> bool:
-        return not self.machine.is_on_host(tensor)
+        return type(tensor) is Tensor and not self.machine.is_on_host(tensor)
 
     def current(self, device: torch.device) -> Any:
         return self.machine.current
@@ -33,9 +33,13 @@ class SimulatedDriver(Driver):
         with without_modes():  # it is no kernel
             return super().flat(storage)
 
+    def parts(self, storage: torch.UntypedStorage, sizes: list[int]) -> Sequence[Tensor]:
+        with without_modes():
+            return super().parts(storage, sizes)
+
     def room(self, memory: Memory, count: int) -> Room:
         with self.machine.host():
-            return Room(memory, torch.empty(count, dtype=torch.uint8))
+            return memory.take(count)
 
     def free(self, storage: torch.UntypedStorage) -> None:
         self.machine.free(storage)
@@ -52,7 +56,11 @@ class SimulatedDriver(Driver):
 
 
 def on_machine(
-    program: Callable[[], Any], ahead: int, small: int = 0, drop: Collection[int] = ()
+    program: Callable[[], Any],
+    ahead: int,
+    small: int = 0,
+    drop: Collection[int] = (),
+    memory: type[Memory] = Memory,
 ) -> tuple[Machine, Any]:
     """The machine, and what a program returns on it.
 
@@ -61,10 +69,11 @@ def on_machine(
         ahead: Bytes that may be near.
         small: Bytes below which tensors stay.
         drop: The calls that are left out, see `Machine`.
+        memory: The memory of the host.
     """
     with (
         Machine(drop) as machine,
-        mock.patch.object(offload, "MOVER", offload.Mover(SimulatedDriver(machine), Memory())),
+        mock.patch.object(offload, "MOVER", offload.Mover(SimulatedDriver(machine), memory())),
         mock.patch.multiple(offload, AHEAD_BYTES=ahead, SMALL_BYTES=small),
     ):
         found = program()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_shard.memory import offload
+from lightning_shard.memory.paging.host_memory import MemoryInParts, sizes_of_parts
 from tests.memory.simulated_driver import on_machine
 
 KIB = 2**10
@@ -145,3 +146,14 @@ def test_on_a_device():
             for _ in range(20):
                 found = gradients()
                 torch.testing.assert_close(found, kept, rtol=0, atol=0)
+
+
+def test_parts_of_pinned_memory_are_not_rounded_up_to_twice_the_size():
+    for count in (1, 100, 6144, 6145, 2**16 + 1, 2**17 - 1, 805_306_369):
+        sizes = sizes_of_parts(count)
+        assert all(size.bit_count() == 1 for size in sizes)  # as torch gives them out
+        assert count <= sum(sizes) <= count + count // 8
+    memory = MemoryInParts()
+    room = memory.take(100)
+    assert [len(part) for part in room.parts] == [64, 32, 4]
+    assert memory.held == 100

@@ -9,6 +9,7 @@ import torch
 
 from lightning_shard.memory import offload
 from lightning_shard.memory.paging.pages import Pages
+from lightning_shard.memory.paging.host_memory import MemoryInParts
 from tests.memory.offload_programs import (
     KINDS,
     PROGRAMS,
@@ -339,13 +340,29 @@ class OneStreamForAll(Pages):
             return super().note(storage)
 
 
+def test_a_tensor_in_parts_of_the_host_is_copied_part_by_part():
+    """144 bytes lie in 128 and 16."""
+    program = functools.partial(two_steps, offloaded(Chain(6)))
+    machine, found = on_machine(program, 1, memory=MemoryInParts)
+    assert equal(found, two_steps(Chain(6)))
+    assert machine.races == []
+    assert right(machine, found)
+    whole, _ = on_machine(functools.partial(two_steps, offloaded(Chain(6))), 1)
+    ways = [len(copies_on(machine, stream)) for stream in machine.beside.values()]
+    assert ways == [2 * len(copies_on(whole, stream)) for stream in whole.beside.values()]
+
+
 class CloneBeside(Pages):
     """Memory in between is of the copies: https://github.com/axolotl-ai-cloud/axolotl/pull/3833."""
 
-    def _copy(self, page, to, source, way):
+    def _copy(self, page, storage, way):
+        if way == "back":
+            return super()._copy(page, storage, way)
+        sizes = [len(part) for part in page.host.parts]
         with self.driver.beside(self.device, way):
-            source = source.clone()
-        super()._copy(page, to, source, way)
+            parts = [part.clone() for part in self.driver.parts(storage, sizes)]
+        with mock.patch.object(self.driver, "parts", return_value=parts):
+            return super()._copy(page, storage, way)
 
 
 class NoCopyYet(Pages):

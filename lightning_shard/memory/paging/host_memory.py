@@ -3,12 +3,15 @@
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 CHUNK_BYTES = 2**28  # a file; a larger tensor has a file of its own
+_WASTED = 8  # one of so many bytes may be taken and not used
 _ALIGNED = 64  # bytes, so that a part can be seen in any dtype
 
 
@@ -16,21 +19,34 @@ class Room:
     """Bytes that lie in a memory until the last reference is gone.
 
     Attributes:
-        bytes: (n,), uint8, on the CPU.
+        parts: One after another, (n,) each, uint8, on the CPU.
     """
 
-    __slots__ = ("_memory", "bytes")
+    __slots__ = ("_memory", "_taken", "parts")
 
-    def __init__(self, memory: "Memory", held: Tensor) -> None:
-        """Count the bytes."""
-        self._memory, self.bytes = memory, held
-        memory.held += len(held)
+    def __init__(self, memory: "Memory", parts: Sequence[Tensor], taken: int | None = None) -> None:
+        """Count the bytes, or those that the memory has taken for them."""
+        self._memory, self.parts = memory, parts
+        self._taken = sum(map(len, parts)) if taken is None else taken
+        memory.held += self._taken
         memory.peak = max(memory.peak, memory.held)
 
     def __del__(self) -> None:
         """Give the bytes back."""
-        self._memory.held -= len(self.bytes)
-        self._memory.give_back(self.bytes)
+        self._memory.held -= self._taken
+        for part in self.parts:
+            self._memory.give_back(part)
+
+    @property
+    def bytes(self) -> Tensor:
+        """All bytes of a room of one part."""
+        (part,) = self.parts
+        return part
+
+    def joined(self) -> "Room":
+        """Return room of one part with the same bytes."""
+        with torch.inference_mode(False):
+            return Room(self._memory, [torch.cat([*self.parts])])
 
 
 class Memory:
@@ -52,13 +68,41 @@ class Memory:
     def take(self, count: int) -> Room:
         """Return room for so many bytes."""
         with torch.inference_mode(False):  # where a turn ends, nobody is in that mode
-            return Room(self, self._bytes(count))
+            return Room(self, [self._bytes(count)])
 
     def give_back(self, room: Tensor) -> None:
         """Note that nobody reads these bytes any more."""
 
     def _bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+
+
+class MemoryInParts(Memory):
+    """Memory of the host, where a tensor lies in parts of 1, 2, 4, 8 and so on bytes.
+
+    Torch gives out pinned memory in such sizes alone, up to twice of what is asked for. The parts
+    are at most an eighth more.
+    """
+
+    @override
+    def take(self, count: int) -> Room:
+        """Return room for so many bytes."""
+        sizes, parts = sizes_of_parts(count), list[Tensor]()
+        for size in sizes:
+            count -= size
+            parts.append(self._bytes(size)[: size + min(0, count)])
+        return Room(self, parts, sum(sizes))
+
+
+def sizes_of_parts(count: int) -> list[int]:
+    """Return powers of two whose sum is as large as a count, or at most an eighth larger."""
+    sizes, least = list[int](), count // _WASTED
+    while count > 0:
+        below = 1 << (count.bit_length() - 1)
+        fits = 2 * below - count <= least and count != below
+        sizes.append(2 * below if fits else below)
+        count -= sizes[-1]
+    return sizes
 
 
 class FileMemory(Memory):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.memory.paging.host_memory import Memory
+from lightning_shard.memory.paging.host_memory import Memory, MemoryInParts
 from lightning_shard.memory.paging.mode import Exits, Paging
 from lightning_shard.memory.paging.pages import Driver, Page, Pages
 from lightning_shard.memory.paging.sleep import Sleep
@@ -60,7 +60,7 @@ class Pager:
         """Know no storage yet."""
         self.device, self.budget, self.small = with_index(device), budget, small
         self._grows = budget == 0
-        memory = memory or Memory(pinned=self.device.type != "cpu")
+        memory = memory or MemoryInParts(pinned=self.device.type != "cpu")
         self.pages = Pages(self.device, memory, driver or Driver())
         self.operators, self._sleep = 0, sleep
         self._slept: Sleep | None = None  # after it has woken up
@@ -364,6 +364,8 @@ class Pager:
         assert page.host is not None
         if page.copied is not None:
             page.copied.synchronize()
+        if len(page.host.parts) > 1:
+            page.host = page.host.joined()
         held = page.host.bytes
         start = held.storage_offset() // tensor.element_size()
         return torch.empty(0, dtype=tensor.dtype).set_(

@@ -11,6 +11,7 @@ touches the storage, and that stream waits for the copy before it reads the stor
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Driver:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True for a tensor in memory of a device that is not the host's."""
-        return tensor.device.type not in ("cpu", "meta")
+        return type(tensor) is Tensor and tensor.device.type not in ("cpu", "meta")
 
     def current(self, device: torch.device) -> Any:
         """Return the stream that computes now."""
@@ -39,9 +40,17 @@ class Driver:
         """Return all bytes of a storage, (n,) in uint8."""
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
+    def parts(self, storage: UntypedStorage, sizes: list[int]) -> Sequence[Tensor]:
+        """Return the bytes of a storage, so many in each part."""
+        return self.flat(storage).split(sizes)
+
     def room(self, memory: Memory, count: int) -> Room:
         """Return room for so many bytes outside of the device."""
         return memory.take(count)
+
+    def copy(self, to: Tensor, source: Tensor, way: str) -> None:
+        """Start a copy on the current stream, that of its way."""
+        to.copy_(source, non_blocking=True)
 
     def free(self, storage: UntypedStorage) -> None:
         """Leave the storage without bytes."""
@@ -150,7 +159,7 @@ class Pages:
         assert storage is not None
         if page.host is None:
             page.host = self.driver.room(self.memory, page.count)
-            self._copy(page, page.host.bytes, self.driver.flat(storage), "out")
+            self._copy(page, storage, "out")
             self.out += page.count
 
     def free(self, page: Page) -> None:
@@ -173,7 +182,7 @@ class Pages:
         page.storage = weakref.ref(storage, functools.partial(self._ended, page))
         page.is_away = False
         self.near += page.count
-        self._copy(page, self.driver.flat(storage), page.host.bytes, "back")
+        self._copy(page, storage, "back")
         self.back += page.count
 
     def take(self, page: Page) -> None:
@@ -194,15 +203,20 @@ class Pages:
             self._wait(page)
         page.host, page.is_leaving = None, False
 
-    def _copy(self, page: Page, to: Tensor, source: Tensor, way: str) -> None:
+    def _copy(self, page: Page, storage: UntypedStorage, way: str) -> None:
+        assert page.host is not None
+        hosted = page.host.parts
+        own = self.driver.parts(storage, [len(part) for part in hosted])
+        to, source = (hosted, own) if way == "out" else (own, hosted)
         if self.memory.waits:  # a file is mapped, and not pinned
             with page.stream:
-                to.copy_(source)
+                to[0].copy_(source[0])
             return
         beside = self.driver.beside(self.device, way)
         beside.wait_stream(page.stream)
         with beside:
-            to.copy_(source, non_blocking=True)
+            for part, read in zip(to, source, strict=True):
+                self.driver.copy(part, read, way)
         page.copied, page.way, page.waits = beside.record_event(), way, True
 
     def _wait(self, page: Page) -> None:

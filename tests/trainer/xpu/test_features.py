@@ -131,7 +131,7 @@ def pinned_bytes(**limits):
 
     def room(driver, memory, count):
         found = plain(driver, memory, count)
-        assert found.bytes.is_pinned()
+        assert all(part.is_pinned() for part in found.parts)
         asked.append(count)
         return found
 
