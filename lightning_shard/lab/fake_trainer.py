@@ -38,6 +38,7 @@ from lightning_shard.lab.fake_modes import (
     as_fake,
     forgetting,
 )
+from lightning_shard.lab.host_link import Counted
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.run import Task, run_here
 from lightning_shard.lab.simulate import alone
@@ -46,7 +47,6 @@ from lightning_shard.lightning import Callback, LightningModule, Trainer
 from lightning_shard.memory import offload as offload
 from lightning_shard.processes.torch_private.internals import (
     FakeTensorMode,
-    base_of,
     fake_copies,
     tree_leaves,
     tree_map_only,
@@ -68,9 +68,10 @@ class Traced:
         split: The entries of the batch that are split, and those that stay whole.
         is_measured: True if the step ran on real tensors.
         reads_numbers: True if the step read a number of a fake tensor.
-        out: Bytes that it sends to the host where its turns end, if ranks take turns.
+        out: Bytes that it sends to the host: of offloaded activations, or where its turns end.
         back: Bytes that it brings back from there.
         on_host: The most bytes that it has there.
+        waited: Seconds in which it waits for copies of offloaded activations.
     """
 
     timeline: Timeline
@@ -82,6 +83,7 @@ class Traced:
     out: int = 0
     back: int = 0
     on_host: int = 0
+    waited: float = 0.0
 
     def equals(self, other: "Traced") -> bool:
         """Return whether another trace has the same collectives, and the same time and memory."""
@@ -144,6 +146,7 @@ def _trace(task: Task, rank: int, begun: Callable[[], Ledger], number: int | Non
     return Traced(
         recorder.steps[-1], ledger.peak, follower.activations, follower.split,
         number is None, body.mode.reads_numbers, ledger.out, ledger.back, ledger.on_host,
+        ledger.waited,
     )  # fmt: skip
 
 
@@ -188,7 +191,8 @@ class _Body:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # about addresses of tensors without memory
-            stack.enter_context(replaced(offload, "OnHost", partial(_OnHost, self._ledger)))
+            stack.enter_context(replaced(offload, "MOVER", Counted(self._ledger)))
+            stack.enter_context(replaced(offload, "free_bytes", lambda _: self._ledger.free))
             stack.enter_context(replaced(plain_gradients, "begin_sum", self._begin_sum))
             batch = given.batches[0]
             if self._is_fake:
@@ -271,31 +275,6 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-class _OnHost(saved_tensors_hooks):
-    """Counts what `OnHost` would move to a host whose memory is not the device's."""
-
-    def __init__(self, ledger: Ledger, budget: offload.Budget = None) -> None:
-        if isinstance(budget, offload.WhatFits):
-            budget = budget.bytes(lambda _: ledger.free)
-        least = budget or 0
-
-        def is_moved(x: Tensor) -> bool:
-            is_wrapper = isinstance(x, DTensor | DomainTensor)
-            return not is_wrapper and not isinstance(base_of(x), nn.Parameter)
-
-        def pack(x: Tensor) -> Tensor:
-            if is_moved(x):
-                ledger.to_host_above(least, x)
-            return x
-
-        def unpack(x: Tensor) -> Tensor:
-            if is_moved(x):
-                ledger.from_host(x)
-            return x
-
-        super().__init__(pack, unpack)
 
 
 def _update_by_lists(optimizers: Iterable[Optimizer]) -> None:

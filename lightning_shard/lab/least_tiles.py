@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.data.tree import leaves_of
 from lightning_shard.lab.batches import Stage, first_batches
-from lightning_shard.lab.predict import predict, size_in_words
+from lightning_shard.lab.predict import predict
 from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.memory.free import free_bytes, free_here
-from lightning_shard.memory.sizes import bytes_of
+from lightning_shard.memory.sizes import bytes_of, size_in_words
 from lightning_shard.trainer.random_state import random_state, set_random_state
 
 # a share of what is free: the rest is for workspaces of kernels, and for gaps between tensors. Nine

@@ -25,11 +25,10 @@ from lightning_shard.lab.run import Mesh, Task, as_mesh, samples_of, trainer_opt
 from lightning_shard.lab.timeline import HOST_RATES
 from lightning_shard.lightning import LightningDataModule, LightningModule
 from lightning_shard.memory.in_tiles import refuse_to_offload, sizes_of_tiles
-from lightning_shard.memory.sizes import bytes_of
+from lightning_shard.memory.sizes import bytes_of, size_in_words
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer.split_summary import SplitSummary
 
-KIB = 1024
 Tiles = int | str | Sequence[int]
 _OF_PARAMETERS = (
     "all_gather", "all_gather_single", "reduce_scatter", "reduce_scatter_single",
@@ -66,14 +65,15 @@ class Prediction:
         alone: The peak of bytes of one process without any sharding; None if it was not traced.
         in_turns: True if the ranks are tiles, which take turns on one device. Bytes and seconds of
             the step are then those of the device; other bytes are those of one tile.
-        on_host: The most bytes that wait on the host, of all tiles.
-        to_host: Bytes of all tiles that leave the device in a step.
-        from_host: Bytes of all tiles that come back.
+        on_host: The most bytes that wait on the host: of all tiles, or of offloaded activations.
+        to_host: Bytes that leave the device for it in a step.
+        from_host: Bytes that come back.
         seconds: The time of the step; NaN without a cluster, as the times below.
         compute: Seconds of computation.
         exchange: Seconds of waiting for fields.
+        link: Seconds of waiting for what comes from the host or goes there.
         parameters_traffic: Seconds of waiting for parameters and their gradients.
-        overlapped: Seconds of collectives that pass during computation.
+        overlapped: Seconds of collectives and of copies that pass during computation.
     """
 
     mesh: Mesh
@@ -95,6 +95,7 @@ class Prediction:
     seconds: float = math.nan
     compute: float = math.nan
     exchange: float = math.nan
+    link: float = math.nan
     parameters_traffic: float = math.nan
     overlapped: float = math.nan
 
@@ -129,13 +130,18 @@ class Prediction:
         if (cluster := self.cluster) is None:
             return []
         rate = self.samples / self.seconds if self.seconds else math.inf
-        name, note = "  fields", "waiting for halos, modes and sums"
-        if self.in_turns:
-            name, note = "  link", f"{_link_of(cluster)}, nothing hidden"
-        return [
+        rows = [
             ("step", _milliseconds(self.seconds), f"{rate:.3g} samples/s"),
             ("  compute", _milliseconds(self.compute), "kernels at the rates of the device"),
-            (name, _milliseconds(self.exchange), note),
+        ]
+        if not self.in_turns:
+            fields = _milliseconds(self.exchange)
+            rows.append(("  fields", fields, "waiting for halos, modes and sums"))
+        if self.on_host:
+            note = ", nothing hidden" if self.in_turns else ", waiting for copies"
+            rows.append(("  link", _milliseconds(self.link), f"{_link_of(cluster)}{note}"))
+        return [
+            *rows,
             (
                 "  parameters",
                 _milliseconds(self.parameters_traffic),
@@ -149,7 +155,7 @@ class Prediction:
         if self.cluster is not None:
             verb = "fits" if self.fits(self.cluster) else "does not fit"
             note += f"; {verb} into {size_in_words(self.cluster.device.memory)}"
-        if self.alone is not None:
+        if self.alone is not None and (math.prod(self.mesh) > 1 or self.in_turns):
             note += f"; {size_in_words(self.alone)} in one process"
         causes = sorted(self.memory_by_cause.items(), key=lambda pair: -pair[1])
         notes = _NOTES | {"batch": self._batch_note()}
@@ -165,18 +171,20 @@ class Prediction:
         return f"{share} each sample" if not self.split.whole else f"{share} what is split"
 
     def _traffic(self) -> list[tuple[str, str, str]]:
-        if self.in_turns:
+        rows: list[tuple[str, str, str]] = []
+        if self.in_turns or self.on_host:
             moved = self.to_host + self.from_host
             times = (f"{name} {moved / rate:.2g} s" for name, rate in HOST_RATES.items())
-            return [
-                ("host memory", size_in_words(self.on_host), "or files: what waits, of all tiles"),
+            note = "or files: what waits, of all tiles" if self.in_turns else "pinned: activations"
+            rows += [
+                ("host memory", size_in_words(self.on_host), note),
                 ("to the host", size_in_words(self.to_host), "per step"),
                 ("from the host", size_in_words(self.from_host), f"both: {', '.join(times)}"),
             ]
+        if self.in_turns or math.prod(self.mesh) == 1:
+            return rows
         parameters = size_in_words(self.sent_for_parameters)
-        rows = [("sent: parameters", parameters, "per step, over all ranks")]
-        if math.prod(self.mesh) == 1:
-            return []
+        rows.append(("sent: parameters", parameters, "per step, over all ranks"))
         if math.prod(self.mesh[1:]) > 1:
             rows.append(
                 ("sent: fields", size_in_words(self.sent_for_fields), "per step, in the domain")
@@ -262,20 +270,14 @@ def predict(
         module: An ordinary LightningModule, which stays as it is.
         data: A data module, or a DataLoader of training batches: those of one data replica. Only
             the shapes of the first batch matter; expanded tensors stand for large ones.
-        mesh: The number of ranks that share each sample; or data replicas, and the ranks along
-            each split dim, as `(4, 2)` or "4x2".
+        mesh: The ranks; this and what follows as for `plan`.
         cluster: The machines on which it would run, such as "8x8xH100"; None: no time is predicted.
-        shard_dims: The dims that are split; see `HybridShardStrategy`.
-        tiles: The number of tiles of `TiledStrategy`, in place of a mesh; or one for each split
-            dim, as `(2, 4)` or "2x4".
-        tile_budget: Bytes that tiles may keep on the device, such as "8GB". By default half of what
-            the cluster's device has beside the parameters, as in a run; without a cluster, none.
-        sharding: The mode of `ShardingOptions`, or such options, which then also have what follows;
-            "auto" goes by the memory of the cluster's device, or by that of this machine.
+        shard_dims: The dims that are split.
+        tiles: The number of tiles, in place of a mesh.
+        tile_budget: Bytes that tiles may keep on the device.
+        sharding: The mode of `ShardingOptions`, or such options.
         activation_checkpointing: If true, activations of blocks are computed again in backward.
-        activation_offload: If true, those for which the device of the cluster has no room lie in
-            the host's memory until backward; without a cluster all do. Or the bytes that stay on
-            the device, such as "8GB".
+        activation_offload: If true, what the device has no room for lies on the host.
         stage: The step, if another one than that of training.
         trainer: Arguments of the Trainer, such as `precision="bf16-mixed"`.
 
@@ -326,10 +328,12 @@ def predict(
     sent = dict.fromkeys(("parameters", "fields"), 0)
     for each in found.timeline.collectives:
         sent["parameters" if each.name in _OF_PARAMETERS else "fields"] += each.sent
+    count = math.prod(sizes) if in_turns else 1
     return Prediction(
         sizes, where, found.split, samples_of(batch) * sizes[0], found.peak.bytes, found.peak.place,
         found.peak.causes, found.activations, sent["parameters"], sent["fields"], found.is_measured,
-        **(_in_turns(found, math.prod(sizes), where) if in_turns else _times(found, where)),
+        None, in_turns, count * found.on_host, count * found.out, count * found.back,
+        **(_times_in_turns if in_turns else _times)(found, count, where),
     )  # fmt: skip
 
 
@@ -343,31 +347,32 @@ def _budget_of(module: LightningModule, device: Device | None, tile_budget: str 
     return max(0, int(device.memory) - own) // 2
 
 
-def _in_turns(found: Traced, tiles: int, cluster: Cluster | None) -> dict[str, Any]:
-    """Return what a `Prediction` says of tiles: the host exchanges fields; no copy is hidden."""
-    out, back = tiles * found.out, tiles * found.back
-    sizes = {"in_turns": True, "on_host": tiles * found.on_host, "to_host": out, "from_host": back}
+def _times_in_turns(found: Traced, tiles: int, cluster: Cluster | None) -> dict[str, Any]:
+    """Return the times of tiles: the host exchanges fields, and no copy is hidden."""
     if cluster is None:
-        return sizes
-    computed, link = tiles * found.timeline.computed, (out + back) / cluster.device.host_rate
+        return {}
+    computed = tiles * found.timeline.computed
+    link = tiles * (found.out + found.back) / cluster.device.host_rate
     return {
-        **sizes, "seconds": computed + link, "compute": computed, "exchange": link,
+        "seconds": computed + link, "compute": computed, "exchange": 0.0, "link": link,
         "parameters_traffic": 0.0, "overlapped": 0.0,
     }  # fmt: skip
 
 
-def _times(found: Traced, cluster: Cluster | None) -> dict[str, Any]:
+def _times(found: Traced, _: int, cluster: Cluster | None) -> dict[str, Any]:
     """Return the times of a `Prediction`; none without a cluster."""
     if cluster is None:
         return {}
     (step,) = Replay([found.timeline], cluster.cost).run()
     for_parameters = sum(s for (name, _), s in step.waited.items() if name in _OF_PARAMETERS)
+    copied = (found.out + found.back) / cluster.device.host_rate
     return {
         "seconds": step.seconds,
-        "compute": step.computed,
+        "compute": step.computed - found.waited,
         "exchange": sum(step.waited.values()) - for_parameters,
+        "link": found.waited,
         "parameters_traffic": for_parameters,
-        "overlapped": step.hidden,
+        "overlapped": step.hidden + copied - found.waited,
     }
 
 
@@ -387,12 +392,3 @@ def _link_of(cluster: Cluster) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
-
-
-def size_in_words(count: float) -> str:
-    """Return bytes in the unit that suits them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < KIB or unit == "GiB":
-            break
-        count /= KIB
-    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"

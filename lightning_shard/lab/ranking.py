@@ -21,6 +21,7 @@ STATES = ("parameters", "gradients", "optimizer", "gathered")  # equal for field
 TIMES = {  # the parts of a step in words
     "compute": "compute",
     "exchange": "exchange of fields",
+    "link": "link to the host",
     "parameters_traffic": "traffic of parameters",
 }
 NOTHING_FITS = "Nothing fits: take smaller fields or batches, or more devices."
@@ -96,8 +97,6 @@ class Candidate:
         parts = {words: getattr(self.forecast, name) for name, words in TIMES.items()}
         name = max(parts, key=lambda part: parts[part])
         share = parts[name] / self.forecast.seconds if self.forecast.seconds else 0.0
-        if self.setting.in_turns and name == TIMES["exchange"]:
-            name = "link to the host"
         return f"{name} {share:.0%}" if self.fits else "memory"
 
     @property
@@ -204,7 +203,7 @@ class Ranking:
         if names := [_by(mesh) for mesh in meshes if mesh not in fits]:
             size = self.cluster.device.memory / GIB
             lines.append(f"Does not fit into {size:.1f} GiB: {', '.join(names)}.")
-        lines += [_host_note(each) for each in self.candidates if each.setting.in_turns]
+        lines += [_host_note(each) for each in self.candidates if each.forecast.on_host]
         lines += [f"{_by(mesh)} cannot train it: {why}" for mesh, why in self.refused.items()]
         if self.slower:
             names = ", ".join(map(_by, self.slower))
@@ -253,8 +252,9 @@ def _host_note(each: Candidate) -> str:
     forecast = each.forecast
     moved = forecast.to_host + forecast.from_host
     times = ", ".join(f"{name} {moved / rate:.2g} s" for name, rate in HOST_RATES.items())
+    verb, other = ("keep", "move") if each.setting.in_turns else ("keeps", "moves")
     return (
-        f"{each.setting.name} keep {forecast.on_host / GIB:.3g} GiB on the host, and move "
+        f"{each.setting.name} {verb} {forecast.on_host / GIB:.3g} GiB on the host, and {other} "
         f"{moved / GIB:.3g} GiB in a step: {times}."
     )
 

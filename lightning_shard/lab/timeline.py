@@ -16,13 +16,13 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils.flop_counter import flop_registry
 
 from lightning_shard.domain.memory_format import format_of
 from lightning_shard.lab.machine import PCIE_4, Collective, Device
 from lightning_shard.memory.paging.pager import SMALL_BYTES
-from lightning_shard.processes.torch_private.internals import storage_key
+from lightning_shard.processes.torch_private.internals import key_of_storage, storage_key
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FFT_FLOPS = 5  # times n log2(n), for n complex numbers
@@ -83,9 +83,10 @@ class Ledger:
         in_turns: The number of ranks that take turns on one device; 0: each has its own.
         operations: The number of operations in this step.
         place: The part of the step that computes now, in words; set from outside.
-        out: Bytes that this rank has sent to the host as its turns ended.
+        out: Bytes that this rank has sent to the host in this step.
         back: Bytes that it has brought back.
-        on_host: The most bytes that it had there.
+        on_host: The most bytes that it had there; set from outside unless ranks take turns.
+        waited: Seconds of this step in which the device waited for copies.
     """
 
     def __init__(self, device: Device | None, in_turns: int = 0, budget: int = 0) -> None:
@@ -99,10 +100,10 @@ class Ledger:
         self.seconds = 0.0
         self.place = ""
         self.out = self.back = self.on_host = 0
+        self.waited = 0.0
         self._device, self.in_turns, self._budget = device, in_turns, budget
         self._live: dict[int, _Memory] = {}
         self._resized: dict[int, _Memory] = {}  # memory that FSDP2 gives back and takes again
-        self._near: dict[int, weakref.ref[Tensor]] = {}  # activations that a budget keeps
         self._all: list[_Memory] = []  # all memory of this step
         self._held = self.operations = self._peak_at = self._most = 0
         self._waiting = self._waiting_at_peak = 0  # bytes of other ranks that stay on the device
@@ -112,6 +113,7 @@ class Ledger:
         """Begin a step, and forget the one before."""
         self.operations = self._peak_at = self._most = self._waiting = self._waiting_at_peak = 0
         self.out = self.back = self.on_host = 0
+        self.waited = 0.0
         self._all = list(self._live.values())
         for memory in self._all:
             memory.sizes = [(0, memory.sizes[-1][1])]
@@ -153,32 +155,25 @@ class Ledger:
     def _host_rate(self) -> float:
         return PCIE_4 if self._device is None else self._device.host_rate
 
-    def to_host(self, x: Tensor) -> None:
-        """Move the memory of a tensor to the host, after the operations so far."""
-        memory = self._see(x)
-        self.seconds += memory.sizes[-1][1] / self._host_rate
-        self._resize(memory, 0, self.operations)
+    def carry(self, count: int, way: str) -> float:
+        """Count bytes that go to the host ("out") or "back"; return the seconds that they take."""
+        if way == "out":
+            self.out += count
+        else:
+            self.back += count
+        return count / self._host_rate
 
-    def to_host_above(self, budget: int, x: Tensor) -> None:
-        """Keep a tensor near, and move what has been near for longest, down to the budget."""
-        self._near.pop(storage_key(x), None)
-        self._near[storage_key(x)] = weakref.ref(x)
-        held = {key: kept for key, ref in self._near.items() if (kept := ref()) is not None}
-        above = sum(kept.untyped_storage().nbytes() for kept in held.values()) - budget
-        self._near = {key: self._near[key] for key in held}
-        for key, kept in held.items():
-            if above <= 0:
-                break
-            above -= kept.untyped_storage().nbytes()
-            self.to_host(kept)
-            del self._near[key]
+    def wait_until(self, moment: float) -> None:
+        """Let the device wait for a copy that ends then."""
+        waited = max(0.0, moment - self.seconds)
+        self.seconds += waited
+        self.waited += waited
 
-    def from_host(self, x: Tensor) -> None:
-        """Move the memory of a tensor back from the host, if it is there."""
-        memory, size = self._see(x), x.untyped_storage().nbytes()
-        if not memory.sizes[-1][1]:
-            self.seconds += size / self._host_rate
-            self._resize(memory, size, self.operations)
+    def resize(self, storage: UntypedStorage, size: int) -> None:
+        """Let a storage have its bytes on the device, or none there while the host has them."""
+        memory = self._live[key_of_storage(storage)]
+        memory.away = 0 if size else memory.sizes[-1][1]
+        self._resize(memory, size, self.operations)
 
     def hand_over(self) -> None:
         """Let what this rank holds lie on the host, as its turn on the device ends.

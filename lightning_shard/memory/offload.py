@@ -11,7 +11,7 @@ Parameters stay, since FSDP2 frees and gathers them itself. What lies on the CPU
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -208,19 +208,14 @@ class WhatFits:
         """Choose nothing yet."""
         self._network, self._bytes = network, -1
 
-    def bytes(self, free: Callable[[torch.device], int | None] | None = None) -> int | None:
-        """Return the budget; None if nothing fits, or where the device does not tell.
-
-        Args:
-            free: The function that returns the bytes that a device has left; `free_bytes` by
-                default.
-        """
+    def bytes(self) -> int | None:
+        """Return the budget; None if nothing fits, or where the device does not tell."""
         if self._bytes < 0:
             parts = [*self._network.parameters()]
             device = parts[0].device if parts else torch.device("cpu")
             own = [p.to_local() if isinstance(p, DTensor) else p for p in parts if p.requires_grad]
             to_come = 3 * sum(part.nbytes for part in own)
-            self._bytes = max(0, (((free or free_bytes)(device) or 0) - to_come) // 2)
+            self._bytes = max(0, ((free_bytes(device) or 0) - to_come) // 2)
         return self._bytes or None
 
 

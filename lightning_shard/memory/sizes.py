@@ -1,4 +1,4 @@
-"""Reads sizes of memory as they are written in a config."""
+"""Reads sizes of memory as they are written in a config, and writes them."""
 
 import re
 
@@ -17,3 +17,12 @@ def bytes_of(size: str, name: str) -> int:
         )
     number, unit, is_binary = found.groups()
     return int(float(number) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
+
+
+def size_in_words(count: float) -> str:
+    """Return bytes in the unit that suits them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"

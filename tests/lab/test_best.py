@@ -30,6 +30,7 @@ class Step:
     parameters_traffic: float
     memory: int
     samples: int
+    link: float = 0
     on_host: int = 0
     to_host: int = 0
     from_host: int = 0
@@ -37,7 +38,7 @@ class Step:
 
     @property
     def seconds(self):
-        return self.compute + self.exchange + self.parameters_traffic
+        return self.compute + self.exchange + self.link + self.parameters_traffic
 
 
 class Machine:
@@ -55,7 +56,7 @@ class Machine:
         ranks = prod(mesh[1:])
         if tiles:
             return Step(
-                compute=1, exchange=3, parameters_traffic=0, samples=1,
+                compute=1, exchange=0, link=3, parameters_traffic=0, samples=1,
                 memory=int(GB + self.size / prod(tiles)), on_host=self.size, to_host=2 * self.size,
                 from_host=3 * self.size,
             )  # fmt: skip

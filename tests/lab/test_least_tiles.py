@@ -94,7 +94,7 @@ def test_says_what_tiles_need() -> None:
     assert "PCIe 5, nothing hidden" in str(found)
     assert found.alone is not None
     assert found.to_host + found.from_host > found.on_host > 0
-    assert found.seconds == pytest.approx(found.compute + found.exchange)
+    assert found.seconds == pytest.approx(found.compute + found.link)
     words = str(found)
     assert "2x2 tiles in turns on one device of " in words
     assert "PCIe 5" in words

@@ -24,6 +24,7 @@ from lightning_shard.lab.machine import Cluster, Collective, Cost, Device, Link
 from lightning_shard.lab.predict import predict, rank_inside
 from lightning_shard.lab.run import Task, on_each_rank, run_here
 from lightning_shard.lab.timeline import Ledger
+from lightning_shard.memory import offload
 from lightning_shard.processes.torch_private.internals import base_of
 from tests.pairs import choose
 
@@ -174,16 +175,17 @@ def test_more_ranks_compute_and_hold_less():
 
 
 @pytest.mark.slow
-def test_recomputed_and_offloaded_activations_free_memory():
+def test_recomputed_and_offloaded_activations_free_memory(monkeypatch):
+    monkeypatch.setattr(offload, "AHEAD_BYTES", 2**20)
+
     class Deep(Net):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Conv2d(128, 128, 3, padding=1) for _ in range(4))
+            layers = [nn.Conv2d(128, 128, 3, padding=1) for _ in range(4)]
+            self.layers = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
 
         def training_step(self, batch):
-            for layer in self.layers:
-                batch = layer(batch).tanh()
-            return batch.mean()
+            return self.layers(batch).mean()
 
     fields = data(1, 128, 96, 96)
     whole = predict(Deep(), fields, 2, cluster(2))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_shard.memory import offload
-from lightning_shard.memory.paging.pages import Pages
 from lightning_shard.memory.paging.host_memory import MemoryInParts
+from lightning_shard.memory.paging.pages import Pages
 from tests.memory.offload_programs import (
     KINDS,
     PROGRAMS,
