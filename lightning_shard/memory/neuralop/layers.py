@@ -2,11 +2,13 @@
 
 The values do not change. The coordinates of a grid embedding are views of one vector for each dim,
 of which each rank copies its rows. The spectrum of zeros to which a spectral convolution assigns
-modes is a `Canvas` from the start. Where no field is split, spectral convolutions still transform
-only the modes that they keep: their input passes as a tensor that is split over one rank.
+modes is a `Canvas` from the start. Where no field is split, spectral convolutions of large fields
+still transform only the modes that they keep: their input passes as a tensor that is split over one
+rank. Small fields take the layer's own transforms, which the host starts sooner.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_shard.domain.subdomain import domain_of
 from lightning_shard.memory.neuralop.factorized import contraction_of, kind_of, multiply
 from lightning_shard.ops.spectral.canvas import Canvas
-from lightning_shard.processes.torch_private.internals import in_transform
+from lightning_shard.ops.spectral.cost import is_small
+from lightning_shard.ops.spectral.real_inverse import InversesOfCpu
+from lightning_shard.processes.torch_private.internals import in_transform, is_autocast
 from lightning_shard.tensor.mixins import is_a, mix_in
 from lightning_shard.tensor.placement import from_local
 from lightning_shard.tensor.tensor import DomainTensor
@@ -88,9 +92,17 @@ class _LazyCanvas:
         mesh = self._alone
         if mesh is None or _is_traced():
             return run(x, *args, **kwargs)
+        if is_small(x) and self._serves(x):
+            with nullcontext() if x.device.type == "cpu" else InversesOfCpu():
+                return run(x, *args, **kwargs)
         split = from_local(x, mesh, range(2, 2 + mesh.ndim), x.shape)
         with _ComplexZerosAreCanvases():
             return run(split, *args, **kwargs).to_local()
+
+    def _serves(self, x: Tensor) -> bool:
+        """Return True where the layer's own transforms are as exact, and know the type."""
+        full = getattr(self, "fno_block_precision", "full") == "full"
+        return full and x.dtype in (torch.float32, torch.float64) and not is_autocast()
 
 
 def _is_traced() -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
+from torch import Tensor
+
 from lightning_shard.domain.cache import DEFAULT_LIMIT
 from lightning_shard.domain.layout import partition
 from lightning_shard.processes.device import Rates, device_of
@@ -48,6 +50,17 @@ def spectral_method(method: Method) -> Generator[None, None, None]:
 def asked_method() -> Method:
     """Return the method of the innermost `spectral_method`; "auto" outside of any."""
     return _METHOD.get()
+
+
+# Elements of a whole field below which FFTs of all frequencies are quicker than the choice of some:
+# the host then takes longer than the device. Measured on a CPU and an H200 (docs/spectral.md).
+FEW, FEW_ON_DEVICES = 2**18, 2**25
+
+
+def is_small(x: Tensor) -> bool:
+    """Return True for a whole field of which FFTs of all frequencies are quicker."""
+    few = FEW if x.device.type == "cpu" else FEW_ON_DEVICES
+    return asked_method() == "auto" and x.numel() < few
 
 
 AWKWARD = 3.5  # times an FFT takes longer at extents with a prime factor above 13

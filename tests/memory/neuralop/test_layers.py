@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
+from lightning_shard.ops.spectral import cost
 from lightning_shard.processes.mesh import make_mesh
 from tests.double_fno import to_double
 from tests.pairs import choose
@@ -49,8 +50,10 @@ def test_values_are_those_of_the_layers(sizes):
 
 
 @pytest.mark.spmd(1)
-def test_one_process_takes_the_same_way():
-    """And torch.func finds the layer's own."""
+@pytest.mark.parametrize("few", [0, 2**18], ids=["modes that are kept", "all modes"])
+def test_one_process_has_the_numbers_of_the_layer(few, monkeypatch):
+    """In the way of split fields and in that of small ones; torch.func finds the layer's own."""
+    monkeypatch.setattr(cost, "FEW", few)
     torch.manual_seed(4)
     net, x = Scaled(), torch.randn(2, 1, 21, 16, dtype=torch.float64, requires_grad=True)
     fast = copy.deepcopy(net)
