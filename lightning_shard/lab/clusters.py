@@ -21,7 +21,7 @@ from lightning_shard.lab.machine import (
     Link,
     Rates,
 )
-from lightning_shard.lab.machine_file import read_as
+from lightning_shard.lab.machine_file import read_machine
 from lightning_shard.processes.nearest import nearest
 
 _SIZES = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][^:]*)(?::(.+))?", re.IGNORECASE)
@@ -48,7 +48,7 @@ def _of_sheet(name: str) -> Rates:
 
 def _measured() -> Device:
     """The H100, with the rate of TF32 that its rate of bfloat16 lets expect, if none is known."""
-    found = read_as(Cluster, _MEASURED).device
+    found = read_machine(_MEASURED).device
     sheet = _of_sheet("H100")
     tf32 = sheet["tf32"] * found.flops["bfloat16"] / sheet["bfloat16"]
     source = f"{OF_ONE_CARD} {found.source.removeprefix('measured ')}"
@@ -176,7 +176,7 @@ def _known(kind: str, name: str, names: Iterable[str]) -> str:
 
 
 def _from_file(path: Path, price: float | None) -> Cluster:
-    cluster = read_as(Cluster, path)
+    cluster = read_machine(path)
     if cluster.devices > MOST_DEVICES:
         raise ValueError(
             f"'{path}' has {cluster.devices} devices, and {MOST_DEVICES} are the most."

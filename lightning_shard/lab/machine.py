@@ -9,12 +9,8 @@ import math
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
-
-from lightning_shard.lab.machine_file import Must, is_number, is_text, is_whole
 
 GB = 1e9
 PCIE_4 = 25 * GB  # in practice: about three quarters of its data sheet
@@ -46,38 +42,9 @@ _MEASURED_AS = {  # the collective that is measured, for each other one that is 
 CONVOLUTIONS = ("", "thin_", "thin_strided_", "pointwise_", "last_")
 
 
-def _growing(least: int) -> Must:
-    def test(rows: Any) -> bool:
-        return len(rows) >= least and all(one[0] < next_[0] for one, next_ in pairwise(rows))
-
-    return Must(f"have {least} sizes or more, each larger than the last", test)
-
-
-def _one_of(*names: str) -> Must:
-    return Must(f"be one of {', '.join(names)}", lambda x: x in names)
-
-
-_ABOVE_0 = Must("be a number above 0", lambda x: is_number(x) and x > 0)
-_PRICE = Must("be a number above 0, or null", lambda x: x is None or _ABOVE_0.test(x))
-_COUNT = Must(
-    f"be a whole number from 1 to {MOST_DEVICES}", lambda x: is_whole(x) and 1 <= x <= MOST_DEVICES
-)
-Text = Annotated[str, Must("be a short text", is_text)]
-Rate = Annotated[float, _ABOVE_0]
-Seconds = Annotated[float, Must("be a number from 0 on", is_number)]
-Bytes = Annotated[int, Must("be a whole number from 0 on", is_whole)]
-Count = Annotated[int, _COUNT]
-Dtype = Annotated[str, _one_of("float64", "float32", "tf32", "bfloat16", "float16")]
-Kernel = Annotated[
-    str,
-    _one_of(
-        "fft",
-        *(f"{kind}convolution{way}" for kind in CONVOLUTIONS for way in ("", "_backward")),
-    ),
-]  # fmt: skip
-Rates = dict[Dtype, Rate]
+Rates = dict[str, float]  # by dtype
 # a collective, its number of ranks, and by growing bytes that a rank sends both times of a `Cost`
-Measured = tuple[Text, Count, Annotated[list[tuple[Bytes, Seconds, Seconds]], _growing(2)]]
+Measured = tuple[str, int, list[tuple[int, float, float]]]
 
 
 @dataclass(frozen=True)
@@ -117,8 +84,8 @@ class Link:
         latency: Seconds that a collective of few bytes takes.
     """
 
-    bandwidth: Rate
-    latency: Seconds
+    bandwidth: float
+    latency: float
 
 
 @dataclass(frozen=True)
@@ -140,21 +107,15 @@ class Device:
         host_rate: Bytes a second each way between its memory and that of the host.
     """
 
-    name: Text
-    memory: Bytes
+    name: str
+    memory: int
     flops: Rates
-    bandwidth: Rate
-    per_call: Rate
-    source: Text
-    kernels: dict[Kernel, Rates] = field(default_factory=dict[str, Rates])
-    bandwidths: Annotated[list[tuple[Annotated[int, _ABOVE_0], Rate]], _growing(0)] = field(
-        default_factory=list[tuple[int, float]]
-    )
-    host_rate: Rate = PCIE_4
-
-    def __post_init__(self) -> None:
-        if "float32" not in self.flops:
-            raise ValueError("device.flops.float32 is missing")
+    bandwidth: float
+    per_call: float
+    source: str
+    kernels: dict[str, Rates] = field(default_factory=dict[str, Rates])
+    bandwidths: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    host_rate: float = PCIE_4
 
     def flops_of(self, kernels: Sequence[str], dtype: str) -> float:
         """Return the operations a second of the first kind of kernel that is known.
@@ -194,11 +155,11 @@ class Cluster:
     """
 
     device: Device
-    per_node: Count
-    nodes: Count
+    per_node: int
+    nodes: int
     inside: Link
     between: Link
-    price: Annotated[float | None, _PRICE] = None
+    price: float | None = None
     collectives: list[Measured] = field(default_factory=list[Measured])
 
     @property
