@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_shard
-from lightning_shard.lab import least_tiles
 from lightning_shard.lab.predict import predict
+from lightning_shard.memory import free
 
 h5py = pytest.importorskip("h5py")
 
@@ -91,7 +91,7 @@ GIVEN = {
 
 def _auto(module, data, folder, monkeypatch):
     """Train with the number of tiles that `auto` finds."""
-    monkeypatch.setattr(least_tiles, "_limits", lambda: [("here", 2**30)])
+    monkeypatch.setattr(free, "limits", lambda: [("here", 2**30)])
     strategy = lightning_shard.TiledStrategy("auto", tile_memory=folder)
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", max_steps=1, logger=False,
