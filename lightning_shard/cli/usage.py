@@ -122,7 +122,7 @@ def _sentence(err: Exception) -> str:
 
 def missing_package(err: BaseException) -> list[str]:
     """Say how to install a package that is not there, if that is the error."""
-    if not isinstance(err, ModuleNotFoundError) or not err.name:
+    if not isinstance(err, ModuleNotFoundError) or not err.name or "pip install" in str(err):
         return []
     top = err.name.partition(".")[0]
     if find_spec(top) is not None:  # the package is there; a part of it is not

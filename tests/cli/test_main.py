@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
+from lightning_modules.shared.optional import optional
 from lightning_shard.cli import main as cli
 from lightning_shard.cli import usage as report
 from lightning_shard.cli.lightning_cli import ShardCLI
@@ -68,6 +69,8 @@ class Net(BoringModel):
             self.no_such_name()
         if fail_in == "import":
             importlib.import_module("no_such_package.part")
+        if fail_in == "optional":
+            optional("no_such_package", "Net", "extras")
 
     def on_save_checkpoint(self, checkpoint):
         if self.fail_in == "saving" and self.global_step == 2:
@@ -275,6 +278,14 @@ def test_a_missing_package_has_a_way_out(capsys):
     _, lines = refusal(capsys, "--model.fail_in", "import")
     assert "error: ModuleNotFoundError: No module named 'no_such_package'" in lines
     assert any(line.strip().startswith("pip install no_such_package") for line in lines)
+
+
+def test_the_way_out_that_a_module_names_is_the_only_one(capsys):
+    """The package of another name on the index may be anything."""
+    _, lines = refusal(capsys, "--model.fail_in", "optional")
+    told = [line for line in lines if "pip install" in line]
+    assert len(told) == 1
+    assert "pip install 'lightning-shard[extras]'" in told[0]
 
 
 def test_a_full_disk_is_one_sentence_after_steps_too(capsys):
