@@ -14,8 +14,20 @@ html_title = "lightning_shard"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autoclass_content = "both"  # options stand in the docstring of __init__
-default_role = "any"  # names in single backticks of docstrings are links where they can be,
-suppress_warnings = ["ref.any"]  # and code where they cannot
+# a name in single backticks is a link where an object of Python has it, and code elsewhere; "any"
+# would take the argument `trainer` for the page of that name
+default_role = "py:obj"
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 autodoc_inherit_docstrings = False  # of the hosts, in their own markup
+
+
+def _signature(_app, kind, _name, _object, _options, signature, returns):
+    """Leave out arguments of classes that only functions of the package make."""
+    made_by_functions = kind == "class" and signature and "<factory>" in signature
+    return ("", returns) if made_by_functions else None
+
+
+def setup(app):
+    """Tell Sphinx of the function above."""
+    app.connect("autodoc-process-signature", _signature)

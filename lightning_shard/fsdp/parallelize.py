@@ -81,7 +81,7 @@ def parallelize(
 
     Weights and buffers of the first rank go to all ranks. After `loss.backward()` of a loss that is
     the same on all ranks of a domain, each parameter's `.grad` holds the gradient of the mean loss
-    over data ranks, or this rank's shard of it: nothing is left to all-reduce. By default
+    over data replicas, or this rank's shard of it: nothing is left to all-reduce. By default
     parameters are sharded; `options=ShardingOptions("none")` leaves them whole.
 
     Args:
@@ -90,10 +90,10 @@ def parallelize(
         mesh: The whole mesh, data and domain axes.
         methods: Methods other than `forward` that run the module, such as `training_step`.
         dims: The dim of the fields that each domain axis splits, by default 2, 3, ...: along these
-            the dense weights of spectral convolutions are split too (neuralop/split_weights.py).
+            the dense weights of spectral convolutions are split, too.
         options: The ways in which parameters are sharded, gathered and cast.
         loaded: Names of submodules, "" for all, whose weights are to be loaded afterwards. Others
-            on the meta device get their first values here (materialize.py).
+            on the meta device get their first values here.
         domain: The axes of the mesh along which samples are split, by name; by default those called
             "domain", "domain_0", "domain_1", ...
 

@@ -6,20 +6,24 @@ follow one duality: the cotangent of a split tensor is split, that of a replicat
 sum on each rank. Every function has its true adjoint, so when all ranks start backward on their
 replica of a loss, the gradient is the mean over ranks of what they get.
 
-| function  | this rank gets                             | its gradient                         |
-| --------- | ------------------------------------------ | ------------------------------------ |
-| scatter   | its part of a replicated tensor            | the part in its place, zero around   |
-| gather    | the whole tensor                           | summed and split (reduce-scatter)    |
-| reduce    | the sum over ranks                         | summed                               |
-| copy      | its replicated input                       | summed: whole instead of partial     |
-| transpose | the part along another dim (all-to-all)    | transposed back                      |
-| fftn, ... | its part of the transform                  | its part of the adjoint transform    |
+=============  ========================================  ====================================
+function       this rank gets                            its gradient
+=============  ========================================  ====================================
+scatter        its part of a replicated tensor           the part in its place, zero around
+gather         the whole tensor                          summed and split (reduce-scatter)
+reduce         the sum over ranks                        summed
+copy           its replicated input                      summed: whole instead of partial
+transpose      the part along another dim (all-to-all)   transposed back
+fftn, ...      its part of the transform                 its part of the adjoint transform
+=============  ========================================  ====================================
 
 Of parts of any size, along a mesh of one axis:
 
-| all_gather_v | the whole tensor                        | summed and split                     |
-| gather_v     | the whole tensor on one rank            | split                                |
-| scatter_v    | its part of a tensor of one rank        | put together on that rank            |
+=============  ========================================  ====================================
+all_gather_v   the whole tensor                          summed and split
+gather_v       the whole tensor on one rank              split
+scatter_v      its part of a tensor of one rank          put together on that rank
+=============  ========================================  ====================================
 """
 
 from collections.abc import Callable, Sequence
