@@ -127,10 +127,10 @@ class _Normalize(Function):
         ctx.set_materialize_grads(False)
         results: list[Tensor] = []
         both = of_channels.unbind()
-        for m in members:
+        for m in reversed(members):  # the last one's rows were read last, so they are still near
             result = _scaled(m.flat(m.local), m.weight, m.bias, both, eps)
             results.append(owned(_shaped_as(m.local, result.to(m.local.dtype)), m.local))
-        return *results, mean, variance
+        return *reversed(results), mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -256,7 +256,7 @@ def _fused_gradients(
     for numbers in alike.values():
         weight = members[numbers[0]].weight
         factors = inverse if weight is None else inverse * weight
-        for n in numbers:
+        for n in reversed(numbers):
             m = members[n]
             x, grad = m.flat(m.local), m.flat(grads[n])
             result = _scaled(x, slopes, shifts, moments, eps)
