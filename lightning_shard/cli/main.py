@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 from lightning_shard.cli.early_names import check_names
 from lightning_shard.cli.help import PAGES, PROGRAM, page
@@ -23,6 +24,13 @@ from lightning_shard.processes.nearest import nearest
 ROOM = "lightning_shard.cli"
 LIGHTNING = ("fit", "validate", "test", "predict")
 COMMANDS = (*LIGHTNING, *BESIDE_FIT, *WORDS)
+
+
+def script() -> None:
+    """Run a command for the script `lightning-shard`, which finds modules as `python -m` does."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    main()
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -274,6 +274,19 @@ def test_bug_in_a_constructor_keeps_its_type(capsys):
     assert lines[-3] == "error: AttributeError: 'Net' object has no attribute 'no_such_name'"
 
 
+def test_the_script_finds_modules_of_the_working_folder(monkeypatch, tmp_path):
+    """As `python -m lightning_shard` does; the folder of a script is that of the environment."""
+    (tmp_path / "module_of_this_folder.py").write_text("found = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    seen = []
+    monkeypatch.setattr(
+        cli, "main", lambda: seen.append(importlib.import_module("module_of_this_folder").found)
+    )
+    cli.script()
+    assert seen == [3]
+
+
 def test_a_missing_package_has_a_way_out(capsys):
     _, lines = refusal(capsys, "--model.fail_in", "import")
     assert "error: ModuleNotFoundError: No module named 'no_such_package'" in lines
