@@ -37,6 +37,7 @@ from lightning_shard.processes.mesh import flat_mesh
 
 TORCH = (".pt", ".pth", ".bin")
 PART_BYTES = 2**28  # a state is read from disk in such parts
+_SHOWN_LINES = 4  # the most of an error that names each weight
 
 
 def save_weights(module: nn.Module, path: str | Path) -> None:
@@ -299,12 +300,13 @@ def _in_memory(tensor: Tensor) -> StoredTensor:
     return StoredTensor(tensor.shape, tensor.dtype, lambda region: tensor[region])
 
 
-def does_not_fit(module: nn.Module, saved: Any) -> str:
+def does_not_fit(module: nn.Module, saved: Any, err: Exception) -> str:
     """Say that the weights of a checkpoint do not fit, with both classes and what differs.
 
     Args:
         module: The LightningModule that is to be loaded.
         saved: The hyperparameters of the checkpoint.
+        err: The error of torch, which names each weight in a line.
     """
     saved = dict(saved) if isinstance(saved, Mapping) else {}
     own = dict(getattr(module, "hparams", {}))
@@ -317,7 +319,10 @@ def does_not_fit(module: nn.Module, saved: Any) -> str:
     )  # fmt: skip
     named = kind.__qualname__
     path = str(saved.get("_class_path", named)).rpartition(".")[2]
-    return f"is of {path}{theirs}, and does not fit {named}{ours}"
+    told = str(err).splitlines()
+    if (more := len(told) - _SHOWN_LINES) > 1:
+        told[_SHOWN_LINES:] = [f"\tand {more} lines more."]
+    return f"is of {path}{theirs}, and does not fit {named}{ours}: " + "\n".join(told)
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -267,7 +267,7 @@ class Saver:
             load_module_state(module, checkpoint["state_dict"], strict)
         except (RuntimeError, ValueError) as err:
             saved = checkpoint.get("hyper_parameters")
-            raise RuntimeError(f"'{self._read}' {does_not_fit(module, saved)}: {err}") from err
+            raise RuntimeError(f"'{self._read}' {does_not_fit(module, saved, err)}") from err
         for metric in module.modules():
             if isinstance(metric, Metric):  # it takes over the tensors of the file, on the CPU
                 metric.to(device)
