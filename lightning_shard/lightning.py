@@ -61,6 +61,9 @@ PRIVATE = {
     "FabricSubprocessLauncher":
         ("fabric.strategies.launchers.subprocess_script", "_SubprocessScriptLauncher",
          "Fabric starts the processes of a script by itself"),
+    "LRCallback":
+        ("pytorch.tuner.lr_finder", "_LRCallback",
+         "the search of a learning rate sees the mean loss of replicas"),
     "Launcher": ("pytorch.strategies.launchers.launcher", "_Launcher", "the same"),
     "Metadata":
         ("pytorch.trainer.connectors.logger_connector.result", "_Metadata",

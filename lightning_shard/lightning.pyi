@@ -87,6 +87,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
 from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
+from lightning.pytorch.tuner.lr_finder import _LRCallback as LRCallback
 from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
@@ -122,6 +123,7 @@ __all__ = [
     "FabricPrecision",
     "FabricSubprocessLauncher",
     "HalfPrecision",
+    "LRCallback",
     "LSFEnvironment",
     "Launcher",
     "LearningRateFinder",

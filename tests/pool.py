@@ -29,6 +29,7 @@ import torch.multiprocessing as mp
 from torch.distributed import device_mesh, distributed_c10d
 
 from lightning_shard.lab.simulated.group import SimulatedGroup
+from lightning_shard.processes import mesh
 from lightning_shard.processes.torch_private.internals import open_groups
 from tests import quick_dtensor
 
@@ -45,6 +46,7 @@ class Pool:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         context = mp.get_context("fork")  # of the session, which has imported what tests need
+        forget_groups()
         port = free_port()
         self.answers: list[deque[str | None]] = [deque() for _ in range(ranks)]
         self.outbox = context.Queue()
@@ -137,6 +139,23 @@ def start_all(forks: Sequence[Any]) -> None:
         warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
         for fork in forks:
             fork.start()
+
+
+def forget_groups() -> None:
+    """Let go of the groups of this process that its tests have ended.
+
+    What frees a group of gloo waits for threads of it, which a fork does not have: a rank that
+    emptied a cache would hang.
+    """
+    if dist.is_initialized():
+        return
+    for name, module in [*sys.modules.items()]:
+        state = vars(module).get("PROCESS_STATE", {}) if name.startswith("lightning_shard") else {}
+        for value in state.values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    mesh.share_mesh(None)
+    mesh._of_script = None
 
 
 def is_open(pool: Pool) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_shard.processes import mesh
 from tests import pool
 
 
@@ -31,6 +32,26 @@ def test_bodies_that_were_sent_ahead_are_answered_in_turn():
     again = pool.pool_of(2)
     assert again is not ranks
     again.run(multiply, {"number": 3})
+
+
+def forget_meshes():
+    for cached in (mesh._made, mesh._sub_mesh, mesh._flat_mesh):
+        cached.cache_clear()
+    mesh._of_script = None
+
+
+def test_ranks_can_forget_the_meshes_of_the_session(monkeypatch):
+    """What frees a group waits for its threads: a rank, a fork without them, hung for ever."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh.init_mesh({"data": 1, "domain": 1}, "cpu")
+    dist.destroy_process_group()
+    monkeypatch.setattr(pool, "SILENCE_S", 20)
+    ranks = pool.Pool(1)
+    try:
+        ranks.run(forget_meshes, {})
+    finally:
+        ranks.kill()
 
 
 def refuse_on_the_first(number):

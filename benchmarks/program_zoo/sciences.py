@@ -46,6 +46,21 @@ def of_medvision(name: str) -> Parts:
 
 for each in OF_MINERVA:
     program("minerva-ml", "minerva", name=f"minerva_{each}")(lambda name=each: of_minerva(name))
+
+
+@program("minerva-ml", "minerva", changed="its forward pass without x.float(); SGD")
+def minerva_deeplab() -> Parts:
+    from minerva.models.nets.image.deeplabv3 import DeepLabV3
+
+    class InFloat64(DeepLabV3):
+        def forward(self, x: Any) -> Any:
+            z = self.fc(self.backbone(x))
+            return nn.functional.interpolate(z, x.shape[-2:], mode="bilinear")
+
+    data = fields(4, lambda i: (numbers(3, 64, 64, seed=i), classes(1, 64, 64, of=3, seed=i)))
+    return Parts(InFloat64(num_classes=3, optimizer=torch.optim.SGD), data)
+
+
 for each in OF_MEDVISION:
     program("medvision-segmentation", "medvision", name=f"medvision_{each}", host=OLDER)(
         lambda name=each: of_medvision(name)

@@ -51,10 +51,10 @@ def check_thread(group: dist.ProcessGroup) -> None:
         )
     if _refusals:
         raise _refusal(_refusals[0])
-    last = _thread
-    if last is not None and last.ident == threading.get_ident() and not _comparing:
+    # not its number, which a thread takes over from one that has ended, and not on every rank
+    last, thread = _thread, threading.current_thread()
+    if thread is last and not _comparing:
         return
-    thread = threading.current_thread()
     with _Taking(thread):
         if _works(last):
             _refuse_everywhere()
@@ -84,7 +84,7 @@ class _Taking:
 
 def _works(thread: threading.Thread | None) -> bool:
     """Say whether a thread, other than this one, does something else than to wait."""
-    if thread is None or thread.ident == threading.get_ident():
+    if thread is None or thread is threading.current_thread():
         return False
     if thread not in threading.enumerate():  # a new one may have its number
         return False

@@ -5,7 +5,7 @@ another. So these need no adjoints of their own, in no order of derivatives. Eac
 members brought, in their order, and returns what each of them gets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,57 +44,58 @@ def reads_of(routes: tuple[Route, ...]) -> list[list[Read]]:
     ]
 
 
-def strips_of(
-    given: Sequence[Tensor], dim: int, reads: Sequence[Sequence[Read]]
-) -> dict[Read, Tensor]:
-    """Copy the rows that members read of others, so that nobody needs all rows of several."""
-    return {
-        read: given[read[0]].narrow(dim, *read[1:]).clone()
-        for place, each in enumerate(reads)
-        for read in each
-        if read[0] != place
-    }
-
-
-def rows_of(
-    given: Sequence[Tensor],
-    place: int,
-    dim: int,
-    reads: Sequence[Read],
-    strips: Mapping[Read, Tensor],
-) -> Tensor:
-    """Put rows of several members together for one of them, in the format of its own rows.
+class Sources:
+    """The rows of all members, of which each member reads some.
 
     Args:
         given: The tensor of each member.
-        place: The member.
         dim: The dim of the rows.
-        reads: The rows, in their order.
-        strips: Copies of some of them.
+        reads: The rows that each member reads, in their order.
+        moves: True where tensors may leave memory. What members read of others is then copied, all
+            of one member at once, so that nobody needs all rows of several.
     """
-    parts = [part_of(given, dim, read, strips) for read in reads]
-    own = given[place]
+
+    def __init__(
+        self, given: Sequence[Tensor], dim: int, reads: Sequence[Sequence[Read]], *, moves: bool
+    ) -> None:
+        self.given, self.dim, self._reads = given, dim, reads
+        self._copies: dict[Read, Tensor] = {}
+        self._uncopied: dict[int, dict[Read, None]] = {}
+        for place, each in enumerate(reads) if moves else ():
+            for read in each:
+                if read[0] != place:
+                    self._uncopied.setdefault(read[0], {})[read] = None
+
+    def read_by(self, place: int) -> list[Tensor]:
+        """Return the rows that a member reads, each a copy or a view."""
+        reads = self._reads[place]
+        for peer, _, _ in reads:
+            for read in self._uncopied.pop(peer, ()):
+                self._copies[read] = self._view(read).clone()
+        return [self._copies[read] if read in self._copies else self._view(read) for read in reads]
+
+    def _view(self, read: Read) -> Tensor:
+        peer, start, size = read
+        return self.given[peer].narrow(self.dim, start, size)
+
+
+def rows_of(sources: Sources, place: int) -> Tensor:
+    """Put the rows that a member reads together, in the format of its own rows."""
+    parts, own = sources.read_by(place), sources.given[place]
     if not parts:
         shape = [*own.shape]
-        shape[dim] = 0
+        shape[sources.dim] = 0
         return own.new_empty(shape)
     if len(parts) > 1:
-        return torch.cat(parts, dim).contiguous(memory_format=format_of(own))
+        return torch.cat(parts, sources.dim).contiguous(memory_format=format_of(own))
     return parts[0].clone(memory_format=format_of(own))
-
-
-def part_of(given: Sequence[Tensor], dim: int, read: Read, strips: Mapping[Read, Tensor]) -> Tensor:
-    """Return the rows that a member reads of one member: a copy of them, or a view."""
-    peer, start, size = read
-    return strips[read] if read in strips else given[peer].narrow(dim, start, size)
 
 
 def exchanged(values: Sequence[tuple[Tensor, Route]], dim: int, *, moves: bool) -> list[Tensor]:
     """`comm.exchange` for all members: the rows that each of them asks for."""
-    given, routes = [x for x, _ in values], tuple([route for _, route in values])
-    every = reads_of(routes)
-    strips = strips_of(given, dim, every) if moves else {}
-    return [rows_of(given, n, dim, reads, strips) for n, reads in enumerate(every)]
+    reads = reads_of(tuple([route for _, route in values]))
+    sources = Sources([x for x, _ in values], dim, reads, moves=moves)
+    return [rows_of(sources, place) for place in range(len(values))]
 
 
 def added_to_owners(values: Sequence[tuple[Tensor, Route, int]], dim: int) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +41,8 @@ from lightning_shard.processes.torch_private.internals import (
 def open_around_steps(work: Work) -> None:
     """Let the methods that run the module count domains once, and see whole gradients."""
     for name in work.methods:
-        setattr(work.module, name, _in_step(getattr(work.module, name), work))
+        method = getattr(work.module, name)
+        _put(work.module, name, _in_step(method, work), method)
 
 
 def wrap_methods(work: Work) -> None:
@@ -53,11 +55,22 @@ def wrap_methods(work: Work) -> None:
         local = LocalTensors()
         setattr(module, name, _stripped(refusing_writes(method, gathered), local))
         register_fsdp_forward_method(module, name)  # wraps the attribute, so it is set before
-        step = _as_step(getattr(module, name), work, replaced, local)
-        if inspect.ismethod(method):  # a function that was put there is given all arguments
-            # Lightning looks behind one decorator for the arguments that a step takes
-            step.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method)
+        _put(module, name, _as_step(getattr(module, name), work, replaced, local), method)
+
+
+def _put(module: nn.Module, name: str, step: Callable[..., Any], method: Any) -> None:
+    """Put `step` in the place of a method, as a bound method: Fabric marks nothing else."""
+    if not inspect.ismethod(method):  # a function that was put there is given all arguments
         setattr(module, name, step)
+        return
+
+    @functools.wraps(method)
+    def bound(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    # Lightning looks behind one decorator for the arguments that a step takes
+    bound.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method.__func__)
+    setattr(module, name, MethodType(bound, module))
 
 
 def _stripped(method: Callable[..., Any], local: LocalTensors) -> Callable[..., Any]:

@@ -40,6 +40,7 @@ from lightning_shard.trainer.host import (
     not_reduced,
 )
 from lightning_shard.trainer.peers import Peers
+from lightning_shard.trainer.rate_search import follow_search
 from lightning_shard.trainer.reduce import divide
 
 if TYPE_CHECKING:
@@ -222,6 +223,8 @@ class LoggedValues:
         """Show to ranks that wait for this one in a hook that it has gone on, as to a batch."""
         if (order := self._order()) is not None:
             order.passes()
+        if self._is_possible():
+            follow_search(self._trainer, self._device)
 
     def exchange_nothing(self) -> None:
         """Take part in the exchange of a number of a step that this rank does not run."""

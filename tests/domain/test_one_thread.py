@@ -123,3 +123,24 @@ def test_a_new_thread_may_have_the_number_of_one_that_ended():
     assert first.ident in [other.ident for other in others]
     assert x.mean().isfinite()
     done.set()
+
+
+@pytest.mark.spmd(2)
+def test_a_new_thread_takes_over_a_number_on_one_rank_only():
+    """One rank took it for the thread before, and the other waited for ranks to compare them."""
+    whole = torch.randn(5, 3)
+    x, numbers, done = lightning_shard.shard(whole, mesh_of(2), 0), list[int](), threading.Event()
+
+    def work(factor: int) -> None:
+        torch.testing.assert_close((x * factor).sum(), (whole * factor).sum())
+        numbers.append(threading.get_ident())
+
+    for factor in (1, 2):
+        thread = threading.Thread(target=work, args=(factor,))
+        thread.start()
+        thread.join()
+        if dist.get_rank() == 1:  # this one takes the number
+            threading.Thread(target=done.wait, name="logger").start()
+    done.set()
+    assert (numbers[0] == numbers[1]) == (dist.get_rank() == 0)
+    torch.testing.assert_close(x.mean(), whole.mean())

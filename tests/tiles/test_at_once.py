@@ -90,6 +90,18 @@ def test_kernels_of_a_step() -> None:
     assert tiles.seen["convolution"] == 8 * plain.seen["convolution"]
 
 
+def test_weights_of_several_samples_are_one() -> None:
+    """What tiles have in common is differentiated once, also where each sample has its norms."""
+    counts: list[int] = []
+    for samples in (1, 2):
+        net, field = nn.GroupNorm(4, 8), shard(torch.randn(samples, 8, 32, 32), Tiles(8), 2)
+        net(field)
+        with Counted() as launches:
+            net(field).square().sum().backward()
+        counts.append(launches.seen.total())
+    assert counts[1] < 1.1 * counts[0], counts
+
+
 def test_convolutions_keep_the_order_of_memory() -> None:
     """Exact random numbers are drawn in the order in which a field lies in memory."""
     x, weight = torch.randn(2, 4, 9, 8, dtype=torch.float64), torch.randn(4, 4, 3, 3).double()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import DoublePrecision
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -285,6 +285,36 @@ def test_methods_that_are_marked_as_forward_methods(sharding):
     found = full_module_state(net.module)
     for name, value in alone.state_dict().items():
         assert_same(found[name], value)
+
+
+class Trained(LightningModule):
+    """Its steps are marked by some programs, though Fabric knows them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Conv2d(1, 1, 3, padding=1).double()
+
+    def training_step(self, batch, index):
+        return self.validation_step(batch, index)
+
+    def validation_step(self, batch, index):
+        return (self.net(batch) - batch).square().mean()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_steps_can_be_marked(sharding):
+    alone, batch = Trained(), next(iter(loader(BATCH)))
+    fabric = fabric_of(FabricShardStrategy(domain_parallel_size=2, sharding=sharding))
+    net = Trained()
+    module, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    module.mark_forward_method("validation_step")
+    module.mark_forward_method(net.training_step)
+    split = lightning_shard.shard(batch, fabric.strategy.domain_mesh, 2)
+    with torch.no_grad():
+        assert_same(module.validation_step(split, 0), alone.validation_step(batch, 0))
+    fabric.backward(module.training_step(split, 0))
 
 
 def options_of(**options):

@@ -1,8 +1,9 @@
 """Keeps what a device holds within a budget: storages that are not needed now lie elsewhere.
 
 A `Pager` knows each storage that an operator makes while one of its modes is open, brings those
-that an operator reads, and makes room before an operator allocates. The storage that nobody has
-used for the longest time leaves first.
+that an operator reads, and makes room before an operator allocates. Storages of which the host
+still has a copy leave first, since that costs nothing. Among the others that is the one that nobody
+has used for the longest time.
 """
 
 import threading
@@ -348,11 +349,14 @@ class Pager:
                 self._free_leaving()
 
     def _last_needed_last(self) -> list[Page]:
-        """Order what is near by its last use, the newest first: backward needs the oldest last."""
+        """Order what is near: by its last use, the newest first, and after that what has a copy.
+
+        Backward needs the oldest last, and what came back for it no more.
+        """
         near = [page for page in self.pages.known.values() if self._may_leave(page) and page.count]
         for page in near:
             page.place = page.used
-        return sorted(near, key=lambda page: page.used, reverse=True)
+        return sorted(near, key=lambda page: (page.host is None, page.used), reverse=True)
 
     def _hosted(self, page: Page, tensor: Tensor) -> Tensor:
         """Return a tensor of the host on the page's own memory there."""

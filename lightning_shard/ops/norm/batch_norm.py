@@ -89,7 +89,7 @@ def instance_norm(
             f"Expected more than 1 spatial element when training, got input size {x.shape}"
         )
     samples, channels = x.local.shape[:2]
-    weight, bias = (_for_samples(_of_channels(x, v), samples) for v in (weight, bias))
+    weight, bias = _of_channels(x, weight), _of_channels(x, bias)
     groups = groups_of(x, dims, samples * channels, eps)
 
     def noted(made: Moments) -> Subdomain:
@@ -102,14 +102,6 @@ def instance_norm(
         return x.like(result)
 
     return after(normalize_groups(x.local, weight, bias, groups), noted)
-
-
-def _for_samples(values: Tensor | None, samples: int) -> Tensor | None:
-    """One value for each channel of each sample, which has memory of its own.
-
-    Not by `repeat`, of which no samples give a gradient without a graph.
-    """
-    return values if values is None or samples == 1 else values.expand(samples, -1).flatten()
 
 
 def _of_channels(x: Subdomain, values: Any) -> Any:
@@ -157,7 +149,6 @@ def group_norm(
         )
     if x.layout.parts(*spatial) == 1:
         return x.like(func(x.local, num_groups, weight, bias, eps))
-    weight, bias = (_for_samples(v, batch) for v in (weight, bias))
     groups = groups_of(x, (1, *spatial), batch * num_groups, eps, parts=num_groups)
     (local,) = cast_for(of_one(torch.group_norm, 1), x.local)
     return after(normalize_groups(local, weight, bias, groups), lambda made: x.like(made[0]))

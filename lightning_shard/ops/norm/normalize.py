@@ -36,8 +36,8 @@ def normalize_groups(
 
     Args:
         local: This rank's values, (B, C, ...).
-        weight: A factor for each channel.
-        bias: A summand for each channel.
+        weight: A factor for each channel (C), the same for all samples.
+        bias: A summand for each channel (C).
         groups: The values that share their moments.
 
     Returns:
@@ -54,7 +54,8 @@ def normalize_groups(
     flat = groups.flat(local)
     mean, variance = groups.moments(flat)
     weight, bias = (
-        None if v is None else groups.of_channels(v).unsqueeze(-1) for v in (weight, bias)
+        None if v is None else groups.of_channels(_of_flat(v, flat.shape[1])).unsqueeze(-1)
+        for v in (weight, bias)
     )
     result = normalized(groups.view(flat), mean, variance, weight, bias, groups.eps)
     return _shaped_as(local, result), mean.detach().flatten(), variance.detach().flatten()
@@ -127,10 +128,10 @@ class _Normalize(Function):
         ctx.set_materialize_grads(False)
         results: list[Tensor] = []
         both = of_channels.unbind()
-        for m in members:
+        for m in reversed(members):  # the last one's rows were read last, so they are still near
             result = _scaled(m.flat(m.local), m.weight, m.bias, both, eps)
             results.append(owned(_shaped_as(m.local, result.to(m.local.dtype)), m.local))
-        return *results, mean, variance
+        return *reversed(results), mean, variance
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -149,17 +150,36 @@ class _Normalize(Function):
         for (of_x, *others), m, slot in zip(found, members, slots, strict=True):
             for place, part in zip(slot, (_shaped_as(m.local, of_x), *others), strict=True):
                 if place is not None and part is not None and ctx.needs_input_grad[2 + place]:
-                    part = part.to(tensors[place].dtype)
+                    part = _of_channels(part, tensors[place])
                     before = totals[place]
                     totals[place] = part if before is None else before + part
         return None, None, *totals
 
 
+def _of_flat(values: Tensor, channels: int) -> Tensor:
+    """Return one value for each channel of all samples, in memory of its own.
+
+    Not by `repeat`, of which no samples give a gradient without a graph.
+    """
+    samples = channels // max(len(values), 1)
+    return values if len(values) == channels else values.expand(samples, -1).flatten()
+
+
+def _of_channels(gradient: Tensor, values: Tensor) -> Tensor:
+    """Return a gradient like `values`, of which each sample has given a part."""
+    if gradient.ndim == 1 and len(gradient) != len(values):
+        gradient = gradient.reshape(-1 if len(gradient) else 0, len(values)).sum(0)
+    return gradient.to(values.dtype)
+
+
 def _members(joint: Joint, slots: list[Slot], tensors: Sequence[Tensor]) -> list[_Member]:
     """Return what each member normalizes: the tensors at its places, the weights in float32."""
     weights: dict[int | None, Tensor | None] = {None: None}
+    channels = joint.first.channels_of(tensors[slots[0][0]])
     for _, *places in slots:
-        weights |= {n: wide(tensors[n]) for n in places if n is not None and n not in weights}
+        for n in places:
+            if n is not None and n not in weights:
+                weights[n] = _of_flat(wide(tensors[n]), channels)
     return [
         _Member(tensors[x], weights[weight], weights[bias], groups)
         for (x, weight, bias), groups in zip(slots, joint.groups, strict=True)
@@ -256,7 +276,7 @@ def _fused_gradients(
     for numbers in alike.values():
         weight = members[numbers[0]].weight
         factors = inverse if weight is None else inverse * weight
-        for n in numbers:
+        for n in reversed(numbers):
             m = members[n]
             x, grad = m.flat(m.local), m.flat(grads[n])
             result = _scaled(x, slopes, shifts, moments, eps)

@@ -4,7 +4,7 @@ A tile's rows and those around them are put together for one convolution, and on
 gradients. Nobody keeps them in between. So a tile costs one copy more than a plain convolution.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from lightning_shard.domain.layout import Layout
 from lightning_shard.domain.local_group import Later, LocalGroup, joining
 from lightning_shard.domain.memory_format import format_of, joined
 from lightning_shard.domain.subdomain import Subdomain
-from lightning_shard.domain.together import Read, Route, part_of, reads_of, strips_of
+from lightning_shard.domain.together import Read, Route, Sources, reads_of
 from lightning_shard.domain.window import window_plan
 from lightning_shard.ops.window.strips import Window
 from lightning_shard.processes.torch_private.internals import in_memory
@@ -167,28 +167,70 @@ class _Convolution(Function):
             found = iter(again)
             return None, None, None, *(next(found) if wants else None for wants in wanted)
         wants = any(wanted[2:]), wanted[0], wanted[1]
-        pieces: list[Any] = [[] for _ in locals_]
         of_weight: Tensor | None = None
         of_bias: Tensor | None = None
-        strips = _strips(locals_, plans, numbers)
+        arriving = _Arriving(locals_, plans, numbers)
+        sources = _sources(locals_, plans, numbers)
         for tile, (grad, plan) in enumerate(zip(grads, plans, strict=True)):
             if 0 in plan.shape:
                 continue
-            rows = _rows(locals_, tile, plan, numbers.dim, strips)
+            rows = _rows(sources, tile, plan)
             found = _gradients(
                 grad, rows, weight, [len(weight)], numbers.stride, numbers.padding,
                 numbers.dilation, False, [0] * len(numbers.stride), numbers.groups, [*wants],
             )  # fmt: skip
             of_weight, of_bias = _added(of_weight, found[1]), _added(of_bias, found[2])
-            place = plan.before
-            for peer, start, size in plan.reads if wants[0] else ():
-                piece = found[0].narrow(numbers.dim, place, size)
-                piece = piece.clone() if numbers.moves and peer != tile else piece
-                pieces[peer].append((start, piece))
-                place += size
-        each = zip(locals_, pieces, wanted[2:], strict=True)
-        of_locals = [_of_rows(x, numbers.dim, parts) if want else None for x, parts, want in each]
-        return None, None, None, of_weight, of_bias, *of_locals
+            if wants[0]:
+                arriving.bring(tile, found[0])
+        of_locals = arriving.of_all() if wants[0] else locals_
+        chosen = [x if want else None for x, want in zip(of_locals, wanted[2:], strict=True)]
+        return None, None, None, of_weight, of_bias, *chosen
+
+
+class _Arriving:
+    """Adds up what arrives at the rows of each tile, as soon as the last piece is there.
+
+    Args:
+        locals_: The rows of each tile.
+        plans: The rows that each tile reads.
+        numbers: The numbers of the convolution.
+    """
+
+    def __init__(self, locals_: Sequence[Tensor], plans: Sequence[_Plan], numbers: Numbers) -> None:
+        self._locals, self._plans, self._numbers = locals_, plans, numbers
+        self._pieces: list[list[tuple[int, Tensor]]] = [[] for _ in locals_]
+        self._found: list[Tensor | None] = [None] * len(locals_)
+        readers = [n for n, plan in enumerate(plans) if 0 not in plan.shape]
+        self._last = {peer: n for n in readers for peer, _, _ in plans[n].reads}
+
+    def bring(self, tile: int, gradient: Tensor) -> None:
+        """Keep the gradient of the rows that a tile has read."""
+        dim, place = self._numbers.dim, self._plans[tile].before
+        for peer, start, size in self._plans[tile].reads:
+            piece = gradient.narrow(dim, place, size)
+            piece = piece.clone() if self._numbers.moves and peer != tile else piece
+            self._pieces[peer].append((start, piece))
+            place += size
+        for peer in [peer for peer, reader in self._last.items() if reader == tile]:
+            self._add_up(peer)
+
+    def of_all(self) -> list[Tensor | None]:
+        """Return the gradient of each tile's rows, also of those that nobody has read."""
+        for tile, found in enumerate(self._found):
+            if found is None:
+                self._add_up(tile)
+        return self._found
+
+    def _add_up(self, tile: int) -> None:
+        """Add the pieces up; the one that has all rows is written."""
+        x, dim, parts = self._locals[tile], self._numbers.dim, self._pieces[tile]
+        whole = next((part for _, part in parts if part.shape[dim] == x.shape[dim]), None)
+        total = torch.zeros_like(x) if whole is None else whole
+        for start, part in parts:
+            if part is not whole and part.shape[dim]:
+                total.narrow(dim, start, part.shape[dim]).add_(part)
+        self._found[tile] = total
+        self._pieces[tile] = []
 
 
 def _results(
@@ -200,50 +242,35 @@ def _results(
 ) -> list[Tensor]:
     """Convolve the rows of each tile."""
     (weight, bias), others = parameters, numbers[1:5]
-    strips = _strips(locals_, plans, numbers)
-    return [
+    sources = _sources(locals_, plans, numbers)
+    results = [
         locals_[0].new_empty(plan.shape)
         if 0 in plan.shape
-        else func(_rows(locals_, tile, plan, numbers.dim, strips), weight, bias, *others)
-        for tile, plan in enumerate(plans)
+        else func(_rows(sources, tile, plan), weight, bias, *others)
+        for tile, plan in reversed([*enumerate(plans)])  # the last tile was computed last
     ]
+    return results[::-1]
 
 
-def _strips(
-    locals_: Sequence[Tensor], plans: Sequence[_Plan], numbers: Numbers
-) -> dict[Read, Tensor]:
-    """Copy the rows that tiles read of their neighbours, where each is best read alone."""
-    reads = [plan.reads for plan in plans]
-    return strips_of(locals_, numbers.dim, reads) if numbers.moves else {}
+def _sources(locals_: Sequence[Tensor], plans: Sequence[_Plan], numbers: Numbers) -> Sources:
+    return Sources(locals_, numbers.dim, [plan.reads for plan in plans], moves=numbers.moves)
 
 
-def _rows(
-    locals_: Sequence[Tensor], tile: int, plan: _Plan, dim: int, strips: Mapping[Read, Tensor]
-) -> Tensor:
+def _rows(sources: Sources, tile: int, plan: _Plan) -> Tensor:
     """Put the rows of one tile together, with those of its neighbours, and zeros at the edges.
 
     They lie in the format of the tile's own rows, which torch's convolutions keep.
     """
-    stored, shape = format_of(locals_[tile]), [*locals_[0].shape]
-    parts = [part_of(locals_, dim, read, strips) for read in plan.reads]
+    own = sources.given[tile]
+    parts, stored, shape = sources.read_by(tile), format_of(own), [*own.shape]
     for number, place in ((plan.before, 0), (plan.after, len(parts) + 1)):
         if number:
-            shape[dim] = number
-            parts.insert(place, locals_[0].new_zeros(shape))
+            shape[sources.dim] = number
+            parts.insert(place, own.new_zeros(shape))
     if torch.is_grad_enabled():
-        return torch.cat(parts, dim).contiguous(memory_format=stored)
-    return joined(parts, dim, stored)
+        return torch.cat(parts, sources.dim).contiguous(memory_format=stored)
+    return joined(parts, sources.dim, stored)
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return part if total is None or part is None else total.add_(part)
-
-
-def _of_rows(x: Tensor, dim: int, parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Add up what has arrived at the rows of a tile; the part that has all of them is written."""
-    whole = next((part for _, part in parts if part.shape[dim] == x.shape[dim]), None)
-    total = torch.zeros_like(x) if whole is None else whole
-    for start, part in parts:
-        if part is not whole and part.shape[dim]:
-            total.narrow(dim, start, part.shape[dim]).add_(part)
-    return total
