@@ -478,9 +478,10 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         self.saver.finish(together_with_all=not self.peers.is_disconnected())
         self.peers.pause_watch()
         module = self.lightning_module
-        if module is not None:
+        is_sharded = isinstance(module, FSDPModule)
+        if module is not None and not is_sharded:  # shards stay as `parallelize` made them
             leave_plain_gradients(module)
-        if not (isinstance(module, FSDPModule) or (module and is_deferred(module))):
+        if not (is_sharded or (module and is_deferred(module))):
             super().teardown()
             return
         assert self.accelerator is not None

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 import lightning_shard
 from lightning_shard.checkpoint.state import full_module_state
 from tests.pairs import choose
+from tests.trainer.featured import Featured, assert_same_state, fit_alone, fit_sharded
 from tests.training import MODELS, Fields, loader, make, trainer
 
 SAMPLES = 6
@@ -86,6 +87,17 @@ def test_validate_before_fit_and_fit_twice():
         expected, first = first, second
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(expected[key], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_whole_parameters_beside_shards_train_in_a_second_stage(sharding):
+    """The scalar of the module had the gradient of its own rank after a first stage."""
+    alone, module = Featured(), Featured()
+    for _ in range(2):
+        fit_alone(alone)
+        fit_sharded(module, (2,), strategy={"sharding": sharding})
+        assert_same_state(module, alone)
 
 
 @pytest.mark.spmd(2)
