@@ -60,17 +60,17 @@ def wrap_methods(work: Work) -> None:
 
 def _put(module: nn.Module, name: str, step: Callable[..., Any], method: Any) -> None:
     """Put `step` in the place of a method, as a bound method: Fabric marks nothing else."""
-    if not inspect.ismethod(method):  # a function that was put there is given all arguments
-        setattr(module, name, step)
-        return
 
     @functools.wraps(method)
     def bound(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
 
+    is_method = inspect.ismethod(method)
+    put: Any = bound if is_method else functools.wraps(method)(lambda *a, **k: step(*a, **k))
     # Lightning looks behind one decorator for the arguments that a step takes
-    bound.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method.__func__)
-    setattr(module, name, MethodType(bound, module))
+    plain = method.__func__ if is_method else method
+    put.__dict__["__wrapped__"] = getattr(method, "__wrapped__", plain)
+    setattr(module, name, MethodType(bound, module) if is_method else put)
 
 
 def _stripped(method: Callable[..., Any], local: LocalTensors) -> Callable[..., Any]:

@@ -50,20 +50,29 @@ class OfLoaders(OnlyBatches):
         return super().training_step(batch)
 
 
+class OfTheInstance(OnlyBatches):
+    """Its step is a function that was put there."""
+
+    def __init__(self):
+        super().__init__()
+        self.training_step = lambda batch: self.network(batch).square().mean()
+
+
 def fields(index):
     return torch.randn(2, 9, 7, generator=generator(index), dtype=torch.float64)
 
 
-@pytest.mark.quick_rows("OnlyBatches")
+@pytest.mark.quick_rows("OnlyBatches", "OfTheInstance")
 @pytest.mark.spmd(2)
-@pytest.mark.parametrize("kind", [OnlyBatches, OfLoaders])
+@pytest.mark.parametrize("kind", [OnlyBatches, OfLoaders, OfTheInstance])
 def test_steps_without_the_number_of_the_batch(kind):
     data = DataLoader(Fields(fields, 4), 2)
     alone, module = kind(), kind()
     signature = inspect.signature(module.training_step)
     plain = Trainer(devices=1, plugins=LightningEnvironment(), **QUIET)
     plain.fit(alone, data, data)
-    trainer = training.trainer((2,), use_distributed_sampler=False)
+    sharded = {"sharding": "full"} if kind is OfTheInstance else None
+    trainer = training.trainer((2,), strategy=sharded, use_distributed_sampler=False)
     trainer.fit(module, data, data)
     assert_same_state(module, alone)
     assert inspect.signature(module.training_step) == signature
