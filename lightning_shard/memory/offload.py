@@ -12,7 +12,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ SMALL_BYTES = 2**16
 # On the device beside what computes: forward waits for the oldest copy where more is on its way,
 # and backward fetches as much ahead. At 25 GB/s it travels in 10 ms.
 AHEAD_BYTES = 2**28
+
+
+_LOOKED_AT = 8  # tensors that something else may still hold
 
 
 def is_moved(tensor: Tensor) -> bool:
@@ -89,6 +92,10 @@ class Mover:
         self._away = OrderedDict[Page, None]()
         self._places = 0  # saved tensors so far
         self._last = 0  # the place that backward asked for last
+        self._numbers = dict[Page, int]()  # one for each page since this step began
+        self._left, self._left_before = set[int](), set[int]()  # numbers, this step and the last
+        self._budget: int | None = None  # the one that this step has
+        self._early = dict[Page, None]()  # those that will leave if this step is as the last was
         self._lock = threading.RLock()  # backward may run in threads of its own
 
     def pack(self, budget: int | None, tensor: Tensor) -> Any:
@@ -104,13 +111,19 @@ class Mover:
         with self._lock:
             pages = self._pages_on(tensor.device)
             page = pages.known.get(key_of_storage(tensor.untyped_storage()))
+            if not (self._near or self._away):
+                self._begin_step(budget)
             if page is None:
                 page = pages.note(tensor.untyped_storage())
+                number = self._numbers[page] = len(self._numbers)
+                if number in self._left_before:
+                    self._early[page] = None
             self._places += 1
             self._last = page.place = self._places
             self._near[page] = None
             self._near.move_to_end(page)
             saved = _Saved(self, tensor, page, self._places)
+            self._send_early(pages)
             self._make_room(pages, budget, 0)
         return saved
 
@@ -138,8 +151,8 @@ class Mover:
         with self._lock:
             page.held -= 1
             if not page.held:
-                self._near.pop(page, None)
-                self._away.pop(page, None)
+                for kept in (self._near, self._away, self._early):
+                    kept.pop(page, None)
                 for pages in self._pages.values():
                     if pages.known.get(page.key) is page:
                         pages.forget(page)
@@ -148,6 +161,23 @@ class Mover:
         if device not in self._pages:
             self._pages[device] = Pages(device, self._memory, self.driver)
         return self._pages[device]
+
+    def _begin_step(self, budget: int | None) -> None:
+        """Forget the pages of the step before, but for which of them had to leave."""
+        self._left_before = self._left if budget == self._budget else set()
+        self._left, self._budget = set(), budget
+        self._numbers.clear()
+        self._early.clear()
+
+    def _send_early(self, pages: Pages) -> None:
+        """Start the copies of what had to leave in the step before.
+
+        A copy that begins where there is no room left hides behind nothing.
+        """
+        ready = [page for page in islice(self._early, _LOOKED_AT) if self._is_only_ours(page)]
+        for page in ready:
+            del self._early[page]
+            pages.send(page)
 
     def _make_room(self, pages: Pages, budget: int | None, wanted: int) -> None:
         """Start copies of what is above the budget, and free as much as must be free now."""
@@ -164,6 +194,8 @@ class Mover:
                 newer = pages.near + wanted - (page.count if budget is None else 1)
                 if newer >= limit:
                     pages.free(page)
+                    self._left.add(self._numbers[page])
+                    self._early.pop(page, None)
                     freed.append(page)
         for page in freed:
             del self._near[page]

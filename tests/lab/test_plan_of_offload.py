@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import lightning_shard
 from lightning_shard.lab.batches import first_batches
 from lightning_shard.lab.fake_trainer import train
+from lightning_shard.lab.machine import Cluster, Device, Link
 from lightning_shard.lab.run import Task, on_each_rank
 from lightning_shard.lightning import Callback
 from lightning_shard.memory import offload
@@ -93,3 +94,13 @@ def test_bytes_on_the_host(option, mesh):
     assert planned.on_host == pytest.approx(held, rel=0.02)
     assert planned.to_host == pytest.approx(out, rel=0.02)
     assert planned.from_host == pytest.approx(back, rel=0.02)
+
+
+def test_copies_hide_behind_computation():
+    """Those of a step begin where those of the step before were needed, not where room is gone."""
+    device = Device("made up", 10**9, {"float32": 2e10}, 1e12, 1e-9, "made up", host_rate=2e9)
+    cluster = Cluster(device, 1, 1, Link(1e9, 0.0), Link(1e9, 0.0))
+    found = lightning_shard.plan(Net(), fields(), cluster=cluster, activation_offload="20MB")
+    link = max(found.to_host, found.from_host) / device.host_rate
+    assert found.to_host > 0
+    assert found.seconds <= 1.15 * max(found.compute, link)
