@@ -2,7 +2,7 @@
 
 import torchvision.models as tv
 
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import Case
 
 IMAGE = (2, 3, 97, 70)
 
@@ -60,12 +60,6 @@ def vit():
     return tv.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5)
 
 
-def detection():
-    net = tv.detection.retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=3)
-    net.eval().train = lambda mode: net  # its losses need boxes
-    return Apply(lambda m, x: m([x]), net)
-
-
 CASES = {
     name: Case(named(name), [IMAGE], (2, 3))
     for name in (
@@ -86,7 +80,6 @@ CASES |= {
     "swin_v2": Case(lambda: swin(2), [(2, 3, 29, 40)], (2, 3)),
     "maxvit": Case(maxvit, [(2, 3, 56, 56)], (2, 3)),
     "vit": Case(vit, [(2, 3, 32, 32)], (2, 3)),
-    "retinanet": Case(detection, [(3, 64, 65)], (1,)),
     "r3d_18": Case(named("r3d_18"), [(2, 3, 5, 33, 20)], (3, 2, 4)),
     "mc3_18": Case(named("mc3_18"), [(2, 3, 5, 33, 20)], (3, 2, 4)),
     "r2plus1d_18": Case(named("r2plus1d_18"), [(2, 3, 5, 33, 20)], (3, 2, 4)),

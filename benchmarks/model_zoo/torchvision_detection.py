@@ -1,4 +1,4 @@
-"""Faster R-CNN and Mask R-CNN of torchvision in training, whole: lists of images, losses.
+"""Faster R-CNN, Mask R-CNN and RetinaNet of torchvision in training, whole: images, losses.
 
 Images of two sizes are resized and copied into one batch, proposals are matched, boxes and masks
 pooled.
@@ -6,7 +6,11 @@ pooled.
 
 import torch
 from torch import nn
-from torchvision.models.detection import MaskRCNN, fasterrcnn_mobilenet_v3_large_320_fpn
+from torchvision.models.detection import (
+    MaskRCNN,
+    fasterrcnn_mobilenet_v3_large_320_fpn,
+    retinanet_resnet50_fpn,
+)
 from torchvision.models.detection.rpn import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
@@ -43,6 +47,12 @@ def masks():
     )  # fmt: skip
 
 
+def retina():
+    return retinanet_resnet50_fpn(
+        weights=None, weights_backbone=None, num_classes=3, min_size=64, max_size=96
+    )
+
+
 def losses(model, x):
     images = [x[0], x[1, :, :-20]]
     targets = [
@@ -58,7 +68,9 @@ def losses(model, x):
     return model(images, targets)
 
 
-CASES = {  # one of its losses is of float32, whatever its weights are
+CASES = {
+    "retinanet": Case(lambda: Apply(losses, retina()), [(2, 3, 96, 64)], (2, 3)),
+    # one of the losses of these is of float32, whatever their weights are
     "faster_rcnn": Case(
         lambda: Apply(losses, detector()), [(2, 3, 128, 96)], (2, 3), tolerance=1e-5
     ),
