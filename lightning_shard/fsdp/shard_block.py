@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.data.tree import map_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -21,7 +22,12 @@ from lightning_shard.domain.forward_mode import in_forward_mode
 from lightning_shard.fsdp.blocks import can_be_gathered
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.processes.device import device_of
-from lightning_shard.processes.torch_private.internals import is_view, own_parameters
+from lightning_shard.processes.torch_private.internals import (
+    gathered_by,
+    is_view,
+    module_of,
+    own_parameters,
+)
 from lightning_shard.tensor.placement import pack, unpack
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -185,6 +191,7 @@ def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
                 "torch.func.jvp; FSDP2 would not reduce the gradients of a loss of tangents: keep "
                 "parameters whole with sharding='none', or take no gradients (torch.no_grad())"
             )
+        refuse_other_tensors(block)
         if torch.is_inference_mode_enabled():  # tensors that FSDP2 made in it could not be trained
             with torch.inference_mode(False):
                 cast("FSDPModule", block).unshard()
@@ -198,6 +205,27 @@ def _fsdp_sees_local_tensors(block: nn.Module) -> Generator[None]:
     yield
     block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     block.register_forward_hook(lambda _, __, output: local.restore(output))
+
+
+def refuse_other_tensors(block: Any) -> None:
+    """Refuse to gather a block that `torch.func.functional_call` has given other parameters.
+
+    FSDP2 would put its own in their place, so the block would run as if nobody had given any.
+
+    Raises:
+        UnsupportedOperationError: A parameter of the block is no shard.
+    """
+    for record in gathered_by(block):
+        place = module_of(record)
+        held = own_parameters(place.module).get(place.param_name)
+        is_own = held is None or (isinstance(held, nn.Parameter) and isinstance(held, DTensor))
+        if record.sharded_state.name == "SHARDED" and not is_own:
+            raise UnsupportedOperationError(
+                f"torch.func.functional_call gave {class_name(place.module)} another tensor as "
+                f"its {place.param_name}, which FSDP2 would replace by the sharded parameter: keep "
+                "parameters whole with sharding='none', or call functional_call on a module "
+                "outside of the blocks that `wrap` names"
+            )
 
 
 def no_views(output: Any) -> Any:

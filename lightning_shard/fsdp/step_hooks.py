@@ -18,6 +18,7 @@ from lightning_shard.fsdp.shard_block import (
     LocalTensors,
     class_name,
     no_views,
+    refuse_other_tensors,
     sharded_modules,
 )
 from lightning_shard.fsdp.step_writes import (
@@ -189,6 +190,7 @@ def gather_for_parts_called_alone(work: Work) -> None:
 
     def enter(block: Any, *_: Any) -> None:
         if work.running and backward_pass() == -1 and _is_sharded(block):
+            refuse_other_tensors(block)
             block.unshard()
 
     blocks = {b for b in sharded_modules(work.module) if b is not work.module}
