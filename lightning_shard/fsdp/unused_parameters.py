@@ -86,7 +86,8 @@ class UnusedParameters:
         if used:
             for p in trained:
                 if not _has_gradient(p):
-                    self._filled.add(id(p))
+                    if p.sharded_param.grad is None:  # else an earlier pass has made one
+                        self._filled.add(id(p))
                     p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
 
     @torch.no_grad()
