@@ -38,6 +38,7 @@ class _Bucket:
     """Parameters of one dtype whose gradients travel together.
 
     Attributes:
+        trained: The parameters whose gradients travel.
         waits_for: The parameters whose gradients this backward pass has not made yet.
         flat: The gradients on their way, with a number for each that says whether it is there.
         is_late: True if a parameter got more after the bucket had left.
@@ -48,7 +49,8 @@ class _Bucket:
         self.begin()
 
     def begin(self) -> None:
-        self.trained = [p for p in self.parameters if p.requires_grad]
+        # a parameter with hooks that look at the mean has got it already, and they may take it away
+        self.trained = [p for p in self.parameters if p.requires_grad and len(hooks_of(p)[1]) < 2]
         self.waits_for = {*self.trained}
         self.flat: Tensor | None = None
         self.work: Any = None
