@@ -46,6 +46,7 @@ class Gathered:
         self._memory: dict[Tensor, Tensor] = {}  # into which FSDP2 gathers
         self._begun: dict[Tensor, tuple[bool, int]] = {}  # whether it is trained, and its version
         self._slices: dict[Tensor, tuple[slice, ...]] = {}  # slices of the whole, by shard
+        self.frozen_in_step: set[Tensor] = set()  # whole parameters that the step switched off
         self._in_step = self._keeps = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -139,6 +140,8 @@ class Gathered:
             if whole.requires_grad != trained:
                 shard.requires_grad_(whole.requires_grad)
                 self._begun[whole] = whole.requires_grad, version
+                switched = self.frozen_in_step
+                (switched.discard if whole.requires_grad else switched.add)(whole)
             # p.data.mul_() leaves no trace but the values
             if (
                 version_of(whole) != version

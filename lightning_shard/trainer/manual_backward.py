@@ -43,7 +43,7 @@ class ManualBackward:
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []  # whole, its shard, the gradient
         self._has_begun = False
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._begin_optimizer())
+            optimizer.register_step_pre_hook(self._begin_optimizer)
             optimizer.register_step_post_hook(lambda *_: self._gather_again())
         object.__setattr__(root, "return_loss", self._return_loss)
         register_fsdp_forward_method(root, "return_loss")
@@ -52,6 +52,7 @@ class ManualBackward:
         """Gather what hooks between two steps have changed in the parameters."""
         named: Any = self.root.named_parameters()  # pyright: ignore[reportAttributeAccessIssue]
         self.trained = {name for name, p in named if p.requires_grad}  # others stay frozen
+        self.gathered.frozen_in_step.clear()
         if self._has_begun:  # a first step gathers by itself
             self._gather_again()
 
@@ -132,9 +133,20 @@ class ManualBackward:
             shard.grad, whole.grad = self.gathered.part_of(gradient, shard), None
         self._show_gradients()
 
-    def _begin_optimizer(self) -> None:
+    def _begin_optimizer(self, _: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Take gradients after the closure, in which on_before_optimizer_step may change them."""
         self.take_assigned()
-        self._take_what_was_changed()
+        closure = kwargs.get("closure")
+        if closure is None:
+            self._take_what_was_changed()
+            return None
+
+        def run() -> Any:
+            loss = closure()
+            self._take_what_was_changed()
+            return loss
+
+        return args, {**kwargs, "closure": run}
 
     def _gather_again(self) -> None:
         for module in sharded_modules(self.root):
@@ -146,7 +158,8 @@ class ManualBackward:
             )
         self.root.unshard()
         for name, p in self.root.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
-            if name in self.names & self.trained and p not in self.optimized:
+            is_whole = p not in self.optimized and p not in self.gathered.frozen_in_step
+            if name in self.names & self.trained and is_whole:
                 p.requires_grad_(True)  # it may be switched on before it is gathered next
         self.gathered.begin()
         self._has_begun = True
