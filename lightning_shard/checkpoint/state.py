@@ -104,13 +104,17 @@ def _own_state(
     optimizer: Optimizer, state: Mapping[str, Any], paired: set[Tensor]
 ) -> dict[str, Any]:
     """Return a state with this rank's parts of the whole tensors in it."""
-    parameters = _parameters(optimizer)
+    # torch's set_optimizer_state_dict names them; Optimizer.load_state_dict goes by their order too
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    parameters = dict(zip(keys, _parameters(optimizer), strict=False))
     entries = {
-        index: {
-            key: _own_part(value, parameters[index], parameters[index] in paired)
-            for key, value in values.items()
+        key: {
+            name: _own_part(value, parameters[key], parameters[key] in paired)
+            for name, value in values.items()
         }
-        for index, values in state["state"].items()
+        if key in parameters
+        else values
+        for key, values in state["state"].items()
     }
     return {**state, "state": entries}
 
