@@ -40,8 +40,8 @@ with `sharding="full"`. *exact*: the weights are equal after four steps (1e-10 o
 *exact but for rounding*: one process with first weights that differ by 1e-15 differs as much.
 *refused*: the run ends with an error that names the optimizer and `sharding="none"`. *not tried*:
 it does not train this network alone with its defaults, for instance because it wraps another
-optimizer, or needs groups of its own. LBFGS decides by the loss of its rank, so it needs one data
-replica.
+optimizer, or needs groups of its own. LBFGS decides by the loss,
+which is the mean of all ranks.
 """
 
 

@@ -29,6 +29,10 @@ _BY_MESSAGE = {
         "Or: sharded parameters or gradients were flattened, as ModelPruning and "
         "torch.cat([p.flatten() ...]) do, which torch refuses."
     ),
+    "cannot compute the infinity norm on an empty tensor": _WHOLE + (
+        "Or: torch finds no largest number of a gradient of which a rank has no part; clip by "
+        "another norm, or by gradient_clip_val of the Trainer."
+    ),
     "but its data is not allocated yet": _WHOLE + (
         "Or: torch.tensor was given sharded tensors, such as norms of gradients, which it cannot "
         "read: give it those of p.grad.full_tensor()."
@@ -59,7 +63,6 @@ _WORDS_OF_SHARDS = (
     "dtensor", "shard", "distributed.tensor", "numel() == 0", "0 elements", "empty tensor",
 )  # fmt: skip
 _NO_OPTIMIZERS = ("lightning.", "pytorch_lightning.", "lightning_shard.fsdp.step_writes")
-_OF_LOSSES = " {} also decides by the loss of its rank, so use data_parallel_size=1."
 
 
 def _is_of_too_small_a_dataset(error: BaseException) -> bool:
@@ -112,9 +115,7 @@ def explain(
     """
     optimizer = _optimizer_of(error, optimizers)
     if optimizer is not None:
-        name = type(optimizer).__name__
-        of_losses = _OF_LOSSES.format(name) if name == "LBFGS" else ""
-        notes = [_OF_OPTIMIZERS.format(name) + of_losses]
+        notes = [_OF_OPTIMIZERS.format(type(optimizer).__name__)]
     else:
         notes = [note for message, note in _BY_MESSAGE.items() if message in str(error)]
         if "got mixed torch.Tensor and DTensor" in str(error) and by_hand:

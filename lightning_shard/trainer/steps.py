@@ -4,6 +4,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +65,11 @@ class Steps:
         self._manual = None
 
     def follow(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """Prepare for manual optimization, once the optimizers hold the module's parameters."""
+        """Prepare what steps the optimizers, once they hold the module's parameters."""
+        if self._mesh is not None:
+            for optimizer in optimizers:
+                if isinstance(optimizer, torch.optim.LBFGS):
+                    optimizer.register_step_pre_hook(_with_mean_loss)
         if module.automatic_optimization:
             return
         if isinstance(module, FSDPModule):
@@ -128,3 +133,20 @@ class Steps:
         for part in sharded_modules(module):  # the root is needed first in backward
             part.set_reshard_after_forward(not (kept or part is module), recurse=False)
             (part.unshard if keep else part.reshard)()
+
+
+def _with_mean_loss(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give LBFGS the mean loss of all ranks: by the loss of its rank, each would step elsewhere."""
+    closure = kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def mean() -> Any:
+        loss = closure()
+        if not isinstance(loss, Tensor):
+            return loss
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    return args, {**kwargs, "closure": mean}

@@ -76,3 +76,12 @@ def test_operations_counted_in_a_test_keep_its_other_numbers():
         runner.test(Counts(), loader(4), verbose=False)
     alone.test(Featured(), loader(4), verbose=False)
     assert runner.callback_metrics == alone.callback_metrics
+
+
+def test_the_largest_number_of_an_empty_shard():
+    with pytest.raises(RuntimeError) as caught:
+        torch._foreach_norm([torch.zeros(0)], float("inf"))
+    explain(caught.value)
+    (note,) = caught.value.__notes__
+    assert "sharding='none'" in note
+    assert "gradient_clip_val" in note

@@ -30,7 +30,6 @@ OPTIMIZERS = {
     "timm.optim.AdamP": (timm.optim.AdamP, "AdamP"),
 }
 
-DECIDES_BY_THE_LOSS = {"torch.optim.LBFGS"}
 FAILS_FIRST_WHERE_EMPTY = {"timm.optim.AdamP"}
 
 REFUSED = "optimizer {} cannot update sharded parameters"
@@ -63,7 +62,6 @@ def assert_refused(name):
         fit_sharded(Chosen(name), (2,), limit_train_batches=1, strategy=SHARDS)
     note = caught.value.__notes__[0]
     assert REFUSED.format(OPTIMIZERS[name][1]) in note
-    assert ("data_parallel_size=1" in note) is (name in DECIDES_BY_THE_LOSS)
 
 
 @pytest.mark.slow
@@ -84,7 +82,7 @@ def test_what_cannot_update_shards(name):
 def test_the_way_out(name):
     expected, found = Chosen(name), Chosen(name)
     fit_alone(expected, limit_val_batches=0)
-    domain = (4,) if name in DECIDES_BY_THE_LOSS else (2,)
+    domain = (2,)
     fit_sharded(found, domain, limit_val_batches=0, strategy={"sharding": "none"})
     assert_same_state(found, expected)
 
