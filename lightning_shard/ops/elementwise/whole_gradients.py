@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
@@ -196,6 +197,12 @@ def _averaging(run: Callable[..., Any]) -> Callable[..., Any]:
                     handle.remove()
         with step.around():
             found = run(outputs, *args, **kwargs)
+        if any(g is None and isinstance(p, DTensor) for p, g in zip(inputs, found, strict=True)):
+            raise RuntimeError(
+                "torch.autograd.grad was asked for a sharded parameter of a block, which is whole "
+                "only while its block runs, and has found no gradient: keep parameters whole with "
+                "sharding='none'."
+            )
         if step.domain is None or in_transform():
             return found
         with local_gradients():
