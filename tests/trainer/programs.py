@@ -24,6 +24,10 @@ from lightning.pytorch import Callback, LightningModule
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
@@ -709,6 +713,27 @@ program(
         .mean()
     ),
 )
+
+
+def called_with(part: str, value: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Call a part of the module with other tensors than its parameters."""
+
+    def step(m: Any, batch: Any, loss: Tensor) -> Tensor:
+        module = m.get_submodule(part)
+        given = {n: value(p) for n, p in module.named_parameters()}
+        out = torch.func.functional_call(module, given, (m.stem(batch["x"]),))
+        return loss + out.square().mean()
+
+    return step
+
+
+for part in ("blocks", "blocks.0", "blocks.0.f"):
+    program(f"functional_call of {part} with other tensors", refused="functional_call gave",
+        step=called_with(part, lambda p: torch.full(p.shape, 0.05, dtype=DTYPE)))  # fmt: skip
+program("functional_call of blocks with tensors made of parameters", refused="functional_call gave",
+        step=called_with("blocks", lambda p: p * 0.9))  # fmt: skip
+program("functional_call of blocks with new parameters", refused="functional_call gave",
+        step=called_with("blocks", lambda p: nn.Parameter(torch.full(p.shape, 0.05, dtype=DTYPE))))  # fmt: skip
 program(
     "a penalty over the root's parameters", step=lambda m, b, loss: loss + 0.01 * squares(root(m))
 )
@@ -834,6 +859,45 @@ program(
 program("manual optimization, p.grad.full_tensor() in arithmetic", **manual(by_hand(climb_whole)))
 program("manual optimization, p.data written in the step", **manual(by_hand(
     lambda m: [p.data.mul_(0.9) for p in root(m)])))  # fmt: skip
+
+
+def assigned(m: Any, batch: Any, batch_idx: int) -> None:
+    optimizer, wrt = m.optimizers(), [p for p in m.parameters() if p.requires_grad]
+    for p, g in zip(wrt, torch.autograd.grad(m.loss(batch), wrt, allow_unused=True), strict=True):
+        p.grad = g
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps_in_backward(m: Any) -> None:
+    def hook(p: Tensor, optimizer: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for p in m.parameters():
+        if p.requires_grad:
+            own = torch.optim.SGD([p], 0.02)
+            p.register_post_accumulate_grad_hook(partial(hook, optimizer=own))
+
+
+def optimizer_state_by_name(m: Any, *_: Any) -> None:
+    optimizer = m.optimizers().optimizer
+    state = get_optimizer_state_dict(m, optimizer)
+    for values in state["state"].values():
+        values["momentum_buffer"].mul_(0.5)
+    set_optimizer_state_dict(m, optimizer, state)
+
+
+program("manual optimization, torch.autograd.grad of all parameters is assigned",
+    refused="has found no gradient", per_replica=True, **manual(assigned))  # fmt: skip
+program("manual optimization, each parameter steps in backward", on_fit_start=steps_in_backward,
+    **manual(lambda m, batch, _: m.manual_backward(m.loss(batch))))  # fmt: skip
+program("manual optimization, clip_grad_norm_ in on_before_optimizer_step", **manual(by_hand()),
+    on_before_optimizer_step=lambda m, _: nn.utils.clip_grad_norm_(
+        [p for p in m.parameters() if p.requires_grad], 0.01))  # fmt: skip
+program("manual optimization, gradients dropped in on_before_optimizer_step", **manual(by_hand()),
+    on_before_optimizer_step=lambda m, _: setattr(m.stem.weight, "grad", None))  # fmt: skip
+program("torch's set_optimizer_state_dict in a hook", on_train_batch_end=optimizer_state_by_name)
 for method, place in list(WHEN.items())[1:]:
     program(
         f"manual optimization, p.data written in {place}",
@@ -863,6 +927,33 @@ def in_turns(m: Any, batch: Any, batch_idx: int) -> None:
         m.untoggle_optimizer(optimizer)
 
 
+def both(m: Any, batch: Any, batch_idx: int) -> None:
+    """Two losses of two parts, whose gradients lie beside each other, and then two steps."""
+    one, two = m.optimizers()
+    hidden = m.stem(batch["x"])
+    first, second = hidden.square().mean(), m.blocks(hidden.detach()).square().mean()
+    one.zero_grad()
+    m.manual_backward(first)
+    two.zero_grad()
+    m.manual_backward(second)
+    m.manual_backward(m.head(batch["x"].expand(-1, 4, -1, -1)).square().mean())
+    one.step()
+    two.step()
+
+
+def frozen_in_turns(m: Any, batch: Any, batch_idx: int) -> None:
+    """A GAN's step that freezes the other part by hand."""
+    for optimizer, other in zip(m.optimizers(), (m.blocks, m.stem), strict=True):
+        other.requires_grad_(False)
+        optimizer.zero_grad()
+        m.manual_backward(m.loss(batch))
+        optimizer.step()
+        other.requires_grad_(True)
+
+
+program("two optimizers after two losses", configure_optimizers=two_optimizers, **manual(both))
+program("two optimizers, the other part frozen by hand", configure_optimizers=two_optimizers,
+    **manual(frozen_in_turns))  # fmt: skip
 program("two optimizers in turns", configure_optimizers=two_optimizers, **manual(in_turns))
 program(
     "an optimizer of a part", configure_optimizers=lambda m: torch.optim.Adam(m.blocks.parameters())
@@ -885,6 +976,9 @@ for kind in (
 ):
     program(f"torch.optim.{kind}", configure_optimizers=lambda m, kind=kind: getattr(torch.optim, kind)(
         [p for p in m.parameters() if p.requires_grad], 1e-2))  # fmt: skip
+program("torch.optim.LBFGS with a line search", refused="LBFGS|remove or reshape",
+    configure_optimizers=lambda m: torch.optim.LBFGS([p for p in m.parameters() if p.requires_grad],
+        1, max_iter=4, line_search_fn="strong_wolfe"))  # fmt: skip
 program("torch.optim.Adam with foreach", configure_optimizers=lambda m: torch.optim.Adam(
     [p for p in m.parameters() if p.requires_grad], 1e-2, foreach=True))  # fmt: skip
 program("decay by name", configure_optimizers=lambda m: torch.optim.AdamW([
