@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import os
 import queue
 import signal
@@ -156,6 +157,7 @@ def forget_groups() -> None:
                 value.cache_clear()
     mesh.share_mesh(None)
     mesh._of_script = None
+    gc.collect()  # groups in cycles, which a rank would free when it happens to collect
 
 
 def is_open(pool: Pool) -> bool:

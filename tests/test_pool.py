@@ -1,5 +1,6 @@
 """The pool of ranks with which the other tests run."""
 
+import gc
 import subprocess
 import sys
 import time
@@ -50,6 +51,25 @@ def test_ranks_can_forget_the_meshes_of_the_session(monkeypatch):
     ranks = pool.Pool(1)
     try:
         ranks.run(forget_meshes, {})
+    finally:
+        ranks.kill()
+
+
+def collect():
+    gc.collect()
+
+
+def test_ranks_can_collect_the_groups_of_the_session(monkeypatch):
+    """A group that only a cycle holds is freed when a process happens to collect."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cycle = [dist.group.WORLD]
+    cycle.append(cycle)
+    del cycle
+    dist.destroy_process_group()
+    monkeypatch.setattr(pool, "SILENCE_S", 20)
+    ranks = pool.Pool(1)
+    try:
+        ranks.run(collect, {})
     finally:
         ranks.kill()
 
