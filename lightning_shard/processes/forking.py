@@ -1,5 +1,6 @@
 """Forks an interpreter that has computed, and cares for what such a fork may not do."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -77,7 +78,9 @@ def begin_forked_rank(all_forked: Barrier) -> None:
     It computes with one thread: libgomp waits forever for the threads that the parent computed
     with. Signals are its own: the parent's event loop reads of them in a socket that both have. A
     process group of the parent alone is forgotten, for what ends it waits for the parent's threads.
+    What the parent has left for the collector is left there, since groups may be among it.
     """
+    gc.freeze()
     if dist.is_initialized():
         _OF_PARENT.update(open_groups())
         dist.destroy_process_group()

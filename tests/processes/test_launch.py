@@ -1,5 +1,6 @@
 """Functions launched on several processes from this one."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -46,6 +47,16 @@ def test_environment_is_that_of_torchrun():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     seen = launch(lambda: [os.environ[name] for name in names])
     assert seen == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+
+
+def test_a_group_that_this_process_has_ended_is_not_freed_by_a_rank():
+    """That would wait for its threads, which a fork has not."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cycle = [dist.group.WORLD]
+    cycle.append(cycle)
+    del cycle
+    dist.destroy_process_group()
+    assert len(launch(gc.collect)) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux")
