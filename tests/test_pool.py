@@ -35,6 +35,16 @@ def test_bodies_that_were_sent_ahead_are_answered_in_turn():
     again.run(multiply, {"number": 3})
 
 
+def run_in_a_fork(body, monkeypatch):
+    """Run a body on a rank that is forked now; one that hangs is an error."""
+    monkeypatch.setattr(pool, "SILENCE_S", 20)
+    ranks = pool.Pool(1)
+    try:
+        ranks.run(body, {})
+    finally:
+        ranks.kill()
+
+
 def forget_meshes():
     for cached in (mesh._made, mesh._sub_mesh, mesh._flat_mesh):
         cached.cache_clear()
@@ -47,16 +57,7 @@ def test_ranks_can_forget_the_meshes_of_the_session(monkeypatch):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     mesh.init_mesh({"data": 1, "domain": 1}, "cpu")
     dist.destroy_process_group()
-    monkeypatch.setattr(pool, "SILENCE_S", 20)
-    ranks = pool.Pool(1)
-    try:
-        ranks.run(forget_meshes, {})
-    finally:
-        ranks.kill()
-
-
-def collect():
-    gc.collect()
+    run_in_a_fork(forget_meshes, monkeypatch)
 
 
 def test_ranks_can_collect_the_groups_of_the_session(monkeypatch):
@@ -66,12 +67,7 @@ def test_ranks_can_collect_the_groups_of_the_session(monkeypatch):
     cycle.append(cycle)
     del cycle
     dist.destroy_process_group()
-    monkeypatch.setattr(pool, "SILENCE_S", 20)
-    ranks = pool.Pool(1)
-    try:
-        ranks.run(collect, {})
-    finally:
-        ranks.kill()
+    run_in_a_fork(gc.collect, monkeypatch)
 
 
 def refuse_on_the_first(number):
