@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lightning_shard.memory.free import free_bytes
-from lightning_shard.memory.paging.host_memory import FileMemory
+from lightning_shard.memory.paging.file_memory import FileMemory
 from lightning_shard.memory.paging.pager import Pager
 from lightning_shard.memory.paging.sleep import Sleep, allocated_on
 from lightning_shard.processes.cpu_settings import return_freed_memory

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import re, resource, sys
 import torch
-from lightning_shard.memory.paging.host_memory import FileMemory
+from lightning_shard.memory.paging.file_memory import FileMemory
 from lightning_shard.memory.paging.pager import Pager
 
 way, folder, wait = sys.argv[1:]

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import paging
-from lightning_shard.memory.paging.host_memory import FileMemory, Memory
+from lightning_shard.memory.paging.file_memory import FileMemory
+from lightning_shard.memory.paging.host_memory import Memory
 from lightning_shard.memory.paging.pager import Pager
 from lightning_shard.processes.torch_private.internals import (
     FakeTensorMode,
@@ -367,6 +368,22 @@ def test_files_are_gone_and_used_again(tmp_path):
     again = memory.take(90)
     assert again.bytes.data_ptr() == place
     assert memory.take(128).bytes.data_ptr() != place
+
+
+def test_files_take_little_more_than_what_waits(tmp_path, monkeypatch):
+    """Sizes of one level of a network are followed by those of the next one."""
+    monkeypatch.setattr("lightning_shard.memory.paging.file_memory.FILE_BYTES", 2**14)
+    memory = FileMemory(tmp_path)
+    for size in (1000, 3000, 500, 7000, 900, 20000):
+        rooms = [memory.take(size) for _ in range(60000 // size)]
+        for number, room in enumerate(rooms):
+            room.bytes.fill_(number)
+        assert [int(room.bytes.max()) for room in rooms] == [*range(len(rooms))]
+        del rooms[::2]
+        rooms.append(memory.take(size // 2))
+        assert sum(map(len, memory._files.values())) < 1.6 * memory.peak
+        del rooms, room
+    assert memory.held == 0
 
 
 def test_a_folder_that_cannot_be_used(tmp_path):
