@@ -13,7 +13,12 @@ from lightning_shard.ops import functions_with_rules, limits_of, name_of
 from lightning_shard.points import neighbours as neighbours  # its rules are listed, too
 from lightning_shard.processes.nearest import nearest
 
-PREFIXES = {"torch.nn.functional.": "F.", "torch.": "", "Tensor.": ""}
+PREFIXES = {
+    "torch.nn.functional.": "F.",
+    "torch.ops.torchvision.": "torchvision.ops.",
+    "torch.": "",
+    "Tensor.": "",
+}
 INTRODUCTION = """\
 # Functions that run on split tensors
 

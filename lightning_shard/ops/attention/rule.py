@@ -78,8 +78,8 @@ RING_BYTES = 2**27  # larger keys and values are not gathered
 
 @implements(
     F.scaled_dot_product_attention,
-    limits="split features with grouped queries, or with masks of split queries; grouped queries "
-    "of split heads",
+    limits="no split features with grouped queries or with masks of split queries; no grouped "
+    "queries with split heads",
 )
 def attention(
     func: Callable[..., Tensor],
@@ -279,7 +279,7 @@ def _by_ring(operands: Operands, layout: Layout, *, is_causal: bool, scale: floa
     return ring_attention(q, k, v, mask, ring)
 
 
-@implements(left_aligned, limits="inference with rows padded at the end")
+@implements(left_aligned, limits="no nested tensors")
 def padded_rows(func: Callable[..., bool], x: Operand, mask: Operand) -> bool:
     """nn.TransformerEncoder asks; if so and in inference it drops the padded rows: zeros remain."""
     rows_first = mask[:, 1:] <= mask[:, :-1] if isinstance(mask, Tensor) else None

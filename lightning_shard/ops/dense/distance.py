@@ -23,7 +23,7 @@ Operand = Subdomain | Tensor
 
 
 @implements(typed_torch.norm, Tensor.norm, linalg.vector_norm,
-            limits="no negative finite order; 'fro', but not 'nuc'")  # fmt: skip
+            limits="no negative finite order, no 'nuc'")  # fmt: skip
 def norm(
     func: Callable[..., Tensor],
     x: Subdomain,

@@ -118,7 +118,7 @@ def diagonal_scatter(
 
 
 @composes(torch.diag, Tensor.diag, torch.diagflat, Tensor.diagflat,
-          limits="a diagonal of a matrix that is split")  # fmt: skip
+          limits="no diagonal of a split matrix")  # fmt: skip
 def diag(func: Callable[..., Tensor], x: Any, diagonal: int = 0, **named: int) -> Tensor:
     """Make a matrix of a vector, whose values travel to their rows; or take a matrix's diagonal."""
     offset = named.get("offset", diagonal)

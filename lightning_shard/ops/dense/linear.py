@@ -179,7 +179,7 @@ def outer(func: Callable[..., Tensor], input: Operand, vec2: Operand) -> Operand
     return contract(torch.outer, [input, vec2], ["X", "Z"], "XZ")
 
 
-@implements(torch.einsum, limits="an equation without a repeated label in one operand")
+@implements(torch.einsum, limits="no label twice in one operand")
 def einsum(func: Callable[..., Tensor], equation: str, *operands: Any) -> Operand:
     """Einstein sum: kept dims stay split, sums over split dims are added up over the ranks."""
     if not isinstance(equation, str):

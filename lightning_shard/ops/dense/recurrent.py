@@ -18,7 +18,10 @@ from lightning_shard.ops.registry import implements
 Hidden = Tensor | Subdomain | Sequence[Tensor | Subdomain]
 
 
-@implements(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, limits="split time, packed")
+@implements(
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+    limits="time and features must be whole; no packed sequences; no dropout between layers",
+)  # fmt: skip
 def recurrent(
     func: Callable[..., Any],
     x: Subdomain,

@@ -131,7 +131,7 @@ def delete_grad(func: Callable[..., Any], x: Subdomain) -> None:
     x.local.grad = None
 
 
-@implements(_DATA.__set__, limits="the shape and the dtype stay", checked=False)
+@implements(_DATA.__set__, limits="shape and dtype must stay", checked=False)
 def set_data(func: Callable[..., Any], x: Subdomain, value: Operand) -> None:
     """Assign `.data`: each rank takes its part; nothing travels."""
     if tuple(value.shape) != tuple(x.shape) or value.dtype != x.dtype:

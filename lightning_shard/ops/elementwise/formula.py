@@ -1,4 +1,4 @@
-"""These functions are formulas of other functions, written for whole tensors."""
+"""Formulas of other functions, written for whole tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def _areas(y: Any, x: Any, dx: float, d: int) -> Any:
     return areas * (widths.reshape([-1] + [1] * (y.ndim - 1 - d)) if x.ndim == 1 else widths)
 
 
-@composes(torch.gradient, limits="spacing in numbers, not coordinates")
+@composes(torch.gradient, limits="spacing must be numbers, not coordinates")
 def gradient(
     func: Callable[..., Any], x: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:

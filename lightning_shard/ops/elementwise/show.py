@@ -66,7 +66,7 @@ def contains(func: Callable[..., bool], x: Subdomain, element: Any) -> bool:
     Tensor.numpy,
     Tensor.__array__,
     Tensor.tolist,
-    limits="outside of a Trainer's hooks and evaluation: the values lie on several ranks",
+    limits="only in a Trainer's hooks and evaluation: the values lie on several ranks",
     checked=False,
 )
 def values(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def values(func: Callable[..., Any], x: Subdomain, *args: Any, **kwargs: Any) ->
     Tensor.__dlpack__,
     Tensor.apply_,
     Tensor.map_,
-    limits="refused: the values lie on several ranks",
+    limits="never: the values lie on several ranks",
     checked=False,
 )
 def refuse_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,9 @@ from lightning_shard.processes.torch_private.internals import SyncBatchNorm
 
 
 @implements(
-    SyncBatchNorm, limits="split channels; a process group without the whole domain", checked=False
+    SyncBatchNorm,
+    limits="channels (dim 1) must be whole; the process group must hold the whole domain",
+    checked=False,
 )
 def sync_batch_norm(
     func: Callable[..., Any],

@@ -71,7 +71,7 @@ def bincount(
     return sum_over(numbers, counts, [0])
 
 
-@implements(typed_torch.unique, Tensor.unique, limits="no dim where slices are split themselves")
+@implements(typed_torch.unique, Tensor.unique, limits="no slices (dim) that are split")
 def unique(
     func: Callable[..., Any],
     x: Subdomain,
@@ -155,7 +155,7 @@ def _numbered(x: Subdomain, inverse: Subdomain, values: Tensor) -> Subdomain:
     return inverse.like(places.reshape(inverse.local.shape))
 
 
-@composes(torch.unique_consecutive, Tensor.unique_consecutive, limits="no dim")
+@composes(torch.unique_consecutive, Tensor.unique_consecutive, limits="no slices (dim)")
 def unique_consecutive(
     func: Callable[..., Any],
     x: Tensor,

@@ -21,7 +21,12 @@ _LOGS = (torch.log_softmax, Tensor.log_softmax, F.log_softmax, special.log_softm
 
 
 @implements(
-    torch.softmax, Tensor.softmax, F.softmax, special.softmax, *_LOGS, limits="name the dim"
+    torch.softmax,
+    Tensor.softmax,
+    F.softmax,
+    special.softmax,
+    *_LOGS,
+    limits="the dim must be named",
 )
 def softmax(
     func: Callable[..., Tensor],

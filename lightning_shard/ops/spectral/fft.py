@@ -1,4 +1,7 @@
-"""Serves torch.fft on split tensors by lazy spectra (ops/spectral/spectrum.py)."""
+"""Fourier transforms: a spectrum is computed only as far as it is read.
+
+Such a lazy spectrum is in spectrum.py.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +23,7 @@ from lightning_shard.ops.view.shift import roll
 from lightning_shard.processes.torch_private.typed import fft
 
 Lazy = Spectrum | Canvas
-LIMITS = "modes assigned twice to a place, or to a part of a dim that is not transformed"
+LIMITS = "no modes assigned twice to a place, or to a part of a dim that is not transformed"
 
 
 def _plan(

@@ -27,7 +27,7 @@ from lightning_shard.ops.view.reshape import unsqueeze
 from lightning_shard.processes.torch_private.internals import storage_key
 
 
-@implements(Tensor.__setitem__, limits="no None")
+@implements(Tensor.__setitem__, limits="no None among the indices")
 def setitem(
     func: Callable[..., Any], x: Any, index: Any, value: Any
 ) -> BecameSplit | Tensor | None:
