@@ -135,12 +135,6 @@ def with_lists(page: str, rows: Sequence[dict[str, str]]) -> str:
         models = list(of_it)
         version = max(row["version"] for row in models)
         lines += [f"### {library} {version}".rstrip(), ""]
-        refused = {
-            row["model"]: row[mesh]
-            for row in models
-            for mesh in MESHES
-            if row[mesh] and not row[mesh].startswith("exact")
-        }
         by_meshes: dict[str, list[str]] = {}
         for row in models:
             exact = [mesh for mesh in MESHES if row[mesh].startswith("exact")]
@@ -149,8 +143,11 @@ def with_lists(page: str, rows: Sequence[dict[str, str]]) -> str:
                 by_meshes.setdefault(_in_words(exact), []).append(row["model"] + star)
         for meshes, names in by_meshes.items():
             lines += [f"Exact {meshes}, {len(names)}: {', '.join(names)}.", ""]
-        for name, reason in refused.items():
-            lines += [f"Not exact: {name}, {reason}.", ""]
+        for row in models:
+            ends = [mesh for mesh in MESHES if row[mesh] and not row[mesh].startswith("exact")]
+            if ends:
+                kind, _, reason = row[ends[-1]].partition(": ")
+                lines += [f"{kind.capitalize()} {_in_words(ends)}: {row['model']}, {reason}.", ""]
     head, _, rest = page.partition("<!-- lists -->\n")
     _, end, tail = rest.partition("<!-- end of the lists -->\n")
     return f"{head}<!-- lists -->\n\n" + "\n".join(lines) + f"\n{end}{tail}"
@@ -245,7 +242,7 @@ def short(error: Exception) -> str:
     """The first line of a message without shapes, and without the advice that follows it."""
     text = str(error).split("\n")[0].replace("|", "/")
     refusal = re.match(r"cannot run (\S+) on a tensor split over ranks .*?\): (.*)", text)
-    return f"`{refusal[1]}`: {refusal[2].split('; ')[0]}"[:300] if refusal else text[:300]
+    return f"`{refusal[1]}`: {re.split('[.;] ', refusal[2])[0]}"[:300] if refusal else text[:300]
 
 
 if __name__ == "__main__":

@@ -34,14 +34,17 @@ EXACT, REFUSED = "exact", "refused"
 INTRODUCTION = """# Optimizers on whole and on sharded parameters
 
 Made by `python -m benchmarks.optimizers`: each optimizer trains a small network with its own
-defaults, in float64, on 1x2 and on 2x2 ranks (data x domain), and in one process. *whole*: with
-`sharding="none"`, which `"auto"` takes for networks that are small beside the device. *shards*:
-with `sharding="full"`. *exact*: the weights are equal after four steps (1e-10 of the largest).
-*exact but for rounding*: one process with first weights that differ by 1e-15 differs as much.
-*refused*: the run ends with an error that names the optimizer and `sharding="none"`. *not tried*:
-it does not train this network alone with its defaults, for instance because it wraps another
-optimizer, or needs groups of its own. LBFGS decides by the loss,
-which is the mean of all ranks.
+defaults, in float64, on 1x2 and on 2x2 ranks (data x domain), and in one process.
+
+- *whole*: with `sharding="none"`, which `"auto"` takes for networks that are small beside the
+  device. *shards*: with `sharding="full"`.
+- *exact*: the weights are equal after four steps (1e-10 of the largest).
+- *exact but for rounding*: one process with first weights that differ by 1e-15 differs as much.
+- *refused*: the run ends with an error that names the optimizer and `sharding="none"`.
+- *not tried*: it does not train this network alone with its defaults, for instance because it wraps
+  another optimizer, or needs groups of its own.
+
+LBFGS decides by the loss, which is the mean of all ranks.
 """
 
 

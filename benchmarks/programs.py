@@ -357,7 +357,8 @@ def _sentence(error: BaseException) -> str:
             break
         last = n
     line = lines[last] if lines else type(error).__name__
-    return re.sub(r"\s+", " ", line.partition(": ")[2] or line)[:400]
+    text = re.sub(r"\s+", " ", line.partition(": ")[2] or line)
+    return re.sub(r" object at 0x\w+", "", text.split(". ")[0])[:400]
 
 
 def recorded() -> list[dict[str, str]]:
