@@ -217,8 +217,8 @@ def _with_lists(tree: Any) -> Any:
     if not is_dict(tree):
         return tree
     items = {key: _below(key, value) for key, value in tree.items()}
-    if items and list(items) == list(range(len(items))):
-        return list(items.values())
+    if items and items.keys() == {*range(len(items))}:
+        return [items[i] for i in range(len(items))]  # ranks have written them in another order
     return items
 
 

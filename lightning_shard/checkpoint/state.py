@@ -6,7 +6,8 @@ checkpoint/directory.py writes it as it is.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,19 +105,17 @@ def _own_state(
     optimizer: Optimizer, state: Mapping[str, Any], paired: set[Tensor]
 ) -> dict[str, Any]:
     """Return a state with this rank's parts of the whole tensors in it."""
+    groups = _each(_whole, state["param_groups"])  # a learning rate may be a tensor
     # torch's set_optimizer_state_dict names them; Optimizer.load_state_dict goes by their order too
-    keys = [key for group in state["param_groups"] for key in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
     parameters = dict(zip(keys, _parameters(optimizer), strict=False))
     entries = {
-        key: {
-            name: _own_part(value, parameters[key], parameters[key] in paired)
-            for name, value in values.items()
-        }
+        key: _each(partial(_own_part, parameters[key], parameters[key] in paired), values)
         if key in parameters
         else values
         for key, values in state["state"].items()
     }
-    return {**state, "state": entries}
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
@@ -193,13 +192,26 @@ def _gathered(value: DTensor) -> Tensor:
     return as_complex(pairs.full_tensor())
 
 
-def _own_part(value: Any, parameter: Tensor, paired: bool) -> Any:
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with the result of `function` for all that its dicts and lists hold."""
+    if is_dict(value):
+        return {key: _each(function, v) for key, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_each(function, v) for v in value)
+    return function(value)
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, StoredTensor) else value
+
+
+def _own_part(parameter: Tensor, paired: bool, value: Any) -> Any:
     """Return this rank's part of a tensor in an optimizer's state that belongs to `parameter`."""
     shape = parameter.shape[:-1] if paired else parameter.shape
     if not isinstance(value, Tensor | StoredTensor) or isinstance(value, DTensor):
         return value
     if not shape or value.shape != shape:
-        return value.whole() if isinstance(value, StoredTensor) else value
+        return _whole(value)
     region = own_region(parameter)[: len(shape)]
     part = value.read(region) if isinstance(value, StoredTensor) else value[region]
     if paired and part.is_complex():
@@ -224,14 +236,14 @@ def _pair_parameters(module: nn.Module) -> set[Tensor]:
 
 def take_out(value: Any, extra: dict[str, Any]) -> Any:
     """Return `value` with marks in place of its DTensors, which go into `extra`."""
-    if isinstance(value, DTensor):
-        extra[name := str(len(extra))] = value
+
+    def taken(held: Any) -> Any:
+        if not isinstance(held, DTensor):
+            return held
+        extra[name := str(len(extra))] = held
         return {_MARK: name}
-    if is_dict(value):
-        return {key: take_out(v, extra) for key, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(take_out(v, extra) for v in value)
-    return value
+
+    return _each(taken, value)
 
 
 def put_back(value: Any, extra: Mapping[str, StoredTensor]) -> Any:
