@@ -154,24 +154,38 @@ def mend_optimizers(
     if not is_sharded:
         return
     for optimizer in optimizers:
-        optimizer.register_step_pre_hook(step_one_by_one_if_mixed)
+        step_one_by_one_if_mixed(optimizer)
         split_what_is_loaded(optimizer, module)
 
 
-def step_one_by_one_if_mixed(optimizer: Optimizer, *_: Any) -> None:
+def step_one_by_one_if_mixed(optimizer: Optimizer) -> None:
     """Let an optimizer update a group parameter by parameter where torch cannot do it at once.
 
     Its foreach and fused kernels, the default on GPUs, take DTensors of one mesh, or plain tensors.
+    A checkpoint has what was asked for.
     """
-    for group in optimizer.param_groups:
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
-        if len(meshes) < 2:
-            continue
-        for way in {"foreach", "fused"} & group.keys():
-            if group[way]:
-                warnings.warn(
-                    f"{way}=True updates parameters of one mesh; these are of {len(meshes)} (kept "
-                    "whole, sharded over all ranks or over data replicas): one by one instead.",
-                    stacklevel=2,
-                )
-            group[way] = False
+    asked: list[tuple[dict[str, Any], str, Any]] = []
+    told: set[str] = set()
+
+    def before(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+            for way in {"foreach", "fused"} & group.keys() if len(meshes) > 1 else ():
+                if group[way] and way not in told:
+                    told.add(way)
+                    warnings.warn(
+                        f"{way}=True updates parameters of one mesh; these are of {len(meshes)} "
+                        "(kept whole, sharded over all ranks or over data replicas): one by one "
+                        "instead.",
+                        stacklevel=2,
+                    )
+                asked.append((group, way, group[way]))
+                group[way] = False
+
+    def after(*_: Any) -> None:
+        while asked:
+            group, way, value = asked.pop()
+            group[way] = value
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)

@@ -34,3 +34,14 @@ def test_a_run_goes_on_bit_for_bit(name, form):
     resumed, resumed_state, _ = fit((2,), path=path, module=next(made))
     assert resumed == losses[4:]
     assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
+
+
+@pytest.mark.spmd(2)
+def test_shards_save_foreach_as_it_was_asked_for():
+    path = shared_path("some.ckpt")
+    module = Optimized(lambda p: torch.optim.Adam(p, foreach=True))
+    with pytest.warns(UserWarning, match="one by one") as told:
+        fit((2,), SaveAt(path, 4), module=module, sharding="full")
+    assert sum("one by one" in str(each.message) for each in told) == 1
+    (saved,) = torch.load(path, weights_only=False)["optimizer_states"]
+    assert saved["param_groups"][0]["foreach"] is True
