@@ -331,6 +331,8 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
 def log_on(trainer: Trainer, logged: dict[str, Any]) -> None:
     """Go on with the numbers that `logged_so_far` returned."""
     trainer.callback_metrics.update(logged["last"])
+    if trainer.fit_loop.resumed_on_epoch_end:  # it was saved before schedulers follow a value
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     if not (logged["epoch"] and trainer.fit_loop.restarted_mid_epoch):
         return
     results: Any = trainer.fit_loop.epoch_loop._results

@@ -36,6 +36,28 @@ def test_a_run_goes_on_bit_for_bit(name, form):
     assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
 
 
+class Halved(Tiny):
+    """Its rate halves as an epoch ends whose last loss is below that of the epoch before."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="max", patience=0, factor=0.5, threshold=1e9, threshold_mode="abs"
+        )
+        plan = {"scheduler": scheduler, "monitor": "loss", "interval": "epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": plan}
+
+
+@pytest.mark.spmd(2)
+def test_a_plateau_counts_the_epoch_at_whose_end_the_run_was_saved():
+    path = shared_path("epoch.ckpt")
+    torch.manual_seed(7)
+    losses, *_ = fit((2,), SaveAt(path, 12, "epoch"), module=Halved(), max_epochs=4)
+    torch.manual_seed(7)
+    resumed, *_ = fit((2,), path=path, module=Halved(), max_epochs=4)
+    assert resumed == losses[12:]
+
+
 @pytest.mark.spmd(2)
 def test_shards_save_foreach_as_it_was_asked_for():
     path = shared_path("some.ckpt")
