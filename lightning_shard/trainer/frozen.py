@@ -49,8 +49,8 @@ def freeze_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> No
         rank_zero_warn(
             f"{_shown(thawed or froze)} {'did' if thawed else 'did not'} train when the checkpoint "
             f"was saved, and {'does not' if thawed else 'does'} now; if that is not meant, set "
-            "requires_grad in on_train_epoch_start by `self.current_epoch >= ...`, which holds "
-            "after a resume, too."
+            "requires_grad in on_train_batch_start by `self.current_epoch >= ...`, which holds "
+            "after a resume, too. (on_train_epoch_start does not run in an epoch that is resumed.)"
         )
         return
     for name in [*thawed, *froze]:

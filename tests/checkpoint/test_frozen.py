@@ -70,6 +70,40 @@ def test_a_backbone_trains_again(mode, epoch):
         torch.testing.assert_close(state[key], value, rtol=1e-8, atol=1e-10, msg=key)
 
 
+class Advised(Tuned):
+    """Thaws as the warning advises."""
+
+    def __init__(self):
+        super().__init__(by_hand=True)
+
+    def on_train_epoch_start(self):
+        """Nothing."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.backbone.requires_grad_(self.current_epoch >= 1)
+
+
+class SaveInside(Callback):
+    """Saves after the first batch of the third epoch."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (2, 0):
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_advice_holds_inside_an_epoch(mode):
+    path = shared_path("batch.ckpt")
+    expected = fit(Advised(), SaveInside(path), strategy={"sharding": mode})
+    state = fit(Advised(), path=path, strategy={"sharding": mode})
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+
+
 @pytest.mark.spmd(2)
 def test_what_the_module_itself_freezes_again_is_named():
     path = shared_path("epoch.ckpt")
