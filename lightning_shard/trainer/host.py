@@ -346,9 +346,7 @@ def log_on(trainer: Trainer, logged: dict[str, Any]) -> None:
     vars(results)["reset"] = reset
     for entry in logged["epoch"]:
         meta = Metadata(**entry["meta"], reduce_fx=entry["reduce"])
-        should, rank_zero_only = entry["sync"]
-        reduce = trainer.strategy.reduce
-        meta.sync = Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
+        meta.sync = Sync(trainer.strategy.reduce, *entry["sync"])
         metric: Any = ResultMetric(meta, True)
         for name, value in entry["states"].items():
             setattr(metric, name, value.clone())
@@ -450,12 +448,11 @@ def logged_by(loop: Any) -> list[tuple[Any, ...]]:
 def log_nothing(loop: Any, described: list[tuple[Any, ...]]) -> None:
     """Let a loop have logged the same names as another rank, with no samples."""
     results, trainer = loop._results, loop.trainer
-    for key, meta_fields, (should, rank_zero_only), dtype in described:
+    for key, meta_fields, sync, dtype in described:
         metric: Any = results.get(key)
         if metric is None:
             meta = Metadata(**meta_fields)
-            reduce = trainer.strategy.reduce
-            meta.sync = Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only)
+            meta.sync = Sync(trainer.strategy.reduce, *sync)
             results[key] = metric = ResultMetric(meta, dtype is not None)
             if dtype is None:
                 metric.value = attrgetter(str(meta.metric_attribute))(trainer.lightning_module)
