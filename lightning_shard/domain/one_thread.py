@@ -11,19 +11,23 @@ import sys
 import threading
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.processes.failures.failure_watch import check_ranks, is_of_processes
+from lightning_shard.processes.failures.lone_waits import REFUSED, stuck_at
 from lightning_shard.processes.store import store_of_attempt
 
 # innermost functions of a thread that only waits, for others or for backward
 _WAITING = {"_engine_run_backward", "_wait_for_tstate_lock", "_worker", "join", "select", "wait"}
 _LONGEST_S = 0.05  # between two looks for the other ranks
 _WAIT_S = 120.0  # for the other ranks
-_REFUSED = "threads/refused"  # in the store, once a rank has refused a thread
+_AT_ONCE = (
+    "two threads use split tensors at once, or did so before, and each rank would run them in "
+    "another order: let one thread wait for the other, and start the ranks again"
+)
 
 _thread: threading.Thread | None = None  # the one that exchanged last
 _compared: threading.Thread | None = None  # the one that the ranks compared last; None for the main
@@ -105,18 +109,21 @@ def _compare(thread: threading.Thread, group: dist.ProcessGroup) -> None:
     store.set(keys[rank], _known_as(thread))
     pause_s, deadline = 0.001, time.monotonic() + _WAIT_S
     while not store.check([*keys.values()]):
-        if store.check([_REFUSED]):
+        if store.check([REFUSED]):
             break
         missing = [each for each, key in keys.items() if not store.check([key])]
         check_ranks(missing)
-        if missing and time.monotonic() > deadline:
-            raise _refusal(
-                f"rank {rank} uses split tensors in the thread {thread.name!r}, and "
-                f"ranks {missing} did not within {_WAIT_S:.0f} s: all ranks of a domain must"
+        if missing and (store.check(stuck_at(missing)) or time.monotonic() > deadline):
+            _refuse_everywhere(
+                f"rank {rank} uses split tensors in the thread {thread.name!r}, and ranks "
+                f"{missing} wait in another one or did not come within {_WAIT_S:.0f} s: all ranks "
+                "of a domain must use them in that thread"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
-    if store.check([_REFUSED]) or len({store.get(key) for key in keys.values()}) > 1:
+    if store.check([REFUSED]):
+        _refuse_everywhere(store.get(REFUSED).decode())
+    if len({store.get(key) for key in keys.values()}) > 1:
         _refuse_everywhere()
     if number:
         store.delete_key(f"{place}/{number - 1}/{rank}")
@@ -132,14 +139,11 @@ def _known_as(thread: threading.Thread) -> str:
     return f"{kind(thread)} {alike.index(thread)}"
 
 
-def _refuse_everywhere() -> None:
-    """Refuse here and from now on, and wherever a rank waits to compare threads."""
+def _refuse_everywhere(words: str = _AT_ONCE) -> NoReturn:
+    """Refuse here and from now on, and wherever a rank waits for another."""
+    _refusals.append(words)
     if is_of_processes():
-        store_of_attempt().set(_REFUSED, "")
-    _refusals.append(
-        "two threads use split tensors at once, or did so before, and each rank would run them in "
-        "another order: let one thread wait for the other, and start the ranks again"
-    )
+        store_of_attempt().set(REFUSED, _refusals[0])
     raise _refusal(_refusals[0])
 
 

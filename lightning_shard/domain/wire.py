@@ -76,12 +76,13 @@ def begin_all_to_all(
     _begin(group)
     incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
 
-    def wait() -> Tensor:
+    # not named "wait": such a thread would be taken for one that may give its turn to another
+    def arrived() -> Tensor:
         assert work is not None
         work.wait()
         return incoming
 
-    return wait
+    return arrived
 
 
 def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

@@ -1,25 +1,36 @@
 """A forked process and two threads at once are refused: ranks would not pair their messages."""
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import lightning_shard
 from lightning_shard import UnsupportedOperationError
 from lightning_shard.domain import one_thread
+from lightning_shard.processes.failures.lone_waits import REFUSED
 from lightning_shard.processes.store import store_of_attempt
 from tests.parity import mesh_of
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait until a thread has left its number to others, which is some time after its end."""
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        time.sleep(0.001)
 
 
 def forget_refusals():
     dist.barrier()
     one_thread._refusals.clear()
-    store_of_attempt().delete_key(one_thread._REFUSED)
+    store_of_attempt().delete_key(REFUSED)
     dist.barrier()
 
 
@@ -67,6 +78,35 @@ def test_two_threads_at_once():
 
 
 @pytest.mark.spmd(2)
+def test_a_thread_that_waits_for_rows_is_at_work():
+    x = lightning_shard.shard(torch.randn(1, 1, 512, 512), mesh_of(2), 2)
+    store, is_first = store_of_attempt(), dist.get_rank() == 0
+
+    def work():
+        x.sum()
+        if not is_first:
+            store.wait(["refused"])
+        F.conv2d(x, torch.ones(1, 1, 3, 3), padding=1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    if is_first:
+        while not innermost(thread).endswith("wire.py"):
+            time.sleep(0.001)
+        with pytest.raises(UnsupportedOperationError, match="two threads use split tensors at"):
+            x.mean()
+        store.set("refused", "")
+    thread.join()
+    forget_refusals()
+    store.delete_key("refused")
+
+
+def innermost(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame.f_code.co_filename if frame else ""
+
+
+@pytest.mark.spmd(2)
 def test_ranks_run_two_threads_in_another_order():
     whole = torch.randn(5, 3)
     x = lightning_shard.shard(whole, mesh_of(2), 0)
@@ -110,7 +150,7 @@ def test_a_new_thread_may_have_the_number_of_one_that_ended():
     x = lightning_shard.shard(torch.randn(5, 3), mesh_of(2), 0)
     first = threading.Thread(target=x.sum)
     first.start()
-    first.join()
+    join(first)
     done = threading.Event()
 
     def spin():
@@ -138,7 +178,7 @@ def test_a_new_thread_takes_over_a_number_on_one_rank_only():
     for factor in (1, 2):
         thread = threading.Thread(target=work, args=(factor,))
         thread.start()
-        thread.join()
+        join(thread)
         if dist.get_rank() == 1:  # this one takes the number
             threading.Thread(target=done.wait, name="logger").start()
     done.set()

@@ -1,37 +1,42 @@
 """Ranks of a script that wait for each other at different places end with a sentence."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException
 
 import lightning_shard
-from lightning_shard import launch
+from lightning_shard import UnsupportedOperationError, launch
 from lightning_shard.processes.failures import lone_waits
 
 
-def draw_alone(sharding):
+def draw_alone(sharding, extent):
     lone_waits.LOOK_S, lone_waits.STUCK_S = 0.2, 1.0
     mesh = lightning_shard.init_mesh({"domain": -1})
     network = nn.Conv2d(1, 1, 3, padding=1)
     options = lightning_shard.ShardingOptions(sharding)
     lightning_shard.parallelize(network, mesh, options=options)
-    x = lightning_shard.shard(torch.randn(1, 1, 8, 4), mesh, dims=2)
+    x = lightning_shard.shard(torch.randn(1, 1, extent, extent), mesh, dims=2)
     network(x).square().mean().backward()
     if dist.get_rank() == 0:
         network(x)
     dist.barrier()
 
 
+# the rows of a large field travel while others are computed
+@pytest.mark.parametrize("extent", [8, 512])
 @pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_rank_that_draws_alone_in_a_loop_of_the_user(sharding, capfd):
+def test_a_rank_that_draws_alone_in_a_loop_of_the_user(sharding, extent, capfd):
     with pytest.raises(ProcessExitedException):
-        launch(draw_alone, sharding, processes=2, timeout_s=60)
+        launch(draw_alone, sharding, extent, processes=2, timeout_s=60)
     words = capfd.readouterr().err
+    line = draw_alone.__code__.co_firstlineno + 9
     assert "[rank 0] ended, because it waits at " in words
-    assert "test_lone_waits.py:23 for rows or parameters of rank 1, which waits at" in words
-    assert "test_lone_waits.py:24: a split tensor and a sharded module must be used on all" in words
+    assert f"test_lone_waits.py:{line} for rows or parameters of rank 1, which waits at" in words
+    assert f"test_lone_waits.py:{line + 1}: a split tensor and a sharded module must be" in words
 
 
 def take_turns():
@@ -46,3 +51,58 @@ def take_turns():
 
 def test_a_rank_that_computes_is_waited_for():
     launch(take_turns, processes=2, timeout_s=60)
+
+
+def refuse_a_thread_on_one_rank():
+    lone_waits.LOOK_S, lone_waits.REFUSED_S = 0.2, 1.0
+    mesh = lightning_shard.init_mesh({"domain": -1})
+    x = lightning_shard.shard(torch.randn(5, 3), mesh, 0)
+    x.sum()
+    begun, done = threading.Event(), list[bool]()
+
+    def second():
+        begun.wait()
+        with pytest.raises(UnsupportedOperationError, match="two threads use split tensors"):
+            x.mean()
+        done.append(True)
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=second, daemon=True).start()
+        begun.set()
+        while not done:  # this thread works
+            pass
+        lone_waits.time.sleep(60)  # it does not end, so the others keep their connections
+    x.sum()
+
+
+def test_a_rank_waits_for_one_that_has_refused_a_thread(capfd):
+    with pytest.raises(ProcessExitedException):
+        launch(refuse_a_thread_on_one_rank, processes=2, timeout_s=60)
+    words = capfd.readouterr().err
+    assert "[rank 1] ended, because two threads use split tensors at once" in words
+    assert words.count("ended, because") == 1
+
+
+def use_a_thread_on_one_rank():
+    lone_waits.LOOK_S, lone_waits.REFUSED_S, lone_waits.STUCK_S = 0.2, 1.0, 1.0
+    mesh = lightning_shard.init_mesh({"domain": -1})
+    x = lightning_shard.shard(torch.randn(5, 3), mesh, 0)
+
+    def draw():
+        with pytest.raises(UnsupportedOperationError, match="must use them in that thread"):
+            x.mean()
+
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=draw, name="draw")
+        thread.start()
+        thread.join()
+        lone_waits.time.sleep(60)
+    x.sum()
+
+
+def test_a_thread_on_one_rank_alone(capfd):
+    with pytest.raises(ProcessExitedException):
+        launch(use_a_thread_on_one_rank, processes=2, timeout_s=60)
+    words = capfd.readouterr().err
+    assert "[rank 1] ended, because rank 0 uses split tensors in the thread 'draw', and" in words
+    assert words.count("ended, because") == 1

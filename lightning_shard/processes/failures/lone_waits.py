@@ -1,8 +1,10 @@
-"""Ends the ranks of a script that wait for each other at different places, with a sentence.
+"""Ends the ranks of a script that wait for others in vain, with a sentence.
 
 Where the loop is the user's, rank 0 alone may run a network on split tensors, as to draw a picture.
 It waits for rows of the others, and they wait in a collective of the script. So a thread of each
 rank looks where its main thread is, and tells the others once it does not come on.
+
+A rank that refuses threads exchanges no more rows. Others may wait for them, in any thread.
 """
 
 import atexit
@@ -11,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -23,10 +26,15 @@ from lightning_shard.processes.torch_private.internals import default_store
 
 LOOK_S = 2.0
 STUCK_S = 15.0  # for all ranks, none of which computes
+REFUSED_S = 5.0  # for a rank that waits for one that exchanges no more rows
+REFUSED = "threads/refused"  # in the store: why no rank exchanges rows any more
 
 _OURS = f"{os.sep}lightning_shard{os.sep}"
 _TORCH = f"{os.sep}torch{os.sep}"
-_WAITS = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "same_blocks.py")
+_WAITS = (
+    "distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "same_blocks.py",
+    "wire.py", "_fsdp_collectives.py", "_fsdp_param_group.py",
+)  # fmt: skip
 _open: list["LoneWaits"] = []  # one, for the newest process group
 PROCESS_STATE = {"_open": _open}
 
@@ -42,6 +50,11 @@ def watch_lone_waits() -> None:
     _open[:] = [LoneWaits()]
 
 
+def stuck_at(ranks: Sequence[int]) -> list[str]:
+    """Name the entries of the store with the places at which ranks have waited for `STUCK_S`."""
+    return [f"lone_waits/{rank}" for rank in ranks]
+
+
 class LoneWaits:
     """Looks where the thread is that made it.
 
@@ -54,8 +67,9 @@ class LoneWaits:
         self.group_store = default_store()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._store, self._looked_at = store_of_attempt().clone(), threading.get_ident()
-        self._seen: tuple[object, ...] = ()
-        self._since, self._told = time.monotonic(), False
+        # when a thread was first seen in a call that waits: by its number, frame and instruction
+        self._since: dict[tuple[int, int, int], float] = {}
+        (self._told_at,), self._told = stuck_at([self._rank]), False
         self._thread = StoreThread(self._look, every_s=LOOK_S)
         atexit.register(self.close)
 
@@ -67,36 +81,57 @@ class LoneWaits:
 
     def _look(self) -> None:
         # nobody else knows of a thread in a collective (tests/processes/test_lone_waits.py)
-        frame = sys._current_frames().get(self._looked_at)  # pyright: ignore[reportPrivateUsage]
-        waits = frame is not None and Path(frame.f_code.co_filename).name in _WAITS
-        seen = (id(frame), frame.f_lasti) if frame is not None and waits else ()
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-            if self._told:
-                self._store.delete_key(f"lone_waits/{self._rank}")
-                self._told = False
-        elif frame is not None and waits and time.monotonic() - self._since > STUCK_S:
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        waits = {(thread, *_call(f)): f for thread, f in frames.items() if _waits(f)}
+        now = time.monotonic()
+        self._since = {key: self._since.get(key, now) for key in waits}
+        longest = now - min(self._since.values(), default=now)
+        if longest > REFUSED_S and self._store.check([REFUSED]):
+            _end(self._rank, self._store.get(REFUSED).decode())
+        long = [key for key, since in self._since.items() if now - since > STUCK_S]
+        stuck = [waits[key] for key in long if key[0] == self._looked_at]
+        if stuck:
             if not self._told:
-                self._store.set(f"lone_waits/{self._rank}", json.dumps(_place(frame)))
+                place = json.dumps(_place(stuck[0]))
+                self._store.set(self._told_at, place)
                 self._told = True
             self._compare()
+        elif self._told:
+            self._store.delete_key(self._told_at)
+            self._told = False
 
     def _compare(self) -> None:
-        keys = [f"lone_waits/{rank}" for rank in range(self._ranks)]
+        keys = stuck_at(range(self._ranks))
         if not self._store.check(keys):
             return
         places = [json.loads(self._store.get(key)) for key in keys]
         other = next((r for r, (is_split, _) in enumerate(places) if not is_split), None)
         if other is None or not places[self._rank][0]:
             return
-        sys.stderr.write(
-            f"[rank {self._rank}] ended, because it waits at {places[self._rank][1]} for rows or "
-            f"parameters of rank {other}, which waits at {places[other][1]}: a split tensor and a "
-            "sharded module must be used on all ranks of a domain; draw or save the result on one "
-            "of them.\n"
+        _end(
+            self._rank,
+            f"it waits at {places[self._rank][1]} for rows or parameters of rank {other}, which "
+            f"waits at {places[other][1]}: a split tensor and a sharded module must be used on all "
+            "ranks of a domain; draw or save the result on one of them.",
         )
-        sys.stderr.flush()
-        os._exit(1)
+
+
+def _waits(frame: FrameType) -> bool:
+    return Path(frame.f_code.co_filename).name in _WAITS
+
+
+def _call(frame: FrameType) -> tuple[int, int]:
+    """Return the frame and the instruction that called what waits, as often as that may look."""
+    at = frame
+    while at.f_back is not None and _waits(at):
+        at = at.f_back
+    return id(at), at.f_lasti
+
+
+def _end(rank: int, why: str) -> None:
+    sys.stderr.write(f"[rank {rank}] ended, because {why}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _place(frame: FrameType) -> tuple[bool, str]:
