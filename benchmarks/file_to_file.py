@@ -1,6 +1,6 @@
 """Runs a segmentation network from a Zarr file to a Zarr file, in a process of limited memory.
 
-`python -m benchmarks.file_to_file --pixels 16384 --tiles 256 --folder /scratch` makes a picture of
+`python -m benchmarks.file_to_file --pixels 16384 --tiles 512 --folder /scratch` makes a picture of
 random numbers, and lets a U-Net with batch norm in training mode compute it in tiles. It may
 take `--limit` MiB more than it holds as it begins (RLIMIT_DATA of Linux), most of which torch has
 mapped. `--compare` computes the whole picture, too, without a limit.
@@ -23,6 +23,13 @@ import zarr
 from torch import Tensor, nn
 
 from lightning_shard import FieldFile, in_tiles
+
+# settings of libraries that take memory for each of their threads
+SPARING = {
+    "MKL_DISABLE_FAST_MM": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "ZARR_THREADING__MAX_WORKERS": "1",
+}
 
 
 class Block(nn.Sequential):
@@ -62,8 +69,8 @@ class UNet(nn.Module):
             levels.append(block(F.max_pool2d(levels[-1], 2)))
         x = levels.pop()
         for block in reversed(self.up):
-            x = F.interpolate(x, scale_factor=2, mode="nearest")
-            x = block(torch.cat([x, levels.pop()], 1))
+            # a name for what is interpolated would keep it while the block runs
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), levels.pop()], 1))
         return self.last(x)
 
 
@@ -147,8 +154,7 @@ def main() -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.file_to_file", *sys.argv[1:], "--inner"],
         check=True,
-        # else MKL keeps 3 MiB for the thread of each tile
-        env={"MKL_DISABLE_FAST_MM": "1", "MALLOC_MMAP_THRESHOLD_": "65536", **os.environ},
+        env={**SPARING, **os.environ},
     )
     if options.compare:
         compare(options)
