@@ -39,7 +39,16 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: The words of the command line; those of the process if None.
     """
-    words = list(sys.argv[1:] if args is None else args)
+    try:
+        _run(list(sys.argv[1:] if args is None else args))
+    except KeyboardInterrupt:
+        if f"{ENV_PREFIX}_TRACEBACK" in os.environ:
+            raise
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)  # as shells name a process that Ctrl-C has ended
+
+
+def _run(words: list[str]) -> None:
     command = words[0] if words else ""
     if command in ("-h", "--help", "--version"):
         print(_version() if command == "--version" else page(""))

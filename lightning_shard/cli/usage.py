@@ -91,7 +91,8 @@ def exit_with(err: Exception, given: Sequence[str] = ()) -> NoReturn:
         time.sleep(PATIENCE_S)
     lines = [f"error: {_sentence(err)}", *([err.hint] if is_usage and err.hint else [])]
     if not on_all_ranks:
-        lines += [*getattr(err, "__notes__", []), *_causes(err), *missing_package(err)]
+        lines += [*getattr(err, "__notes__", []), *_causes(err)]
+        lines += [*missing_package(err), *_given_by_place(err)]
         lines += [f"{_raised_in(err)}; {ENV_PREFIX}_TRACEBACK=1 shows the traceback", *given]
         lines += [f"called at {place}"] if (place := _in_code_of_the_user(err)) else []
     prefix = "" if is_first_rank() else f"[rank {os.environ.get('RANK') or _rank()}] "
@@ -128,6 +129,13 @@ def missing_package(err: BaseException) -> list[str]:
     if find_spec(top) is not None:  # the package is there; a part of it is not
         return []
     return [f"pip install {_DISTRIBUTIONS.get(top, top)} installs it, if it is no file of yours"]
+
+
+def _given_by_place(err: BaseException) -> list[str]:
+    """Say how to write a loader that Lightning can make anew for `predict`, if it cannot."""
+    if "argument can be passed to its parent's `batch_size" not in str(err):
+        return []
+    return ["give the batch size by its name: DataLoader(dataset, batch_size=2)"]
 
 
 def _in_code_of_the_user(err: Exception) -> str:

@@ -69,6 +69,8 @@ class Net(BoringModel):
             self.no_such_name()
         if fail_in == "import":
             importlib.import_module("no_such_package.part")
+        if fail_in == "interrupt":
+            raise KeyboardInterrupt
         if fail_in == "optional":
             optional("no_such_package", "Net", "extras")
 
@@ -291,6 +293,14 @@ def test_a_missing_package_has_a_way_out(capsys):
     _, lines = refusal(capsys, "--model.fail_in", "import")
     assert "error: ModuleNotFoundError: No module named 'no_such_package'" in lines
     assert any(line.strip().startswith("pip install no_such_package") for line in lines)
+
+
+def test_ctrl_c_before_training_is_one_word(capsys):
+    """What is imported then is nothing of the user's, and 30 lines of it hide the last of his."""
+    with pytest.raises(SystemExit) as ended:
+        fit("--model.fail_in", "interrupt")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.endswith("\nInterrupted.\n")
 
 
 def test_the_way_out_that_a_module_names_is_the_only_one(capsys):

@@ -141,3 +141,21 @@ class OfFilesSingle(OfFiles):
     def __init__(self):
         super().__init__()
         self.float()
+
+
+class GivenByPlace(FilesOfFields):
+    def predict_dataloader(self):
+        return DataLoader(self.dataset, 1)
+
+
+def test_a_batch_size_that_lightning_cannot_give_again(here, capsys):
+    write_fields("in.zarr", 1, [{"field": np.zeros((1, 2, 19, 12), "float32")}])
+    (here / "given.yaml").write_text(
+        "trainer: {accelerator: cpu, logger: false}\n"
+        f"model: {__name__}.OfFilesSingle\ndata: {__name__}.GivenByPlace\n"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "--config", "given.yaml", "--output", "out.zarr"])
+    said = capsys.readouterr().err
+    assert "`__init__` argument can be passed to its parent's `batch_size" in said
+    assert "give the batch size by its name: DataLoader(dataset, batch_size=2)" in said
