@@ -71,8 +71,8 @@ def begin_all_to_all(
     refuse_tangent(outgoing)
     here = local(group)
     if here is not None:
-        arrived = here.exchange(outgoing, sizes, given)
-        return lambda: arrived
+        rows = here.exchange(outgoing, sizes, given)
+        return lambda: rows
     _begin(group)
     incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
 
