@@ -77,12 +77,12 @@ def begin_all_to_all(
     incoming, work = _sent(outgoing, sizes, given, group, at_once=False)
 
     # not named "wait": such a thread would be taken for one that may give its turn to another
-    def arrived() -> Tensor:
+    def brought() -> Tensor:
         assert work is not None
         work.wait()
         return incoming
 
-    return arrived
+    return brought
 
 
 def reduce_in_place(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
