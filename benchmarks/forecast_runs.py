@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -82,7 +83,7 @@ def measured(
     timed: Timed = {}
     for network in networks:
         for mesh in meshes:
-            peak = int(_most(_peak(network, mesh)))
+            peak = int(_most(peak_of(partial(_fit, network, mesh, 3))))
             of_mesh, lone = _in_turns(network, mesh, rates, rounds, steps)
             found += [case | {"memory": peak} for case in of_mesh]
             timed[network, mesh] = lone
@@ -186,13 +187,16 @@ def _fit(network: str, mesh: Mesh, steps: int, clock: Callback) -> None:
         trainer.fit(task, data)
 
 
-def _peak(network: str, mesh: Mesh) -> int:
-    """The most bytes that tensors hold in the third step, as torch's allocator reports them.
+def peak_of(train_with: Callable[[Callback], None]) -> int:
+    """The most bytes that tensors hold in the last step, as torch's allocator reports them.
 
     All tensors of a run are made under the profiler, since it counts those alone.
+
+    Args:
+        train_with: Trains for some steps with a callback.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        _fit(network, mesh, 3, _clock([]))
+        train_with(_clock([]))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         seen.export_chrome_trace(str(file))

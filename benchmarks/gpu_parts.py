@@ -193,7 +193,7 @@ class _Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class _Clock(Callback):
+class Clock(Callback):
     """Seconds of each step: processor time on the CPU, else by the clock, with the device idle."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ def _trained(
 ) -> tuple[list[float], _Module]:
     """Train a U-Net on one device; return the seconds of each step after the fifth, and it."""
     torch.manual_seed(0)
-    clock, module = _Clock(), _Module(resolution)
+    clock, module = Clock(), _Module(resolution)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice on workers and intervals
         trainer = Trainer(

@@ -123,7 +123,7 @@ _CALLS: dict[str, _Make] = {
 def calibrate(
     processes: int | None = None, device_type: str | None = None, seconds: float = SECONDS
 ) -> Cluster:
-    """Measure this machine, or the ranks that a launcher has started, in about a minute.
+    """Measure this machine, or the ranks that a launcher has started, in about two minutes.
 
     All ranks measure at the same time, as they compute in a run: they share memory and caches.
 
@@ -205,6 +205,9 @@ def _middle(found: Sequence[Device]) -> Device:
         flops=rates(lambda each: each.flops),
         bandwidth=median(each.bandwidth for each in found),
         per_call=median(each.per_call for each in found),
+        per_operator=median(each.per_operator for each in found),
+        workspaces=rates(lambda each: each.workspaces),
+        workspace=max(each.workspace for each in found),
         kernels={name: rates(lambda each, name=name: each.kernels[name]) for name in first.kernels},
         bandwidths=[
             (same[0][0], median(rate for _, rate in same))
@@ -232,6 +235,7 @@ def table_of_rates(found: Cluster) -> str:
     ]
     lines += ["", *aligned(by_size, numbers=True)]
     lines += ["", f"A kernel takes {found.device.per_call * 1e6:.3g} µs at least."]
+    lines += [f"The host takes {found.device.per_operator * 1e6:.3g} µs for each operator."]
     if found.collectives:
         lines += ["", *_collectives(found)]
     return "\n".join(lines)

@@ -94,6 +94,7 @@ class Fake(FakeTensorMode):
         given = [x for x in leaves if isinstance(x, Tensor)]
         if any(isinstance(x, FakeTensor) for x in given):
             if func.name() == _ITEM:
+                self._ledger.synchronize()
                 return self._read(given[0])
             if func is _aten.equal.default:
                 return True

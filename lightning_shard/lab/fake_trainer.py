@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp import plain_gradients
 from lightning_shard.lab.batches import copy_of
+from lightning_shard.lab.device_autocast import AutocastOfGPU
 from lightning_shard.lab.fake_modes import (
     NUMBER,
     OTHER_NUMBER,
@@ -137,6 +138,7 @@ def _is_same(found: Traced, trace: Callable[[int], Traced]) -> bool:
 
 def _trace(task: Task, rank: int, begun: Callable[[], Ledger], number: int | None) -> Traced:
     ledger = begun()
+    ledger.is_split = math.prod(task.mesh[1:]) > 1
     at_wait = ledger.hand_over if ledger.in_turns else None
     recorder = Recorder(rank, lambda: ledger.seconds, at_wait)
     body = _Body(task, ledger, recorder, number)
@@ -202,6 +204,8 @@ class _Body:
                     replaced(torch.utils, "swap_tensors", forgetting(self.mode, swap))
                 )
             stack.enter_context(self.mode)
+            if self._ledger.is_of_gpu:
+                stack.enter_context(AutocastOfGPU())
             with fake_copies(self.mode) if self._is_fake else ExitStack():
                 module, data = copy_of(given.module), copy.copy(given.data)
             self._ledger.leave_out([*given.module.parameters(), *given.module.buffers()])
@@ -304,8 +308,9 @@ class _Follow(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._names = {module: name for name, module in pl_module.named_modules()}
-        if self._ledger.in_turns:
+        if self._ledger.in_turns or self._ledger.is_of_gpu:
             _update_by_lists(trainer.optimizers)
+        if self._ledger.in_turns:
             for p in pl_module.parameters():
                 if p.requires_grad:
                     hook = p.register_post_accumulate_grad_hook(self._take_gradient)

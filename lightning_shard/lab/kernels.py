@@ -1,28 +1,41 @@
 """Measures how fast a device runs the kernels that models use."""
 
-import math
 import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_shard.lab.fake_modes import Real
+from lightning_shard.lab.kernel_calls import (
+    CONVOLUTIONS,
+    KERNELS,
+    Make,
+    Move,
+    copies,
+    in_turns,
+    product,
+    transform,
+)
 from lightning_shard.lab.machine import Device, Rates
-from lightning_shard.processes.torch_private.typed import fft
+from lightning_shard.lab.timeline import Ledger
+from lightning_shard.processes.cpu_settings import tune_process
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REAL_OF_FFT = (torch.float32, torch.float64)
 LARGEST = 2**13  # no larger extent is tried
 BYTES = tuple(2**n for n in range(14, 28, 2))  # the smallest tensors lie in caches
-FEW, MANY = 3, 32  # channels
-Made = tuple[Callable[[], Any], float]  # a call, and the floating-point operations of it
-_backward: Any = torch.ops.aten.convolution_backward
+LARGEST_MOVED = 2**9  # where the time goes by the bytes
+KEPT = 2**24  # bytes
+LAYERS, LAYER_CHANNELS = 4, 16  # of the network whose kernels are small
+WORKSPACE_EXTENT = 256  # rows and columns of the convolution whose workspace is measured
+_ENDLESS = 1e30
+_ONE_A_KERNEL = Device("counter", 0, {"float32": _ENDLESS}, _ENDLESS, 1.0, "a second a kernel")
 
 
 def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
@@ -33,34 +46,47 @@ def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
         ranks: The number of ranks that share the memory of this machine, if they use its CPU.
         seconds: The length of each kernel that decides a rate; shorter ones are less exact.
     """
+    if device.type == "cpu":
+        tune_process(ranks)  # as a run does
+    workspace = _workspace(device)
     bandwidths = [_bandwidth(device, size, seconds) for size in BYTES]
+    per_call = _per_call(device, seconds)
     return Device(
         name=_name(device),
         memory=_memory(device, ranks),
         flops=_products(device, seconds),
         bandwidth=bandwidths[-1][1],
-        per_call=_per_call(device, seconds),
+        per_call=per_call,
         source=f"measured with torch {torch.__version__}, threads {torch.get_num_threads()}",
         kernels={name: _rates(make, device, seconds) for name, make in KERNELS.items()},
         bandwidths=bandwidths,
+        kind=device.type,
+        per_operator=_per_operator(device, per_call, seconds),
+        workspaces=_workspaces(device),
+        workspace=workspace,
     )
 
 
-def _rates(make: Callable[..., Made], device: torch.device, seconds: float) -> Rates:
-    dtypes = REAL_OF_FFT if make is _fft else DTYPES
+def _rates(make: Make, device: torch.device, seconds: float) -> Rates:
+    dtypes = REAL_OF_FFT if make is transform else DTYPES
     found = {str(dtype).removeprefix("torch."): _rate(make, device, dtype, seconds)
              for dtype in dtypes}  # fmt: skip
     return {name: rate for name, rate in found.items() if rate}
 
 
-def _rate(
-    make: Callable[..., Made], device: torch.device, dtype: torch.dtype, seconds: float
-) -> float:
-    """Operations a second of the first size that takes as long; 0 where there is no such kernel."""
+def _rate(make: Make, device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """Operations a second of the first size that takes as long; 0 where there is no such kernel.
+
+    On a CPU the memory of no result is larger than what glibc keeps, or clearing it would take
+    longer than a kernel.
+    """
     extent, rate = 32, 0.0
-    while extent <= LARGEST:
+    largest = LARGEST_MOVED if isinstance(getattr(make, "__self__", None), Move) else LARGEST
+    while extent <= largest:
         try:
             call, flops = make(device, dtype, extent)
+            if rate and device.type == "cpu" and _bytes(call()) > KEPT:
+                break
             spent = seconds_of(call, device, seconds)
         except (RuntimeError, NotImplementedError):  # no such kernel, or no memory for it
             break
@@ -69,6 +95,11 @@ def _rate(
             break
         extent *= 2
     return rate
+
+
+def _bytes(made: Any) -> int:
+    first = made if isinstance(made, Tensor) else made[0]
+    return 0 if first is None else first.numel() * first.element_size()
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, least: float) -> float:
@@ -107,86 +138,78 @@ def _per_call(device: torch.device, seconds: float) -> float:
     return seconds_of(calls, device, seconds) / times
 
 
+def _per_operator(device: torch.device, per_call: float, seconds: float) -> float:
+    """Measure what the host takes for each operator of a step of a network whose kernels are small.
+
+    On a CPU, without the time of the kernels themselves.
+    """
+    with device:
+        net = nn.Sequential(*[part for _ in range(LAYERS) for part in _layer()])
+        x = torch.ones(2, LAYER_CHANNELS, LAYER_CHANNELS, device=device)
+
+    def step() -> None:
+        net(x).square().mean().backward()
+
+    step()
+    ledger = Ledger(_ONE_A_KERNEL)
+    with Real(ledger):
+        step()
+    spent = seconds_of(step, device, seconds) / ledger.seconds
+    return spent if device.type != "cpu" else max(0.0, spent - per_call)
+
+
+def _layer() -> tuple[nn.Module, ...]:
+    """Return a convolution, a norm and a product, as networks have them."""
+    width = LAYER_CHANNELS
+    product, convolution = nn.Linear(width, width), nn.Conv1d(width, width, 3, padding=1)
+    return convolution, nn.GroupNorm(2, width), nn.GELU(), product, nn.LayerNorm(width)
+
+
+def _workspace(device: torch.device) -> int:
+    """Measure the bytes that products keep after the first one, forward and backward."""
+    if device.type == "cpu":
+        return 0
+    x = torch.ones(8, 8, device=device, requires_grad=True)
+    before = _held(device)
+    (x @ x).sum().backward()
+    x.grad = None
+    return max(0, _held(device) - before)
+
+
+def _workspaces(device: torch.device) -> Rates:
+    """Measure what convolutions take, for each byte of their input and result."""
+    found: Rates = {}
+    for dtype in DTYPES if device.type != "cpu" else ():
+        call, _ = CONVOLUTIONS[""].forward(device, dtype, WORKSPACE_EXTENT)
+        call()  # the first one tries several kernels
+        before = _held(device)
+        torch.get_device_module(device.type).reset_peak_memory_stats()
+        result = call()
+        peak = torch.get_device_module(device.type).max_memory_allocated()
+        size = result.numel() * result.element_size()
+        found[str(dtype).removeprefix("torch.")] = max(0, peak - before - size) / (2 * size)
+    return found
+
+
+def _held(device: torch.device) -> int:
+    wait_for(device)
+    return int(torch.get_device_module(device.type).memory_allocated())
+
+
 def _bandwidth(device: torch.device, size: int, seconds: float) -> tuple[int, float]:
     """Return the bytes that a kernel moves, and bytes a second, with new memory for its result."""
-    x = torch.zeros(size // 4, device=device)
-    return 2 * size, 2 * size / seconds_of(lambda: x + 1, device, seconds)
-
-
-def _matmul(device: torch.device, dtype: torch.dtype, extent: int) -> Made:
-    x = torch.ones(extent, extent, device=device, dtype=dtype)
-    return lambda: x @ x, 2.0 * extent**3
-
-
-def _fft(device: torch.device, dtype: torch.dtype, extent: int) -> Made:
-    x = torch.ones(16, extent, extent, device=device, dtype=dtype)
-    return lambda: fft.rfft2(x), 5 * x.numel() * math.log2(extent**2)
-
-
-@dataclass(frozen=True)
-class _Convolution:
-    """A kind of convolution that has a rate of its own.
-
-    Attributes:
-        given: Channels of the input.
-        made: Channels of the output.
-        kernel: Places of the kernel in each dim.
-        stride: Its stride.
-        last: True if channels lie side by side in memory.
-    """
-
-    given: int = MANY
-    made: int = MANY
-    kernel: int = 3
-    stride: int = 1
-    last: bool = False
-
-    def forward(self, device: torch.device, dtype: torch.dtype, extent: int) -> Made:
-        """Make the call, and count its operations."""
-        x, weight = self._tensors(device, dtype, extent)
-        rows = -(-extent // self.stride)
-        flops = 2.0 * weight.numel() * rows**2
-        return lambda: F.conv2d(x, weight, None, self.stride, self.kernel // 2), flops
-
-    def backward(self, device: torch.device, dtype: torch.dtype, extent: int) -> Made:
-        """Make the call of both gradients, and count its operations."""
-        x, weight = self._tensors(device, dtype, extent)
-        call, flops = self.forward(device, dtype, extent)
-        y, padding, stride = call(), [self.kernel // 2] * 2, [self.stride] * 2
-        wanted = [True, True, False]
-        numbers = (stride, padding, [1, 1], False, [0, 0], 1, wanted)
-        return lambda: _backward(y, x, weight, None, *numbers), 2 * flops
-
-    def _tensors(
-        self, device: torch.device, dtype: torch.dtype, extent: int
-    ) -> tuple[Tensor, Tensor]:
-        stored = torch.channels_last if self.last else torch.contiguous_format
-        x = torch.ones(1, self.given, extent, extent, device=device, dtype=dtype)
-        weight = torch.ones(self.made, self.given, *[self.kernel] * 2, device=device, dtype=dtype)
-        return x.to(memory_format=stored), weight.to(memory_format=stored)
-
-
-_KINDS = {
-    "": _Convolution(), "thin_": _Convolution(given=FEW),
-    "thin_strided_": _Convolution(given=FEW, made=2 * MANY, kernel=7, stride=2),
-    "pointwise_": _Convolution(given=2 * MANY, made=2 * MANY, kernel=1),
-    "last_": _Convolution(last=True),
-}  # fmt: skip
-KERNELS: dict[str, Callable[..., Made]] = {
-    **{f"{kind}convolution": each.forward for kind, each in _KINDS.items()},
-    **{f"{kind}convolution_backward": each.backward for kind, each in _KINDS.items()},
-    "fft": _fft,
-}
+    call = in_turns([partial(x.add, 1) for x in copies(torch.zeros(size // 4, device=device))])
+    return 2 * size, 2 * size / seconds_of(call, device, seconds)
 
 
 def _products(device: torch.device, seconds: float) -> Rates:
     """Rates of products; of those that TF32 shortens, too, on a device that may have it."""
-    found = _rates(_matmul, device, seconds)
+    found = _rates(product, device, seconds)
     if device.type != "cpu":
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
-            found["tf32"] = _rate(_matmul, device, torch.float32, seconds)
+            found["tf32"] = _rate(product, device, torch.float32, seconds)
         finally:
             torch.set_float32_matmul_precision(before)
     return found

@@ -36,12 +36,6 @@ _MEASURED_AS = {  # the collective that is measured, for each other one that is 
     "gather": "all_gather_single",
 }
 
-
-# these change the rate of a convolution: few channels, strides besides, a kernel of one place, and
-# channels that lie side by side in memory
-CONVOLUTIONS = ("", "thin_", "thin_strided_", "pointwise_", "last_")
-
-
 Rates = dict[str, float]  # by dtype
 # a collective, its number of ranks, and by growing bytes that a rank sends both times of a `Cost`
 Measured = tuple[str, int, list[tuple[int, float, float]]]
@@ -100,11 +94,17 @@ class Device:
         bandwidth: Bytes a second of its memory.
         per_call: Seconds that a kernel takes at least.
         source: The data sheet of these numbers, or the way in which they were measured.
-        kernels: The same rates as `flops` for kinds of kernels that were measured: "fft",
-            "convolution" and "convolution_backward", and a word of `CONVOLUTIONS` before these two.
+        kernels: The same rates as `flops` for kinds of kernels that were measured, such as
+            "convolution"; bytes a second where a kernel's time goes by its bytes, such as
+            "group_norm". The names are those of `kernel_calls.KERNELS`.
         bandwidths: Pairs of bytes that a kernel reads and writes, and bytes a second, by growing
             bytes: small tensors lie in caches.
         host_rate: Bytes a second each way between its memory and that of the host.
+        kind: Its type of device, as torch names it. A CPU computes in the host's own time.
+        per_operator: Seconds of the host for each operator, a training step's Python included.
+        workspaces: Bytes that a convolution takes besides, for each byte that it reads and writes,
+            by type of number.
+        workspace: Bytes that the library of products keeps after its first call.
     """
 
     name: str
@@ -116,6 +116,10 @@ class Device:
     kernels: dict[str, Rates] = field(default_factory=dict[str, Rates])
     bandwidths: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     host_rate: float = PCIE_4
+    kind: str = "cpu"
+    per_operator: float = 0.0
+    workspaces: Rates = field(default_factory=dict[str, float])
+    workspace: int = 0
 
     def flops_of(self, kernels: Sequence[str], dtype: str) -> float:
         """Return the operations a second of the first kind of kernel that is known.

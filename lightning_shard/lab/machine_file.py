@@ -49,9 +49,11 @@ def _check(cluster: Cluster) -> None:
     rates += [*of_kernels, *(rate for _, rate in device.bandwidths)]
     rates += [*(link.bandwidth for link in links), cluster.price or 1, device.flops["float32"]]
     points = [point for _, _, each in cluster.collectives for point in each]
-    times = [*(link.latency for link in links), *(n for point in points for n in point)]
+    times = [device.per_operator, device.workspace, *device.workspaces.values()]
+    times += [*(link.latency for link in links), *(n for point in points for n in point)]
     counts = [cluster.nodes, cluster.per_node, *(ranks for _, ranks, _ in cluster.collectives)]
-    names = [device.name, device.source, *device.flops, *device.kernels]
+    names = [device.name, device.source, device.kind, *device.flops, *device.kernels]
+    names += [*device.workspaces]
     names += [name for name, _, _ in cluster.collectives]
     growing = [device.bandwidths, *(each for _, _, each in cluster.collectives)]
     for what, is_right in (

@@ -41,6 +41,7 @@ _NOTES = {
     "gathered": "whole parameters and gradients of blocks",
     "activations": "kept from forward for backward",
     "temporary": "results that are soon given back",
+    "workspaces": "what kernels take beside their tensors",
     "waiting": "of waiting tiles: small tensors, and what their budget keeps",
 }
 

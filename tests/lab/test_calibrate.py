@@ -222,3 +222,16 @@ def test_the_command(capsys, tmp_path):
     assert "4 ranks of snail, measured" in out
     assert f"written to {file}" in err
     assert read_cluster(str(file)) == MACHINE
+
+
+@pytest.mark.spmd(1, "xpu")
+def test_a_device_beside_the_host_is_measured(monkeypatch):
+    monkeypatch.setattr(kernels, "BYTES", (2**10, 2**12))
+    monkeypatch.setattr(kernels, "DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(kernels, "LARGEST", 32)
+    found = kernels.measured_device(torch.device("xpu", 0), 1, 1e-6)
+    assert found.kind == "xpu"
+    assert found.per_operator > 0
+    assert found.workspaces.keys() == {"float32", "bfloat16"}
+    assert found.workspace >= 0
+    assert found.flops.keys() == {"float32", "bfloat16", "tf32"}
