@@ -135,9 +135,9 @@ examples
     "calibrate": """\
 usage: {program} calibrate [--output FILE] [--processes N] [--device DEVICE]
 
-Measures in about two minutes what kernels and collectives take on this machine, and writes a file for
-plan --cluster. All ranks measure at the same time, since they share the machine in a run, too. Let
-nothing else run meanwhile. Started by a launcher, it measures the ranks of the launcher.
+Measures in about two minutes what kernels and collectives take on this machine, and writes a file
+for plan --cluster. All ranks measure at the same time, since they share the machine in a run,
+too. Let nothing else run meanwhile. Started by a launcher, it measures the ranks of the launcher.
 
 options
   --output FILE     machine.json by default
