@@ -56,7 +56,7 @@ class Call:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a product of matrices."""
+        """Return whether it is a product of matrices."""
         return self.name in _PRODUCTS
 
     @property

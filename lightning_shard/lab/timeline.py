@@ -134,7 +134,7 @@ class Ledger:
 
     @property
     def is_of_gpu(self) -> bool:
-        """Whether the step would run on a device beside the host."""
+        """Return whether the step would run on a device beside the host."""
         return self._device is not None and self._device.kind != "cpu"
 
     def held(self, cause: str) -> int:
