@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,17 @@ def words_of_a_failure(trainer: Trainer) -> list[str]:
     gone = [path for path in named if "://" not in path and not Path(path).exists()]
     lines = [line for line in _ways_on(trainer) if not any(path in line for path in gone)]
     ended = f"The run ended after step {trainer.global_step}."
-    return [ended, *(lines or ["No checkpoint was written."])]
+    return [ended, *(lines or _left_beside(gone) or ["No checkpoint was written."])]
+
+
+def _left_beside(gone: Sequence[str]) -> list[str]:
+    """Name the newest of the checkpoints in the folders of those that could not be written."""
+    folders = {Path(path).parent for path in gone}
+    left = [path for folder in folders for path in folder.glob("*.ckpt")]
+    if not left:
+        return []
+    newest = str(max(left, key=lambda path: path.stat().st_mtime))
+    return [f"Last whole checkpoint: {newest}", f"Resume: {_command()('fit', newest)}"]
 
 
 def _ways_on(trainer: Trainer) -> list[str]:

@@ -168,9 +168,10 @@ def _causes(err: BaseException) -> list[str]:
     lines: list[str] = []
     seen = err.__cause__
     while seen is not None and not isinstance(seen, pickle.UnpicklingError):
-        if str(seen) not in str(err):  # often one repeats the other
-            first = textwrap.shorten((str(seen).strip().splitlines() or [""])[0], LONGEST)
-            lines.append(f"caused by {type(seen).__name__}: {first}")
+        first = (str(seen).strip().splitlines() or [""])[0]
+        if not first or first not in str(err):  # often one repeats the other
+            shown = textwrap.shorten(first, LONGEST)
+            lines.append(f"caused by {type(seen).__name__}: {shown}")
         seen = seen.__cause__
     return lines
 

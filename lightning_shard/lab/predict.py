@@ -115,7 +115,8 @@ class Prediction:
         lines += [str(self.split)] if ranks > 1 else []
         if ranks > 1 and not self.split.split:
             lines.append(f"Warning: {self.split.advice(ranks)}")
-        shape = f"{self.mesh[0]} data replicas x {'x'.join(map(str, self.mesh[1:]))} domain ranks"
+        replicas = f"{self.mesh[0]} data replica{'s' * (self.mesh[0] > 1)}"
+        shape = f"{replicas} x {'x'.join(map(str, self.mesh[1:]))} domain ranks"
         place = "" if cluster is None else f" of {cluster}"
         what = f"One of {math.prod(self.mesh)} ranks ({shape})" if several else "One process"
         if self.in_turns:

@@ -322,6 +322,19 @@ def test_a_full_disk_is_one_sentence_after_steps_too(capsys):
     assert "No checkpoint was written." in said
 
 
+def test_a_full_disk_leaves_the_checkpoint_before(capsys, tmp_path):
+    """Lightning has forgotten it by then: it remembers the one that it is about to write."""
+    kept = {"dirpath": str(tmp_path), "every_n_train_steps": 1, "filename": "{step}"}
+    words = [f"--trainer.callbacks.{name}={value}" for name, value in kept.items()]
+    callback = "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"
+    code, lines = refusal(capsys, "--model.fail_in", "saving", callback, *words)
+    assert code == 1
+    whole = tmp_path / "step=1.ckpt"
+    assert [*tmp_path.glob("*.ckpt")] == [whole]
+    assert f"Last whole checkpoint: {whole}" in [line.strip() for line in lines]
+    assert any(line.strip().startswith("Resume: ") and str(whole) in line for line in lines)
+
+
 def test_no_tip_comes_before_the_first_word(capfd, caplog):
     with caplog.at_level("INFO"):
         fit("--trainer.logger", "false")

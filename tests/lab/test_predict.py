@@ -263,7 +263,7 @@ def test_it_prints_a_table_and_leaves_a_batch_of_shapes():
     first, split, title, *rows = shown.splitlines()
     assert first == "The rates of slow and its links: made up."
     assert split == "split over the domain: batch (dim 2)"
-    where = "One of 2 ranks (1 data replicas x 2 domain ranks) of 1x2xslow (made up), in one"
+    where = "One of 2 ranks (1 data replica x 2 domain ranks) of 1x2xslow (made up), in one"
     assert title.startswith(where)
     assert [row.split("  ")[1] for row in rows[:2]] == ["step", ""]
     assert "peak memory" in shown
