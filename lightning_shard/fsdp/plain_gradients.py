@@ -221,7 +221,7 @@ class PlainGradients:
         self._has_averaged = False
         yield
         if not self._has_averaged:
-            self._begin()
+            self._begin("waits for the others' gradients: its loss reaches no parameter")
             self._finish()
 
     def average_assigned(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -259,7 +259,7 @@ class PlainGradients:
                 if not before.is_late and before.flat is not None:
                     before.arrive(self.group)
 
-    def _begin(self) -> None:
+    def _begin(self, words: str = "") -> None:
         self.take_new()
         for bucket in self._buckets:
             if bucket.work is not None:  # an error has ended the pass before this one
@@ -268,7 +268,8 @@ class PlainGradients:
         self._has_begun, self._next, self._backward = True, 0, backward_pass()
         if self._order is not None:
             trained = sum(p.requires_grad for p in self.parameters)
-            self._order.comes_to(f"averages the gradients of {trained} parameters")
+            event = f"averages the gradients of {trained} parameters"
+            self._order.comes_to(event, words, in_backward=True)
 
     def _finish(self) -> None:
         for i, bucket in enumerate(self._buckets):

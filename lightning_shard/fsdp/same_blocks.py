@@ -117,18 +117,19 @@ class SameBlocks:
         self._status = 0, ""  # the count, and the event that is waited for; read by the thread
         self._prefix = f"blocks/{zlib.crc32(repr(self.ranks).encode())}/{self._number}"
 
-    def comes_to(self, event: str, words: str = "") -> None:
+    def comes_to(self, event: str, words: str = "", *, in_backward: bool = False) -> None:
         """Note that this rank is about to gather or reduce, and wait if that is new.
 
         Args:
             event: A clause that names what is gathered, such as "gathers 'encoder.0'".
             words: The clause in an error of this rank; by default the event itself.
+            in_backward: True if it ends a backward pass that has made no gradient.
 
         Raises:
             DisagreementError: Another rank gathers or reduces another block.
             RankFailedError: A rank has ended, or failed, while this one waits for it.
         """
-        backward = backward_pass() != -1
+        backward = in_backward or backward_pass() != -1
         begins = not backward and (self._in_backward or event == self._first)
         if begins or not self._first:
             self._first, self._way = event, (self._way[1], 0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -234,6 +235,19 @@ def test_sparse_gradients(also_dense):
     torch.testing.assert_close(net.head.weight.grad, alone.head.weight.grad)
 
 
+@pytest.mark.spmd(3)
+def test_sparse_gradients_among_shards():
+    alone, net = Words(sparse=True), Words(sparse=True)
+    parallelize(net, make_mesh("cpu", 3, (1,)), options=ShardingOptions("full"))
+    words = [torch.tensor(w) for w in ([1, 1, 4], [4, 7], [0])]
+    (sum(alone(w).square().mean() for w in words) / 3).backward()
+    net(words[dist.get_rank()]).square().mean().backward()
+    found, expected = net.table.weight.grad, alone.table.weight.grad
+    assert found.is_sparse
+    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(net.head.weight.grad.full_tensor(), alone.head.weight.grad)
+
+
 @pytest.mark.spmd(2)
 def test_a_rank_that_trains_other_parameters_is_named():
     net, rank = whole(Net(), make_mesh("cpu", 2, (1,))), dist.get_rank()
@@ -242,6 +256,39 @@ def test_a_rank_that_trains_other_parameters_is_named():
         lightning_shard.DisagreementError, match=r"averages the gradients of (6|8) parameters"
     ):
         net(samples(1)).square().mean().backward()
+
+
+@pytest.mark.spmd(2)
+def test_a_replica_whose_loss_reaches_nothing_counts_as_zeros():
+    alone, net, mesh = both((2, 1))
+    x = samples(2)
+    for step in range(4):
+        reach = range(2 if step == 0 else 1)
+        alone.zero_grad()
+        net.zero_grad()
+        (sum(alone(x[i : i + 1]).square().mean() for i in reach) / 2).backward()
+        loss = net(of_rank(x, mesh)).square().mean()
+        with plain_gradients_of(net).one_backward():
+            if dist.get_rank() in reach:
+                loss.backward()
+        assert_gradients(net, alone)
+
+
+@pytest.mark.spmd(2)
+def test_a_rank_whose_loss_reaches_nothing_says_so_where_it_waits_in_vain():
+    net = whole(Net(), make_mesh("cpu", 2, (1,)))
+    if dist.get_rank() == 0:
+        return  # as if it waited in an exchange of its backward pass
+    plain = plain_gradients_of(net)
+    store = plain._order._store
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=2))
+    try:
+        said = "its loss reaches no parameter, and for 1 s not"
+        with pytest.raises(TimeoutError, match=said), plain.one_backward():
+            """Nothing that makes a gradient."""
+    finally:
+        store.set_timeout(usual)
 
 
 @pytest.mark.spmd(2)
