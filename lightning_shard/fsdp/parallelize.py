@@ -36,6 +36,7 @@ from lightning_shard.fsdp.shard_block import (
     shard_block,
     with_complex_parameters,
 )
+from lightning_shard.fsdp.sparse_gradients import may_be_sparse
 from lightning_shard.fsdp.split_weights import show_split_weights, split_by_mode
 from lightning_shard.fsdp.step_hooks import (
     count_domains_once,
@@ -44,11 +45,7 @@ from lightning_shard.fsdp.step_hooks import (
     open_around_steps,
     wrap_methods,
 )
-from lightning_shard.fsdp.step_writes import (
-    GATHERED,
-    Gathered,
-    copy_attributes,
-)
+from lightning_shard.fsdp.step_writes import GATHERED, Gathered, copy_attributes
 from lightning_shard.fsdp.unused_parameters import UnusedParameters
 from lightning_shard.fsdp.work import Moved, Work
 from lightning_shard.memory.neuralop.layers import avoid_whole_fields
@@ -262,6 +259,8 @@ def _shard(work: Work) -> None:
     chosen = [b for b in work.chosen if not isinstance(b, FSDPModule)]
     placed = {p for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
     plain = work.ignored | {p for p in module.parameters() if p.ndim == 0}  # FSDP2 shards dim 0
+    sparse = {*may_be_sparse(module)}  # it sends dense gradients
+    plain |= {p for p in module.parameters() if p in sparse}
     plain |= of_other_dtypes([*chosen, module], plain | placed)
     axes = parameter_mesh(work.mesh, options.mode)
     for block in chosen:
