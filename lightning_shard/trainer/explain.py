@@ -35,12 +35,17 @@ _BY_MESSAGE = {
     ),
     "but its data is not allocated yet": _WHOLE + (
         "Or: torch.tensor was given sharded tensors, such as norms of gradients, which it cannot "
-        "read: give it those of p.grad.full_tensor()."
+        "read: give it those of p.grad.full_tensor(). Or: the module is called after a gradient "
+        "with create_graph=True, which reads parameters later: call it before."
     ),
     "unable to lock file": (
         "Another rank may have opened this file: the ranks of a domain hold one batch and run the "
         "same hooks. Write it where self.trainer.is_global_zero, or put self.global_rank into its "
         "name."
+    ),
+    "stateful loaders, but found": (
+        "The checkpoint was saved inside an epoch, by a run whose loader had a state of its own, "
+        "as in first versions of lightning_shard: resume from one of the end of an epoch."
     ),
     "FSDP does not support deepcopy": _WHOLE + (
         "Or: a module with shards cannot be copied, which a callback such as "
