@@ -55,10 +55,11 @@ class Prediction:
         cluster: The machines on which it would run; None: its time is not predicted.
         split: The entries of the batch that are split over a domain, and those that stay whole.
         samples: The number of samples in one step of all replicas.
-        memory: The peak of bytes in tensors.
+        memory: The peak of bytes in tensors, and of what kernels of the cluster's device take
+            beside them.
         peak_at: The part of the step in which that is reached.
         memory_by_cause: The bytes of the peak by their cause: "parameters", "gradients",
-            "optimizer", "gathered", "activations", "batch" and "temporary".
+            "optimizer", "gathered", "activations", "batch", "workspaces" and "temporary".
         activations: Bytes that forward keeps for backward.
         sent_for_parameters: Bytes of parameters and gradients that the rank sends.
         sent_for_fields: Bytes that it sends within its domain: halos, modes and sums.
