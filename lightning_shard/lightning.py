@@ -37,7 +37,7 @@ _NAMES = {
     "pytorch.accelerators": "Accelerator AcceleratorRegistry",
     "pytorch.callbacks":
         "BaseFinetuning BasePredictionWriter Checkpoint EarlyStopping LearningRateFinder "
-        "ModelCheckpoint ModelSummary RichProgressBar TQDMProgressBar",
+        "ModelCheckpoint ModelSummary RichProgressBar StochasticWeightAveraging TQDMProgressBar",
     "pytorch.cli": "LightningArgumentParser LightningCLI SaveConfigCallback",
     "pytorch.core.optimizer": "LightningOptimizer",
     "pytorch.loggers.logger": "DummyLogger",

@@ -49,6 +49,7 @@ from lightning.pytorch.callbacks import LearningRateFinder as LearningRateFinder
 from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
 from lightning.pytorch.callbacks import ModelSummary as ModelSummary
 from lightning.pytorch.callbacks import RichProgressBar as RichProgressBar
+from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from lightning.pytorch.callbacks import TQDMProgressBar as TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser as LightningArgumentParser
 from lightning.pytorch.cli import LightningCLI as LightningCLI
@@ -149,6 +150,7 @@ __all__ = [
     "SLURMEnvironment",
     "SaveConfigCallback",
     "SingleDeviceStrategy",
+    "StochasticWeightAveraging",
     "Strategy",
     "StrategyRegistry",
     "Sync",

@@ -1,8 +1,8 @@
-"""Lets a resumed run train the parameters that the run trained which was saved.
+"""Lets a resumed run train the parameters that the run trained which was saved, at its rates.
 
 `BackboneFinetuning` and its kin freeze as each run begins, and thaw as an epoch begins. Lightning
 gives their groups back to the optimizer of a run that is resumed after that epoch, and leaves them
-frozen without a word.
+frozen without a word. `StochasticWeightAveraging` it leaves out in an epoch that it resumes inside.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import nn
 from lightning_shard.lightning import (
     BaseFinetuning,
     LightningModule,
+    StochasticWeightAveraging,
     Trainer,
     rank_zero_info,
     rank_zero_warn,
@@ -30,14 +31,17 @@ def frozen_in(module: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def freeze_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> None:
+def train_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> None:
     """Freeze and thaw what a callback for fine-tuning had; warn where the module itself differs.
 
     Args:
         trainer: The Trainer, whose callbacks are looked at.
-        module: The module of a run that is resumed.
-        saved: The names that `frozen_in` returned when the checkpoint was saved.
+        module: The module of a run that begins or is resumed.
+        saved: The names that `frozen_in` returned when the checkpoint was saved; None: no such.
     """
+    _go_on_averaging(trainer, module)
+    if saved is None:
+        return
     now = frozen_in(module)
     parameters = dict(module.named_parameters())
     known = set(saved["parameters"]) & parameters.keys()
@@ -61,6 +65,19 @@ def freeze_as_saved(trainer: Trainer, module: LightningModule, saved: Any) -> No
         f"{_shown([*thawed, *froze])} {'trains' if thawed else 'is frozen'} again, as when the "
         "checkpoint was saved."
     )
+
+
+def _go_on_averaging(trainer: Trainer, module: LightningModule) -> None:
+    """Let averaging begin again in the epoch in which it had begun, at the rates that were."""
+    for callback in callbacks_of(trainer) if trainer.fit_loop.restarted_mid_epoch else ():
+        if not isinstance(callback, StochasticWeightAveraging):
+            continue
+        if callback.state_dict()["latest_update_epoch"] == trainer.current_epoch:
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            rates = [group["lr"] for group in groups]
+            callback.on_train_epoch_start(trainer, module)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
 
 def _norms(module: nn.Module) -> dict[str, Any]:

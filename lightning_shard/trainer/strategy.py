@@ -49,7 +49,7 @@ from lightning_shard.trainer.callbacks.repeat_samples import repeats_samples
 from lightning_shard.trainer.checkpoints import Checkpoints
 from lightning_shard.trainer.counted_devices import count_replicas
 from lightning_shard.trainer.explain import explain
-from lightning_shard.trainer.frozen import freeze_as_saved
+from lightning_shard.trainer.frozen import train_as_saved
 from lightning_shard.trainer.hook_values import HookValues, give_whole_to
 from lightning_shard.trainer.host import (
     end_saved_step,
@@ -364,8 +364,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
         self.saver.continue_random_numbers(self.device_mesh, self.root_device)
         if (logged := self.saver.logged(self.device_mesh)) is not None:
             log_on(self._module.trainer, logged)
-        if (frozen := self.saver.frozen()) is not None:
-            freeze_as_saved(self._module.trainer, self._module, frozen)
+        train_as_saved(self._module.trainer, self._module, self.saver.frozen())
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

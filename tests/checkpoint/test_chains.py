@@ -1,0 +1,76 @@
+"""A run goes on through several resumes, in other modes and on other meshes, as without a break."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+from tests import pool
+from tests.checkpoint.tiny import SaveAt, fit, mean_over_ranks, tiny
+from tests.pairs import choose
+from tests.training import shared_path
+
+# the step after which a part ends, the ranks, the domain, the mode, the format of its checkpoint
+CHAINS = {
+    "modes": [
+        (3, 2, (2,), "none", "single"),
+        (7, 2, (2,), "full", "sharded"),
+        (9, 2, (2,), "gradients", "single"),
+        (12, 2, (2,), "none", "single"),
+    ],
+    "meshes": [
+        (2, 4, (2,), "hybrid", "single"),
+        (5, 3, (3,), "none", "sharded"),
+        (10, 2, (1,), "full", "single"),
+        (12, 2, (2,), "none", "single"),
+    ],
+}
+AVERAGES = {"none": list, "ema": lambda: [EMAWeightAveraging(decay=0.8)]}
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def smooth():
+    return tiny(dropout=0.0, norm=False)
+
+
+def part(folder: str, index: int, chain: str, average: str) -> None:
+    """A part of a chain; the first one goes on to the end, as the run without a break."""
+    end, _, domain, mode, form = CHAINS[chain][index]
+    path, before = (Path(folder) / f"{i}.ckpt" for i in (index, index - 1))
+    save = SaveAt(path, end, "batch" if end < 12 else "epoch")
+    losses, state, _ = fit(
+        domain, *AVERAGES[average](), save, module=smooth(), path=before if index else None,
+        sharding=mode, checkpoint_format=form,
+    )  # fmt: skip
+    means = mean_over_ranks(losses)
+    if dist.get_rank() == 0:
+        torch.save({"losses": means, "state": state}, Path(folder) / f"{index}.pt")
+
+
+@pytest.mark.parametrize(
+    ("chain", "average"),
+    choose(["modes", pytest.param("meshes", marks=pytest.mark.slow)], AVERAGES),
+)
+def test_a_chain(chain, average, tmp_path):
+    given = {"folder": str(tmp_path), "chain": chain, "average": average}
+    for index, (_, ranks, *_) in enumerate(CHAINS[chain]):
+        pool.pool_of(ranks).run(part, given | {"index": index})
+    parts = [torch.load(tmp_path / f"{i}.pt", weights_only=True) for i in range(len(CHAINS[chain]))]
+    begun = 0
+    for (end, *_), found in zip(CHAINS[chain], parts, strict=True):
+        torch.testing.assert_close(found["losses"], parts[0]["losses"][begun:], **CLOSE)
+        torch.testing.assert_close(found["state"], parts[0]["state"], **CLOSE)
+        begun = end
+
+
+@pytest.mark.spmd(2)
+def test_averages_of_weights_go_on_inside_an_epoch():
+    """Lightning leaves the rates of SWA out until the next epoch."""
+    path = shared_path("middle.ckpt")
+    made = (StochasticWeightAveraging(1e-3, 1, annealing_epochs=2) for _ in range(2))
+    losses, state, _ = fit((2,), next(made), SaveAt(path, 4), module=smooth())
+    resumed, resumed_state, _ = fit((2,), next(made), module=smooth(), path=path)
+    assert resumed == losses[4:]
+    assert all(torch.equal(resumed_state[key], value) for key, value in state.items())
