@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_shard.checkpoint.state import full, load_optimizer_state
 from lightning_shard.checkpoint.weights import load_module_state
 from lightning_shard.data.same_batch import check_same_batch
-from lightning_shard.data.split import shard_batch, split_dims
+from lightning_shard.data.split import shard_batch
 from lightning_shard.fsdp.clip import clip_grad_norm_, clip_grad_value_
 from lightning_shard.fsdp.no_sync import no_sync
 from lightning_shard.lightning import (
@@ -156,18 +156,7 @@ class FabricShardStrategy(OnMesh, FabricParallelStrategy):  # pyright: ignore[re
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the parameters, and let metrics count the samples of each domain once."""
-        described = parameters.described(module)
-        self.processes.compare("module", described, check=self.peers.check)
-        moved = parameters.shard_with_copies(
-            module,
-            (),
-            self.device_mesh,
-            dims=split_dims(self.shard_dims),
-            options=self.sharding_options,
-            files=self.first_weights,
-            device=self.root_device,
-        )
-        self._moved.update(moved)
+        self.shard(module, files=self.first_weights)
         self._modules.append(module)
         share_random_state(self.domain_mesh, self.root_device)
         self._count_metrics()

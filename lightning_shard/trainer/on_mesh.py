@@ -1,6 +1,6 @@
 """Holds what the strategies of the Trainer and of Fabric share: options, mesh, collectives."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_shard.data.split import split_dims
 from lightning_shard.fsdp.options import ShardingOptions
 from lightning_shard.lightning import (
     CheckpointIO,
@@ -18,6 +19,7 @@ from lightning_shard.lightning import (
 )
 from lightning_shard.processes.mesh import Sharding
 from lightning_shard.trainer import process_mesh
+from lightning_shard.trainer import sharding as parameters
 from lightning_shard.trainer.checkpoint_io import Format, complete_io
 from lightning_shard.trainer.environment import environment_of_launcher
 from lightning_shard.trainer.explain import explain
@@ -232,6 +234,27 @@ class OnMesh:
             "exact_random": self.exact_random,
         }
         return {n: str(v) for n, v in own.items()} | self.sharding_options.described()
+
+    def shard(
+        self,
+        module: nn.Module,
+        copied: Sequence[nn.Module] = (),
+        files: Mapping[str, str] | None = None,
+        *,
+        opens_steps: bool = False,
+    ) -> None:
+        """Compare a module with those of the other ranks, and share out its parameters.
+
+        The arguments are those of `shard_with_copies`.
+        """
+        self.processes.compare("module", parameters.described(module), check=self.peers.check)
+        self._moved.update(
+            parameters.shard_with_copies(
+                module, copied, self.device_mesh, dims=split_dims(self.shard_dims),
+                options=self.sharding_options, files=files, device=self.root_device,
+                opens_steps=opens_steps,
+            )
+        )  # fmt: skip
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; a rank that has failed ends the wait."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shard.data.same_batch import check_same_batch
-from lightning_shard.data.split import shard_batch, split_dims
+from lightning_shard.data.split import shard_batch
 from lightning_shard.domain.wire import BEFORE_EXCHANGE
 from lightning_shard.fsdp.choose_sharding import choose_sharding
 from lightning_shard.fsdp.materialize import is_deferred
@@ -258,20 +258,9 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
 
     def _shard_parameters(self, trainer: Trainer) -> None:
         self._choose_sharding()
-        described = parameters.described(self._module)
-        self.processes.compare("module", described, check=self.peers.check)
-        self._moved.update(
-            parameters.shard_with_copies(
-                self._module,
-                parameters.copies(trainer, self._module),
-                self.device_mesh,
-                dims=split_dims(self.shard_dims),
-                options=self.sharding_options,
-                files=self.first_weights if trainer.ckpt_path is None else None,
-                device=self.root_device,
-                opens_steps=True,
-            )
-        )
+        copied = parameters.copies(trainer, self._module)
+        files = self.first_weights if trainer.ckpt_path is None else None
+        self.shard(self._module, copied, files, opens_steps=True)
         self.steps.prepare(self._module, self.sharding_options, self.device_mesh)
 
     def _choose_sharding(self) -> None:
