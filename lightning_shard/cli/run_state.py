@@ -9,7 +9,7 @@ from typing import Any
 from lightning_shard.cli.help import PROGRAM
 from lightning_shard.cli.positions import Given
 from lightning_shard.lightning import Callback, LightningModule, ModelCheckpoint, Trainer, TrainerFn
-from lightning_shard.trainer.callbacks.epoch_report import checkpoint_lines, duration
+from lightning_shard.trainer.callbacks.epoch_report import checkpoint_lines, training_ended
 from lightning_shard.trainer.callbacks.run_report import RunReport
 from lightning_shard.trainer.callbacks.step_profile import StepProfile
 from lightning_shard.trainer.host import callbacks_of
@@ -60,10 +60,7 @@ class RunState(Callback):
     def last_words(self, trainer: Trainer) -> list[str]:
         """Say after `fit` what was trained, where it lies and how to go on."""
         logs = trainer.log_dir or ""  # a collective
-        lines = [
-            f"Training ended at step {trainer.global_step} after "
-            f"{duration(time.monotonic() - self.started)}."
-        ]
+        lines = [training_ended(trainer, time.monotonic() - self.started)]
         if self.first_step in (None, trainer.global_step):
             lines.append("Nothing was trained: a limit was reached before, or no batch came.")
         more = f" --trainer.max_epochs {2 * (trainer.max_epochs or 1)}"

@@ -131,14 +131,11 @@ class EpochReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print where the checkpoints are, and how to go on, unless the command line does."""
         folder = trainer.log_dir or trainer.default_root_dir  # a collective
-        if not trainer.is_global_zero or _command_line_speaks(trainer):
+        told = any(getattr(callback, "has_last_words", False) for callback in callbacks_of(trainer))
+        if told or not trainer.is_global_zero:
             return
-        seconds = time.perf_counter() - self._fit_began_s
-        print(
-            f"Training ended at step {trainer.global_step} after {duration(seconds)}. "
-            f"Everything is in {folder}"
-        )
-        print("\n".join(checkpoint_lines(trainer)))
+        ended = training_ended(trainer, time.perf_counter() - self._fit_began_s)
+        print("\n".join([f"{ended} Everything is in {folder}", *checkpoint_lines(trainer)]))
 
 
 def _monitors(trainer: Trainer) -> list[ModelCheckpoint]:
@@ -186,9 +183,9 @@ def checkpoint_lines(
     return lines or ["No checkpoint was kept; add lightning.pytorch.callbacks.ModelCheckpoint."]
 
 
-def _command_line_speaks(trainer: Trainer) -> bool:
-    """Return whether the command line runs this training, which then says the same itself."""
-    return any(getattr(callback, "has_last_words", False) for callback in callbacks_of(trainer))
+def training_ended(trainer: Trainer, seconds: float) -> str:
+    """Say at which step a training ended, and how long it took."""
+    return f"Training ended at step {trainer.global_step} after {duration(seconds)}."
 
 
 def duration(seconds: float) -> str:
