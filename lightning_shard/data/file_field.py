@@ -50,9 +50,18 @@ class FileField:
         return self
 
     def read(self, index: Sequence[slice]) -> Tensor:
-        """Return the rows at an index (B, C, *spatial)."""
+        """Return the rows at an index (B, C, *spatial).
+
+        Raises:
+            ValueError: They are complex, and the dtype is not.
+        """
         found = [torch.from_numpy(read(index[1:])) for read in self.reads[index[0]]]
         made = torch.stack(found) if len(found) > 1 else found[0][None]
+        if made.is_complex() and not self.dtype.is_complex:
+            raise ValueError(
+                f"the file holds complex numbers, of which {self.dtype} keeps no imaginary part; "
+                "write both parts as channels, or give the network complex parameters."
+            )
         return made.to(self._device, self.dtype, copy=True)  # numpy's memory goes at once
 
     @property

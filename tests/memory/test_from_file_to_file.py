@@ -116,6 +116,17 @@ def test_values_have_the_dtype_of_the_parameters(tmp_path):
             assert module(x[0]).dtype == dtype
 
 
+def test_an_imaginary_part_is_not_lost(tmp_path):
+    write_fields(tmp_path / "in.h5", 1, [{"values": VALUES[:1].astype("complex64")}])
+    source = FieldFile(tmp_path / "in.h5")
+    with (
+        torch.inference_mode(),
+        in_tiles(network(), 2, source=source) as fields,
+        pytest.raises(ValueError, match=r"complex numbers, of which torch\.float32 keeps no imag"),
+    ):
+        fields[0].tensor  # noqa: B018 - it is read
+
+
 def run_all(module, calls, files):
     with in_tiles(module, 2, **files) as fields:
         for call in range(calls):

@@ -72,6 +72,32 @@ def test_on_two_data_replicas_with_an_uneven_batch(kind):
     predicts(shared_path("data" if kind == "folder" else f"data.{kind}"), (1,))
 
 
+class Fails(Predicts):
+    def predict_step(self, batch, batch_idx):
+        return self(batch["x"]) if batch_idx == 0 else self(batch["x"]).mean(0)
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("kind", FORMATS[:-1])
+def test_nothing_is_left_of_a_run_that_fails(kind):
+    path = shared_path(f"failed.{kind}")
+    runner = training.trainer((2,), callbacks=[PredictionWriter(path)])
+    with pytest.raises(ValueError, match=r"of shape \(1, 9, 7\), which is not a tensor with the 2"):
+        runner.predict(Fails(), loader(2, 5), return_predictions=False)
+    torch.distributed.barrier()
+    assert not [*path.parent.glob(f"{path.name}*")]
+
+
+@pytest.mark.spmd(2)
+def test_a_folder_holds_a_split_field_of_no_sample():
+    path = shared_path("of no sample")
+    runner = training.trainer((2,), callbacks=[PredictionWriter(path)])
+    runner.predict(Fails(), loader(2, 4), return_predictions=False)
+    torch.distributed.barrier()
+    found = torch.load(path / "000003.pt", weights_only=True)
+    torch.testing.assert_close(found, expected(4)[2:4].mean(0), rtol=1e-10, atol=1e-12)
+
+
 class Mixed(Featured):
     def predict_step(self, batch, batch_idx):
         field = self(batch["x"])

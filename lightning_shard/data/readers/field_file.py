@@ -70,6 +70,11 @@ class FieldFile:
                     f"{missing[0]}; got {sorted(arrays)}. Rename them, or read another file."
                 )
             stored = {name: tuple(arrays[name].shape) for name in names}
+            if single := [name for name in names if not stored[name]]:
+                raise ValueError(
+                    f"{single[0]} of {self.path} must be (samples, channels, *extents); it is a "
+                    "single value."
+                )
         return {
             name: (shape[0], shape[1:] if len(shape) > 3 else (1, *shape[1:]))
             for name, shape in stored.items()
@@ -79,7 +84,7 @@ class FieldFile:
         """Read the part at `index` of a sample `(C, *spatial)` of an array, such as `slab.index`.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: It is damaged, or holds no numbers.
         """
         array = self.arrays[name]
         stored = index[len(index) + 1 - array.ndim :]  # without a channel dim of one
@@ -215,7 +220,7 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
     """Read what lies at `index` of an open array.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: It is damaged, or holds no numbers.
     """
     reason = ""
     try:
@@ -230,7 +235,12 @@ def _read(array: Any, path: Path, index: tuple[slice | int, ...]) -> np.ndarray:
             f"sample {index[0]} of {array.name} in {path} is damaged ({reason}); restore the file, "
             "or remove it if it was generated."
         )
-    return values
+    if values.dtype.kind not in "biufc":
+        raise ValueError(
+            f"{array.name} in {path} holds values of {values.dtype}, which are no numbers; read "
+            "another array."
+        )
+    return values.astype(values.dtype.newbyteorder("="), copy=False)  # torch has no other order
 
 
 def write_fields(path: str | Path, count: int, blocks: Iterable[Mapping[str, np.ndarray]]) -> None:

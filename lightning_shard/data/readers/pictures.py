@@ -68,7 +68,8 @@ class ImageFile:
         except Exception as error:  # each codec has errors of its own
             raise ValueError(f"{self.path} cannot be read ({error}); restore it.") from error
         values = values.transpose([axes.index(axis) for axis in (*others, *space)])
-        values = values.reshape(-1, *values.shape[len(others) :])
+        count = math.prod(values.shape[: len(others)])
+        values = values.reshape(count, *values.shape[len(others) :])
         return values if len(others) == 1 else values[channels.start : channels.stop]
 
 

@@ -8,6 +8,7 @@ import importlib
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +130,17 @@ class PredictionWriter(BasePredictionWriter):
             if isinstance(value, Tensor) and value.ndim and len(value) == len(batch_indices):
                 self._write(full, value, len(loader.dataset), batch_indices)
             elif self._sink.end or not is_kept_as_it_is(value):
+                kind = f"type {type(value).__name__}"
+                kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
                 self._leave_out(
                     name,
-                    f"predict_step returned {name!r} of type {type(value).__name__}, which is not "
-                    f"a tensor with the {len(batch_indices)} samples of its batch in dim 0",
+                    f"predict_step returned {name!r} of {kind}, which is not a tensor with the "
+                    f"{len(batch_indices)} samples of its batch in dim 0",
                 )
-            elif self._is_first_of_domain:
-                self._keep(full, value, batch_indices)
+            else:
+                whole = tree_map_only(DomainTensor, gather, value)
+                if self._is_first_of_domain:
+                    self._keep(full, whole, batch_indices)
 
     def _leave_out(self, what: str, why: str) -> None:
         """Refuse it, or say once that it is left out, where nobody has asked for a file.
@@ -200,6 +205,16 @@ class PredictionWriter(BasePredictionWriter):
             made = self._sink.close()
             rank_zero_info(_words(self._sink, made))
         trainer.strategy.barrier("PredictionWriter.renamed")
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Remove what was written of predictions that are not whole."""
+        if trainer.predicting and self._sink is not None and trainer.is_global_zero:
+            with suppress(OSError):  # another rank may be writing
+                self._sink.abandon()
+                remove(self._staged)
 
     def _put_together(self) -> None:
         """Write the parts that ranks have left."""

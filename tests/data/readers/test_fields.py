@@ -299,3 +299,20 @@ def test_blocks_that_are_gone_are_no_zeros(tmp_path):
     assert dataset[0]["x"].sum() == 64
     with pytest.raises(ValueError, match=r"sample 1 .* is damaged .* restore the file, or"):
         dataset[1]
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
+def test_numbers_of_the_other_byte_order(tmp_path, suffix):
+    values = field(0, (2, 1, 8, 8))
+    write_fields(tmp_path / f"x{suffix}", 2, [{"x": values.astype(">f4")}])
+    dataset = FieldDataset(tmp_path / f"x{suffix}", ["x"])
+    assert dataset[1]["x"].equal(torch.from_numpy(values[1]))
+
+
+def test_arrays_that_are_no_fields(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"], file["words"] = 3.0, np.array([[b"one", b"two"]])
+    with pytest.raises(ValueError, match=r"must be .samples, channels, .*; it is a single value"):
+        FieldDataset(tmp_path / "x.h5", ["x"])
+    with pytest.raises(ValueError, match=r"holds values of \|S3, which are no numbers"):
+        FieldDataset(tmp_path / "x.h5", ["words"])[0]

@@ -39,6 +39,16 @@ def test_parts_are_those_of_the_whole(case, end, tmp_path):
     np.testing.assert_array_equal(file.read(index), wanted[index])
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 1, 4)])
+def test_a_part_without_rows(shape, tmp_path):
+    """Of a picture with fewer rows than tiles some tiles have none."""
+    options = {"photometric": "minisblack", "metadata": {"axes": "CZYX"[-len(shape) :]}}
+    tifffile.imwrite(tmp_path / "x.tif", np.ones(shape, "float32"), **options)
+    file = ImageFile(tmp_path / "x.tif")
+    index = [*(slice(0, n) for n in file.shape[:-2]), slice(1, 1), slice(0, shape[-1])]
+    assert file.read(index).shape == (*file.shape[:-2], 0, shape[-1])
+
+
 def test_only_the_tiles_of_a_part_are_decoded(tmp_path, monkeypatch):
     tifffile.imwrite(tmp_path / "x.tif", STACK[0, 0], **TILES)
     file, read = ImageFile(tmp_path / "x.tif"), []
