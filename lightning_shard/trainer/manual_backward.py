@@ -127,7 +127,8 @@ class ManualBackward:
             raise RuntimeError(
                 "the optimizer would step without the gradients of loss.backward(); call "
                 "self.manual_backward(loss) instead, which reduces them over all ranks. Gradients "
-                "that the step assigns itself, of torch.autograd.grad, must be equal on all ranks."
+                "that the step assigns itself, of torch.autograd.grad, must be equal on all ranks; "
+                "sharding='none' averages them."
             )
         for whole, gradient, shard in given:
             shard.grad, whole.grad = self.gathered.part_of(gradient, shard), None
