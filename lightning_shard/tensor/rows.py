@@ -21,6 +21,7 @@ from lightning_shard.ops.view.write_back import (
     whole_rows,
 )
 from lightning_shard.processes.torch_private.internals import (
+    FakeTensor,
     accessors,
     base_of,
     frame_callback,
@@ -50,10 +51,16 @@ class Rows(Tensor):
     _is_part: bool
 
     @staticmethod
-    def of(part: Subdomain, rows: Tensor | None = None) -> "Rows":
-        """Return the rows of a part that no rank splits, or `rows`, a view of them."""
+    def of(part: Subdomain, rows: Tensor | None = None) -> Tensor:
+        """Return the rows of a part that no rank splits, or `rows`, a view of them.
+
+        A fake tensor stays as it is: torch gives it no other class, and it has no values to write.
+        """
+        own = part.local if rows is None else rows
+        if isinstance(own, FakeTensor):
+            return own
         with without_rules():
-            made = (part.local if rows is None else rows).as_subclass(Rows)
+            made = own.as_subclass(Rows)
             made._part, made._is_part = part, rows is not None
             if rows is None and part.copied is not None:
                 part.copied.seen = version_of(part.local)

@@ -405,3 +405,18 @@ def test_a_measured_step_is_as_the_traced_one():
 def test_mistyped_arguments_do_not_reach_the_trainer():
     with pytest.raises(TypeError, match=r"predict\(\) nor the Trainer has an argument 'shardin'"):
         predict(Net(), data(1, 2, 8, 8), 2, shardin="full")
+
+
+class FirstRow(Net):
+    """Reads a row of the split dim, which every rank then holds whole."""
+
+    def training_step(self, batch):
+        field = self.layers(batch)
+        return (field + field[:, :, 0].mean()).square().mean()
+
+
+def test_rows_that_every_rank_holds_are_no_numbers():
+    module = FirstRow(8)
+    found = predict(module, ones(1, 2, 16, 16), "1x2", cluster(2))
+    assert not found.is_measured
+    assert found.memory > 0
