@@ -5,42 +5,68 @@ Autocast runs some functions in float32 on a GPU, and others on a CPU
 the most important: its result is in float32 on a GPU, so it holds twice the memory.
 """
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.library import Library, fallthrough_kernel
 
-from lightning_shard.processes.torch_private.internals import tree_map_only
+from lightning_shard.ops.autocast import forget_types
+from lightning_shard.processes.torch_private.internals import schema_of, tree_map_only
 
 _HALF = (torch.float16, torch.bfloat16)
 # on a GPU in float32, on a CPU in the type of their operands
-_IN_FLOAT32 = frozenset({
+_IN_FLOAT32 = (
     "acos", "asin", "cosh", "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp",
     "expm1", "group_norm", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "norm",
-    "normalize", "pow", "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "reciprocal", "renorm",
-    "rsqrt", "sinh", "softmax", "softmin", "softplus", "sum", "tan",
-})  # fmt: skip
+    "pow", "reciprocal", "renorm", "rsqrt", "sinh", "softmax", "softplus", "sum", "tan",
+)  # fmt: skip
 # on a CPU in float32, on a GPU in the type of their operands
-_AS_GIVEN = frozenset({
-    "adaptive_avg_pool3d", "avg_pool3d", "grid_sample", "max_pool3d", "max_unpool2d",
-    "max_unpool3d", "pad", "trace",
-})  # fmt: skip
+_AS_GIVEN = (
+    "adaptive_avg_pool3d", "avg_pool3d", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d",
+    "max_pool3d", "max_unpool2d", "max_unpool3d", "reflection_pad1d", "reflection_pad2d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d", "trace",
+)  # fmt: skip
 
 
-class AutocastOfGPU(TorchFunctionMode):
-    """Gives functions the types in which autocast runs them on a GPU, while open."""
+@contextmanager
+def autocast_of_gpu() -> Generator[None]:
+    """Let autocast give functions the types that they have on a GPU, in this process, while open.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, in another type if a GPU would do so."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if not torch.is_autocast_enabled("cpu") or name not in _IN_FLOAT32 | _AS_GIVEN:
-            return func(*args, **kwargs)
-        if name in _IN_FLOAT32:
-            args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+    Torch forgets the functions as the library that holds them goes.
+    """
+    library = Library("aten", "IMPL", "AutocastCPU")
+    for name in _IN_FLOAT32:
+        for operator in _functions(name):
+            library.impl(operator.name(), _in_float32(operator))
+    for name in _AS_GIVEN:
+        for operator in _functions(name):
+            library.impl(operator.name(), fallthrough_kernel)
+    forget_types()
+    try:
+        yield
+    finally:
+        del library
+        forget_types()
+
+
+def _functions(name: str) -> list[Any]:
+    """Return the forms of an operator that write none of their arguments."""
+    packet: Any = getattr(torch.ops.aten, name)
+    found = [getattr(packet, form) for form in packet.overloads()]
+    return [each for each in found if not schema_of(each).is_mutable]
+
+
+def _in_float32(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, _cast, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
-            return func(*args, **kwargs)
+            return operator(*args, **kwargs)
+
+    return call
 
 
-def _in_float32(x: Tensor) -> Tensor:
+def _cast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in _HALF else x

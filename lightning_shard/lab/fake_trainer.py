@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.fsdp import plain_gradients
 from lightning_shard.lab.batches import copy_of
-from lightning_shard.lab.device_autocast import AutocastOfGPU
+from lightning_shard.lab.device_autocast import autocast_of_gpu
 from lightning_shard.lab.fake_modes import (
     NUMBER,
     OTHER_NUMBER,
@@ -205,7 +205,7 @@ class _Body:
                 )
             stack.enter_context(self.mode)
             if self._ledger.is_of_gpu:
-                stack.enter_context(AutocastOfGPU())
+                stack.enter_context(autocast_of_gpu())
             with fake_copies(self.mode) if self._is_fake else ExitStack():
                 module, data = copy_of(given.module), copy.copy(given.data)
             self._ledger.leave_out([*given.module.parameters(), *given.module.buffers()])

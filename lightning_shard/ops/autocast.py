@@ -77,6 +77,11 @@ def _local(x: Subdomain | Tensor) -> Tensor:
     return x.local if isinstance(x, Subdomain) else x
 
 
+def forget_types() -> None:
+    """Ask again in which types autocast runs functions, where it has changed what it does."""
+    _type_of.cache_clear()
+
+
 @functools.lru_cache(maxsize=1024)
 def _type_of(
     call: Callable[..., Tensor],

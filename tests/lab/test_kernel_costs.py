@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 import lightning_shard
 from benchmarks.unet_step import UNet
 from lightning_shard.lab.clusters import read_cluster
-from lightning_shard.lab.device_autocast import AutocastOfGPU
+from lightning_shard.lab.device_autocast import autocast_of_gpu
 from lightning_shard.lab.kernel_costs import Call, seconds_on, workspace_on
 from lightning_shard.lab.machine import Device
 from lightning_shard.lab.timeline import SPLIT_HOST, Ledger
+from lightning_shard.ops.autocast import cast_for, of_one
 
 aten = torch.ops.aten
 CPU = Device("snail", 10**12, {"float32": 1e6}, 1e9, 0.0, "measured")
@@ -70,6 +71,24 @@ def test_norms_are_in_float32_on_a_gpu_only():
     assert whole[0] == whole[1]
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_ranks_of_a_gpu_have_its_types_and_leave_no_trace(recomputed):
+    """Also where blocks are computed again in backward, and where the process trains afterwards."""
+    network = nn.Sequential(*[nn.Sequential(nn.Conv2d(2, 2, 3), nn.GroupNorm(1, 2))] * 2)
+    cluster = replace(read_cluster("2xH100"), device=GPU)
+    data = DataLoader([torch.zeros(1, 2, 32, 32)], batch_size=None)
+    options = {"sharding": "full", "activation_checkpointing": recomputed}
+    found = lightning_shard.plan(
+        Task(network), data, 2, cluster=cluster, precision="bf16-mixed", **options
+    )
+    assert not found.is_measured
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = torch.ones(1, 2, 4, 4, dtype=torch.bfloat16)
+        assert F.group_norm(x, 1).dtype == torch.bfloat16
+        (cast,) = cast_for(of_one(torch.group_norm, 1), x)
+        assert cast.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("function", "given", "dtype"),
     [
@@ -86,9 +105,9 @@ def test_norms_are_in_float32_on_a_gpu_only():
 )
 def test_autocast_of_a_gpu(function, given, dtype):
     x = torch.ones(1, 2, 4, 4, 4, dtype=given)
-    with torch.autocast("cpu", dtype=torch.bfloat16), AutocastOfGPU():
+    with torch.autocast("cpu", dtype=torch.bfloat16), autocast_of_gpu():
         assert function(x).dtype == dtype
-    with AutocastOfGPU():
+    with autocast_of_gpu():
         assert torch.ones(2, dtype=torch.bfloat16).sum().dtype == torch.bfloat16
 
 
