@@ -9,6 +9,7 @@ copybutton_selector = ", ".join(f".highlight-{name} pre" for name in ("bash", "p
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_site"]
 myst_heading_anchors = 3
+highlight_language = "none"  # what commands print is no Python
 html_theme = "furo"
 html_title = "lightning_shard"
 autodoc_typehints = "signature"
