@@ -81,8 +81,8 @@ class ManualBackward:
         loss, self._loss = self._loss, None
         return loss
 
-    def _take_what_was_changed(self) -> None:
-        """Whole parameters have been written, and their gradients replaced or taken away."""
+    def end_step(self) -> None:
+        """Give shards the gradients as the step leaves them: hooks and later stages see those."""
         for whole, shard, gradient in self._shown:
             if whole.grad is None and shard.grad is gradient:
                 shard.grad = None
@@ -91,6 +91,10 @@ class ManualBackward:
                     shard.grad = whole.grad
                 whole.grad = None
         self._shown = []
+
+    def _take_what_was_changed(self) -> None:
+        """Whole parameters have been written, and their gradients replaced or taken away."""
+        self.end_step()
         if self.gathered.is_switched_on():
             raise RuntimeError(
                 "a step of manual optimization switched on requires_grad of a sharded parameter, "

@@ -90,10 +90,13 @@ class Steps:
     def one_step(self) -> Generator[None]:
         """Let collectives of the module count replicas, and a step see whole gradients.
 
-        Of a sharded module `parallelize` has done so inside of its steps.
+        Of a sharded module `parallelize` has done so inside of its steps, and hooks after one see
+        gradients as it has left them.
         """
         if self._mesh is None:
             yield
+            if self._manual is not None:
+                self._manual.end_step()
             return
         with replica_world(self._mesh), whole_gradients(domain_mesh(self._mesh)):
             yield

@@ -821,6 +821,28 @@ def by_hand(after: Callable[[Any], Any] = lambda m: None) -> Callable[..., Any]:
     return training_step
 
 
+def dropped(m: Any, batch: Any, batch_idx: int) -> None:
+    by_hand()(m, batch, batch_idx)
+    m.zero_grad()
+
+
+def scaled(m: Any, batch: Any, batch_idx: int) -> None:
+    m.manual_backward(m.loss(batch))
+    for p in trained(m):
+        p.grad = p.grad * 0.5
+    if batch_idx:
+        m.optimizers().step()
+
+
+def trained(m: Any) -> list[Any]:
+    return [p for p in m.parameters() if p.requires_grad]
+
+
+def note_gradients(m: Any, *_: Any) -> None:
+    kept = [p.grad for p in trained(m) if p.grad is not None]
+    m.note(len(kept), *(getattr(g, "full_tensor", lambda g=g: g)().norm() for g in kept))
+
+
 def twice(m: Any, batch: Any, batch_idx: int) -> None:
     optimizer = m.optimizers()
     for factor in (1.0, 0.5):
@@ -897,6 +919,10 @@ program("manual optimization, clip_grad_norm_ in on_before_optimizer_step", **ma
         [p for p in m.parameters() if p.requires_grad], 0.01))  # fmt: skip
 program("manual optimization, gradients dropped in on_before_optimizer_step", **manual(by_hand()),
     on_before_optimizer_step=lambda m, _: setattr(m.stem.weight, "grad", None))  # fmt: skip
+program("manual optimization, the module drops its gradients as a step ends", **manual(dropped),
+    on_train_batch_end=note_gradients)  # fmt: skip
+program("manual optimization, gradients replaced as a step ends", **manual(scaled),
+    on_train_batch_end=note_gradients)  # fmt: skip
 program("torch's set_optimizer_state_dict in a hook", on_train_batch_end=optimizer_state_by_name)
 for method, place in list(WHEN.items())[1:]:
     program(

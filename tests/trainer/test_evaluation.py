@@ -100,6 +100,29 @@ def test_whole_parameters_beside_shards_train_in_a_second_stage(sharding):
         assert_same_state(module, alone)
 
 
+class ByHand(Featured):
+    """Leaves gradients to the next step, and at the end to the next stage."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2 == 0:
+            self.optimizers().step()
+            self.zero_grad()
+
+
+@pytest.mark.spmd(2)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_manual_steps_in_a_second_stage(sharding):
+    """With shards it ended in torch's "mixed torch.Tensor and DTensor"."""
+    alone, module = ByHand(), ByHand()
+    for _ in range(2):
+        fit_alone(alone)
+        fit_sharded(module, (2,), strategy={"sharding": sharding})
+        assert_same_state(module, alone)
+
+
 @pytest.mark.spmd(2)
 def test_ranks_of_a_domain_share_random_numbers():
     """Whatever the user seeds: dropout of replicated activations must be the same on all."""
