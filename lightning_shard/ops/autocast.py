@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.domain.subdomain import Subdomain
+from lightning_shard.processes.torch_private.internals import without_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,10 +91,11 @@ def _type_of(
     narrow: torch.dtype,
 ) -> torch.dtype | None:
     """In which type autocast runs the function; None if it leaves the operands alone."""
-    ones = [torch.ones([1] * ndim, dtype=dtype, device=device) for ndim, dtype in kinds]
-    found = call(*ones).dtype
-    try:
-        with torch.autocast(device.type, enabled=False):
-            return None if call(*ones).dtype == found else found
-    except RuntimeError:  # the types differ, and only autocast makes them alike
-        return found
+    with without_modes():  # fake tensors would log a traceback where types differ
+        ones = [torch.ones([1] * ndim, dtype=dtype, device=device) for ndim, dtype in kinds]
+        found = call(*ones).dtype
+        try:
+            with torch.autocast(device.type, enabled=False):
+                return None if call(*ones).dtype == found else found
+        except RuntimeError:  # the types differ, and only autocast makes them alike
+            return found

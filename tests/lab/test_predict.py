@@ -420,3 +420,18 @@ def test_rows_that_every_rank_holds_are_no_numbers():
     found = predict(module, ones(1, 2, 16, 16), "1x2", cluster(2))
     assert not found.is_measured
     assert found.memory > 0
+
+
+class Mixes(Net):
+    """Multiplies values of two types, as attention does after a softmax."""
+
+    def training_step(self, batch):
+        rows = self.layers(batch).permute(0, 2, 3, 1)
+        return torch.matmul(rows.float(), rows.bfloat16().mT).square().mean()
+
+
+def test_types_that_autocast_makes_alike_are_asked_without_a_word(caplog):
+    module = Mixes(8)
+    mixed = {"precision": "bf16-mixed"}
+    predict(module, ones(1, 2, 16, 16), "1x2", cluster(2), **mixed)
+    assert "failed" not in caplog.text
