@@ -1332,15 +1332,19 @@ def page() -> str:
         "# What programs may do",
         "",
         f"Each of these {len(names)} programs does one thing to parameters, gradients, buffers, "
-        "optimizers, metrics or hooks. The same",
-        "module is trained in one process and on meshes of 1 x 2, 2 x 1 and 2 x 2 data replicas and "
-        "domain ranks, in float64. Weights and the",
-        "numbers that the program reads are compared, once with whole parameters "
-        '(`sharding="none"`, which `"auto"` takes for networks that are',
-        'small beside the device), and once with shards of FSDP2 (`"full"`). Some parameters lie in '
-        "blocks, which FSDP2 gathers when they",
-        "run, others in the root, which is whole in a step. What shards refuse ends with a sentence "
-        'that names `sharding="none"`.',
+        "optimizers, metrics or hooks. The same module is",
+        "trained in one process and on meshes of 1 x 2, 2 x 1 and 2 x 2 data replicas and domain "
+        "ranks, in float64. Weights and the numbers that the",
+        "program reads are compared. This is done with whole parameters "
+        '(`sharding="none"`), and with shards of FSDP2 (`"full"`). `"auto"` takes whole',
+        "parameters where they are small beside the device. Some parameters lie in blocks, which "
+        "FSDP2 gathers when they run, others in the root,",
+        "which is whole in a step.",
+        "",
+        "- **equal**: as in one process.",
+        "- **equal by replica**: as in one process, of the samples of each data replica, as under DDP.",
+        "- **refused**: all ranks end with one sentence. Where shards are the reason it names "
+        '`sharding="none"`.',
         "",
         "The programs are in `tests/trainer/programs.py`. `python -m tests.trainer.programs` writes "
         "this page.",
@@ -1349,11 +1353,9 @@ def page() -> str:
         if name in firsts:
             head = "| program | whole parameters | shards |"
             lines += ["", f"## {firsts[name]}", "", head, "| --- | --- | --- |"]
-        equal = "as in one process"
-        if name in PER_REPLICA:
-            equal += "; a data replica sees its own samples, as under DDP"
-        whole = "refused by a sentence" if name in ALWAYS_REFUSED else equal
-        shards = "refused by a sentence" if name in REFUSED else equal
+        equal = "equal by replica" if name in PER_REPLICA else "equal"
+        whole = "refused" if name in ALWAYS_REFUSED else equal
+        shards = "refused" if name in REFUSED else equal
         lines.append(
             f"| {name.replace('_', chr(92) + '_').replace('*', chr(92) + '*')} | {whole} | {shards} |"
         )
