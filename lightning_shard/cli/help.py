@@ -53,7 +53,7 @@ examples
 EVALUATION = """\
 usage: {program} {command} --config FILE --ckpt_path FILE [options of fit]
 
-Runs the {command} loader of the data through the model.
+Runs the data of `{command}` through the model.
 
 options
   --config FILE         of the run that saved the checkpoint, such as its config.yaml
@@ -97,9 +97,9 @@ examples
     "check": """\
 usage: {program} check --config FILE [options of fit]
 
-Trains one step of a module in one process and on two ranks that share each sample, on the CPU of
-this machine. It compares loss, gradients and buffers, and names the functions that have no rule for
-split tensors. The model and the first batch are those of `fit` with the same words.
+Trains one step of a module in one process and on two ranks that share each sample (four where two
+dims are split), on the CPU of this machine. It compares loss, gradients and buffers, and names the
+functions that have no rule for split tensors. Model and first batch are those of `fit`.
 It ends with status 1 if the module cannot train so.
 
 options
