@@ -75,7 +75,6 @@ def _scaled(name: str, by: Device) -> Device:
         kernels={kernel: scaled(measured) for kernel, measured in by.kernels.items()},
         bandwidths=[(size, rate * more) for size, rate in by.bandwidths],
         host_rate=PCIE_5 if name in _PCIE_5 else PCIE_4,
-        kind="xpu" if name == "Max1550" else "cuda",
     )
 
 

@@ -60,7 +60,7 @@ def measured_device(device: torch.device, ranks: int, seconds: float) -> Device:
         source=f"measured with torch {torch.__version__}, threads {torch.get_num_threads()}",
         kernels={name: _rates(make, device, seconds) for name, make in KERNELS.items()},
         bandwidths=bandwidths,
-        kind=device.type,
+        is_beside_host=device.type != "cpu",
         per_operator=_per_operator(device, per_call, seconds),
         workspaces=_workspaces(device),
         workspace=workspace,

@@ -100,7 +100,7 @@ class Device:
         bandwidths: Pairs of bytes that a kernel reads and writes, and bytes a second, by growing
             bytes: small tensors lie in caches.
         host_rate: Bytes a second each way between its memory and that of the host.
-        kind: Its type of device, as torch names it. A CPU computes in the host's own time.
+        is_beside_host: True if it computes while the host does something else, as a GPU does.
         per_operator: Seconds of the host for each operator, a training step's Python included.
         workspaces: Bytes that a convolution takes besides, for each byte that it reads and writes,
             by type of number.
@@ -116,7 +116,7 @@ class Device:
     kernels: dict[str, Rates] = field(default_factory=dict[str, Rates])
     bandwidths: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     host_rate: float = PCIE_4
-    kind: str = "cpu"
+    is_beside_host: bool = False
     per_operator: float = 0.0
     workspaces: Rates = field(default_factory=dict[str, float])
     workspace: int = 0

@@ -52,7 +52,7 @@ def _check(cluster: Cluster) -> None:
     times = [device.per_operator, device.workspace, *device.workspaces.values()]
     times += [*(link.latency for link in links), *(n for point in points for n in point)]
     counts = [cluster.nodes, cluster.per_node, *(ranks for _, ranks, _ in cluster.collectives)]
-    names = [device.name, device.source, device.kind, *device.flops, *device.kernels]
+    names = [device.name, device.source, *device.flops, *device.kernels]
     names += [*device.workspaces]
     names += [name for name, _, _ in cluster.collectives]
     growing = [device.bandwidths, *(each for _, _, each in cluster.collectives)]

@@ -135,7 +135,7 @@ class Ledger:
     @property
     def is_of_gpu(self) -> bool:
         """Return whether the step would run on a device beside the host."""
-        return self._device is not None and self._device.kind != "cpu"
+        return self._device is not None and self._device.is_beside_host
 
     def held(self, cause: str) -> int:
         """Return the bytes that are held for a cause now."""
@@ -291,11 +291,11 @@ class Ledger:
         if call.is_product:
             self._workspace = device.workspace
         asked = device.per_operator * (SPLIT_HOST if self.is_split else 1.0)
-        if device.kind == "cpu":
-            self.seconds += asked
-        else:
+        if device.is_beside_host:
             self._host += asked
             self.seconds = max(self.seconds, self._host)
+        else:
+            self.seconds += asked
         self.seconds += seconds_on(device, call)
         return workspace_on(device, call)
 

@@ -230,7 +230,7 @@ def test_a_device_beside_the_host_is_measured(monkeypatch):
     monkeypatch.setattr(kernels, "DTYPES", (torch.float32, torch.bfloat16))
     monkeypatch.setattr(kernels, "LARGEST", 32)
     found = kernels.measured_device(torch.device("xpu", 0), 1, 1e-6)
-    assert found.kind == "xpu"
+    assert found.is_beside_host
     assert found.per_operator > 0
     assert found.workspaces.keys() == {"float32", "bfloat16"}
     assert found.workspace >= 0

@@ -21,7 +21,7 @@ from lightning_shard.ops.autocast import cast_for, of_one
 
 aten = torch.ops.aten
 CPU = Device("snail", 10**12, {"float32": 1e6}, 1e9, 0.0, "measured")
-GPU = replace(CPU, kind="cuda")
+GPU = replace(CPU, is_beside_host=True)
 NUMBERS = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 
