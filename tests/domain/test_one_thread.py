@@ -91,7 +91,7 @@ def test_a_thread_that_waits_for_rows_is_at_work():
     thread = threading.Thread(target=work)
     thread.start()
     if is_first:
-        while not innermost(thread).endswith("wire.py"):
+        while innermost(thread) != ("wire.py", "brought"):  # it waits for rows of the other rank
             time.sleep(0.001)
         with pytest.raises(UnsupportedOperationError, match="two threads use split tensors at"):
             x.mean()
@@ -101,9 +101,10 @@ def test_a_thread_that_waits_for_rows_is_at_work():
     store.delete_key("refused")
 
 
-def innermost(thread: threading.Thread) -> str:
+def innermost(thread: threading.Thread) -> tuple[str, str]:
+    """The file and the function in which a thread is."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame.f_code.co_filename if frame else ""
+    return (Path(frame.f_code.co_filename).name, frame.f_code.co_name) if frame else ("", "")
 
 
 @pytest.mark.spmd(2)
