@@ -1,6 +1,7 @@
 """The clusters that a few letters name: kinds of devices, their links, files of measured machines.
 
-One device is measured: the H100, by `calibrate`. The rates of the others are those of their makers'
+One device is measured: the H100, by `calibrate`; its workspaces and the host's time of an operator
+are fitted to measured steps (docs/devices.md). The rates of the others are those of their makers'
 data sheets, times what the H100 reached of its own. Nothing here imports torch.
 """
 
