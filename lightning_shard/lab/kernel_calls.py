@@ -123,7 +123,7 @@ def attention_backward(device: torch.device, dtype: torch.dtype, extent: int) ->
 
 def copies(x: Tensor) -> list[Tensor]:
     """Return as many copies as no cache holds; a step seldom finds in one what it computed."""
-    count = min(MOST_COPIES, max(1, COLD // max(1, _bytes(x))))
+    count = min(MOST_COPIES, max(1, COLD // max(1, x.nbytes)))
     return [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(count)]
 
 
@@ -163,13 +163,13 @@ class Move:
         """Make the call, and count the bytes that it reads and writes."""
         x, y = self._tensors(device, dtype, extent)
         calls = [partial(self.function, each) for each in copies(x)]
-        return in_turns(calls), float(_bytes(x) + _bytes(y))
+        return in_turns(calls), float(x.nbytes + y.nbytes)
 
     def backward(self, device: torch.device, dtype: torch.dtype, extent: int) -> Made:
         """Make the call of the gradient, and count the bytes: of both gradients and the input."""
         x, y = self._tensors(device, dtype, extent)
         calls = [_gradient(each, self.function(each)) for each in copies(x)]
-        return in_turns(calls), float(2 * _bytes(x) + _bytes(y))
+        return in_turns(calls), float(2 * x.nbytes + y.nbytes)
 
     def _tensors(
         self, device: torch.device, dtype: torch.dtype, extent: int
@@ -177,10 +177,6 @@ class Move:
         shape = 1, MANY, extent, extent
         x = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
         return x, self.function(x)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 MOVES = {name: Move(function) for name, function in _MOVES.items()}

@@ -99,7 +99,7 @@ def _rate(make: Make, device: torch.device, dtype: torch.dtype, seconds: float) 
 
 def _bytes(made: Any) -> int:
     first = made if isinstance(made, Tensor) else made[0]
-    return 0 if first is None else first.numel() * first.element_size()
+    return 0 if first is None else first.nbytes
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, least: float) -> float:
@@ -186,8 +186,8 @@ def _workspaces(device: torch.device) -> Rates:
         torch.get_device_module(device.type).reset_peak_memory_stats()
         result = call()
         peak = torch.get_device_module(device.type).max_memory_allocated()
-        size = result.numel() * result.element_size()
-        found[str(dtype).removeprefix("torch.")] = max(0, peak - before - size) / (2 * size)
+        moved = 2 * result.nbytes  # the input is as large
+        found[str(dtype).removeprefix("torch.")] = max(0, peak - before - result.nbytes) / moved
     return found
 
 

@@ -53,6 +53,13 @@ def test_a_rank_that_computes_is_waited_for():
     launch(take_turns, processes=2, timeout_s=60)
 
 
+def words_of_the_end(function, capfd):
+    """What ranks print that are ended."""
+    with pytest.raises(ProcessExitedException):
+        launch(function, processes=2, timeout_s=60)
+    return capfd.readouterr().err
+
+
 def refuse_a_thread_on_one_rank():
     lone_waits.LOOK_S, lone_waits.REFUSED_S = 0.2, 1.0
     mesh = lightning_shard.init_mesh({"domain": -1})
@@ -76,9 +83,7 @@ def refuse_a_thread_on_one_rank():
 
 
 def test_a_rank_waits_for_one_that_has_refused_a_thread(capfd):
-    with pytest.raises(ProcessExitedException):
-        launch(refuse_a_thread_on_one_rank, processes=2, timeout_s=60)
-    words = capfd.readouterr().err
+    words = words_of_the_end(refuse_a_thread_on_one_rank, capfd)
     assert "[rank 1] ended, because two threads use split tensors at once" in words
     assert words.count("ended, because") == 1
 
@@ -101,8 +106,6 @@ def use_a_thread_on_one_rank():
 
 
 def test_a_thread_on_one_rank_alone(capfd):
-    with pytest.raises(ProcessExitedException):
-        launch(use_a_thread_on_one_rank, processes=2, timeout_s=60)
-    words = capfd.readouterr().err
+    words = words_of_the_end(use_a_thread_on_one_rank, capfd)
     assert "[rank 1] ended, because rank 0 uses split tensors in the thread 'draw', and" in words
     assert words.count("ended, because") == 1
