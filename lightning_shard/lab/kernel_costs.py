@@ -76,9 +76,9 @@ def seconds_on(device: Device, call: Call) -> float:
     kind = str(_REAL.get(dtype, dtype)).removeprefix("torch.")
     flops = _flops(call)
     kernels = _kernels(call)
-    if kind == "float32" and not kernels and torch.get_float32_matmul_precision() != "highest":
-        kind = "tf32"
     if flops:
+        if kind == "float32" and not kernels and torch.get_float32_matmul_precision() != "highest":
+            kind = "tf32"
         return max(
             moved / device.bandwidth_of(moved), flops / device.flops_of(kernels, kind),
             device.per_call,

@@ -184,7 +184,7 @@ def test_convolutions_of_groups_have_few_operations_and_a_rate_of_their_own(back
         (aten._softmax.default, (1, False), "softmax"),
     ],
 )
-def test_what_goes_by_its_bytes_has_a_rate_of_its_own(operator, args, kernel):
+def test_what_goes_by_its_bytes_has_a_rate_of_its_own(operator, args, kernel, monkeypatch):
     x = torch.ones(1, 4, 8, 8)
     out = operator(x, *args)
     first = out if isinstance(out, torch.Tensor) else out[0]
@@ -193,6 +193,8 @@ def test_what_goes_by_its_bytes_has_a_rate_of_its_own(operator, args, kernel):
     device = replace(CPU, kernels={kernel: {"float32": 5e5}})
     assert seconds_on(device, call) == pytest.approx(moved / 5e5)
     assert seconds_on(CPU, call) == pytest.approx(moved / 1e9)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")  # of products only
+    assert seconds_on(device, call) == pytest.approx(moved / 5e5)
 
 
 def test_a_gradient_of_the_weight_alone_has_a_rate_of_its_own():
