@@ -2,7 +2,6 @@
 
 import copy
 import io
-import math
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -92,30 +91,48 @@ def least_tiles(
             data = _copied(data, module, stage)
             batch = first_batches(module, data, stage)[0]
             needs = _needs(module, data, batch, device, keeps_parameters, stage=stage, **options)
-            return _search(lambda tiles: max(budget, needs(tiles)), int(SHARE * room), where)
+            share = int(SHARE * room)
+            tiles, least = fewest(lambda tiles: max(budget, needs(tiles)), share)
     finally:
         set_random_state(state, device)
+    if least > share:
+        raise ValueError(
+            f"no number of tiles is enough: {tiles} need {size_in_words(least)}, but a step may "
+            f"take {size_in_words(share)}, {SHARE:.0%} of what is free {where}. Take tiles along "
+            "two dims, such as 4x4, or a smaller batch."
+        )
+    return LeastTiles(tiles, int(least), share, where)
 
 
-def _search(needs: Callable[[int], int], room: int, where: str) -> LeastTiles:
-    found: dict[int, float] = {1: needs(1)}
-    most = 1
-    while found[most] > room:
-        most *= 2
-        found[most] = needs(most) if most <= MOST else math.inf
-        if found[most] >= found[most // 2]:  # more tiles leave more small tensors there
-            best = min(found, key=lambda tiles: found[tiles])
-            raise ValueError(
-                f"no number of tiles is enough: {best} need {size_in_words(found[best])}, but a "
-                f"step may take {size_in_words(room)}, {SHARE:.0%} of what is free {where}. Take "
-                "tiles along two dims, such as 4x4, or a smaller batch."
-            )
-    least = most // 2
-    while most - least > 1:
-        middle = (least + most) // 2
+def fewest(
+    needs: Callable[[int], float], room: float, *, first: int = 1, most: int = MOST
+) -> tuple[int, float]:
+    """Return the least number of tiles that fits, and what it needs.
+
+    Numbers are doubled until one fits, and then tried between the last two. Where more tiles need
+    no less, none fits: then the number that needs least is returned.
+
+    Args:
+        needs: Returns the bytes that a step needs with so many tiles.
+        room: The bytes that there are.
+        first: The number to begin with; half of it does not fit.
+        most: The largest number to try.
+    """
+    found = {first: needs(first)}
+    tiles = first
+    while found[tiles] > room and 2 * tiles <= most:
+        tiles *= 2
+        found[tiles] = needs(tiles)
+        if found[tiles] >= found[tiles // 2]:  # more tiles leave more small tensors there
+            break
+    if found[tiles] > room:
+        return min(found.items(), key=lambda pair: pair[1])
+    too_few = tiles // 2
+    while tiles - too_few > 1:
+        middle = (too_few + tiles) // 2
         found[middle] = needs(middle)
-        least, most = (least, middle) if found[middle] <= room else (middle, most)
-    return LeastTiles(most, int(found[most]), room, where)
+        too_few, tiles = (too_few, middle) if found[middle] <= room else (middle, tiles)
+    return tiles, found[tiles]
 
 
 def _needs(

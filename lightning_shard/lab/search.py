@@ -13,6 +13,7 @@ from lightning_shard.data.tree import leaves_of
 from lightning_shard.domain.errors import UnsupportedOperationError
 from lightning_shard.lab.batches import Data, first_batches
 from lightning_shard.lab.clusters import read_cluster
+from lightning_shard.lab.least_tiles import fewest
 from lightning_shard.lab.machine import Cluster
 from lightning_shard.lab.predict import predict
 from lightning_shard.lab.ranking import Candidate, Ranking, Setting
@@ -158,13 +159,17 @@ class _Search:
             self.try_setting(way)
 
     def try_tiles(self, rows: int, is_late: Callable[[], bool]) -> None:
-        """Predict 2, 4, 8 tiles and so on of a field of so many rows, until it fits the device."""
-        tiles = 2
-        while tiles <= min(rows, MOST_TILES) and not is_late():
-            self.try_setting(Setting((1, tiles), in_turns=True))
-            if any(each.setting.in_turns and each.fits for each in self.tried):
-                return
-            tiles *= 2
+        """Predict the least number of tiles of a field of so many rows that fits the device."""
+
+        def needs(tiles: int) -> float:
+            setting = Setting((1, tiles), in_turns=True)
+            if not is_late():
+                self.try_setting(setting)
+            found = (each.forecast.memory for each in self.tried if each.setting == setting)
+            return next(found, math.inf)
+
+        if rows > 1:
+            fewest(needs, self.cluster.device.memory, first=2, most=min(rows, MOST_TILES))
 
     def try_setting(self, setting: Setting) -> None:
         """Predict a setting, unless its mesh cannot train the module."""

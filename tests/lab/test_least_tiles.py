@@ -112,13 +112,22 @@ def test_chooses_the_least() -> None:
         asked.append(tiles)
         return 1000 // tiles + 10 * tiles
 
-    assert least._search(needs, 2000, "").tiles == 1
+    assert least.fewest(needs, 2000) == (1, 1010)
     asked.clear()
-    found = least._search(needs, 250, "on xpu:0")
-    assert found.tiles == min(n for n in range(1, 20) if needs(n) <= 250)
-    assert str(found).endswith("of 250 B, 75% of what is free on xpu:0")
-    with pytest.raises(ValueError, match=r"8 need 205 B, but a step may take 100 B.*such as 4x4"):
-        least._search(needs, 100, "")
+    found = least.fewest(needs, 250)
+    assert found[0] == min(n for n in range(1, 20) if needs(n) <= 250)
+    assert least.fewest(needs, 100) == (8, 205)  # 16 need more
+    assert least.fewest(needs, 2000, first=2) == (2, 520)
+    assert least.fewest(needs, 100, most=4) == (4, 290)
+    words = str(least.LeastTiles(*found, 250, "on xpu:0"))
+    assert words.endswith("of 250 B, 75% of what is free on xpu:0")
+
+
+def test_no_number_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(least, "free_memory", lambda *_: (1000, "here"))
+    module = Plain(lambda: nn.Conv2d(3, 3, 3, padding=1))
+    with pytest.raises(ValueError, match=r"is enough: \d+ need .* take 750 B.*such as 4x4"):
+        least.least_tiles(module, loader(), CPU)
 
 
 def test_a_budget_is_needed_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
