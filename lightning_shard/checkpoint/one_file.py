@@ -7,6 +7,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.foreign import by_index, plain_name
 from lightning_shard.checkpoint.open import Opened, weights
 from lightning_shard.checkpoint.safetensors_file import in_order, write_safetensors
 from lightning_shard.checkpoint.stored import StoredState, StoredTensor
@@ -18,8 +19,8 @@ def content_for(out: Path, opened: Opened) -> dict[str, Any]:
     """Return what the end of `out` chooses: weights, or for `.ckpt` a Lightning checkpoint."""
     if out.suffix == ".ckpt":
         states = opened.content.get("optimizer_states", [])
-        keyed = {"optimizer_states": [_with_integer_keys(s) for s in states]} if states else {}
-        return opened.content | keyed
+        keyed = [by_index(state, _names(state)) for state in states]
+        return opened.content | ({"optimizer_states": keyed} if keyed else {})
     content = weights(opened)
     if out.suffix == ".safetensors":
         return {k: v for k, v in content.items() if isinstance(v, Tensor | StoredTensor)}
@@ -55,9 +56,5 @@ def _read(value: Any, progress: Progress) -> Any:
     return type(value)(_read(v, progress) for v in value) if is_list else value
 
 
-def _with_integer_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """Key an optimizer's state as `Optimizer.state_dict` does, instead of by names."""
-    held = [name for group in state["param_groups"] for name in group["params"]]
-    index = {name: i for i, name in enumerate(held)}
-    groups = [{**g, "params": [index[n] for n in g["params"]]} for g in state["param_groups"]]
-    return {"state": {index[n]: v for n, v in state["state"].items()}, "param_groups": groups}
+def _names(state: dict[str, Any]) -> list[list[str]]:
+    return [[plain_name(str(name)) for name in g["params"]] for g in state["param_groups"]]
