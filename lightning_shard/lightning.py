@@ -46,7 +46,7 @@ _NAMES = {
     "pytorch.plugins.io": "TorchCheckpointIO",
     "pytorch.profilers": "PyTorchProfiler",
     "pytorch.strategies":
-        "DDPStrategy ParallelStrategy SingleDeviceStrategy Strategy StrategyRegistry",
+        "DDPStrategy ParallelStrategy Strategy StrategyRegistry",
     "pytorch.trainer.states": "TrainerFn TrainerStatus",
     "pytorch.utilities": "rank_zero_info rank_zero_warn",
     "pytorch.utilities.data": "extract_batch_size",
@@ -88,9 +88,6 @@ PRIVATE = {
     "optimizers_to_device":
         ("fabric.utilities.optimizer", "_optimizers_to_device",
          "states that a user gave to an optimizer leave the CPU"),
-    "register_ddp_comm_hook":
-        ("pytorch.overrides.distributed", "_register_ddp_comm_hook",
-         "hooks of DDP are registered on Intel GPUs"),
     "update_dataloader":
         ("pytorch.utilities.data", "_update_dataloader",
          "a loader is given the samples of one replica"),

@@ -59,9 +59,6 @@ from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
 from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSampler as UnrepeatedDistributedSampler,
 )
-from lightning.pytorch.overrides.distributed import (
-    _register_ddp_comm_hook as register_ddp_comm_hook,
-)
 from lightning.pytorch.plugins import HalfPrecision as HalfPrecision
 from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
 from lightning.pytorch.plugins import Precision as Precision
@@ -70,7 +67,6 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as Wrappi
 from lightning.pytorch.profilers import PyTorchProfiler as PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
-from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as Strategy
 from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -149,7 +145,6 @@ __all__ = [
     "RichProgressBar",
     "SLURMEnvironment",
     "SaveConfigCallback",
-    "SingleDeviceStrategy",
     "StochasticWeightAveraging",
     "Strategy",
     "StrategyRegistry",
@@ -181,7 +176,6 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_warn",
     "refuse_mixture",
-    "register_ddp_comm_hook",
     "seed_everything",
     "update_dataloader",
 ]  # fmt: skip

@@ -57,7 +57,6 @@ ATTRIBUTES = {
     "_has_run": "a ModelCheckpoint saves alike where a rank had no sample to validate",
     "_is_sequential": "replicas repeat samples where a step reads several loaders",
     "_monitor_candidates": "a ModelCheckpoint saves by one value on all ranks",
-    "_parallel_devices": "Lightning's strategy of one device trains on an Intel GPU",
     "_results": "logged values are reduced by name, and saved within an epoch",
 }
 
@@ -179,12 +178,6 @@ def own_batches(loader: DataLoader[Any]) -> Any:
     """Return the batch sampler of a loader, and not what Lightning puts around it to predict."""
     batches: Any = loader.batch_sampler
     return getattr(batches, "_batch_sampler", batches)
-
-
-def chosen_devices(trainer: Trainer) -> list[torch.device]:
-    """Give the devices that the Trainer was asked for, where Lightning took the CPU instead."""
-    devices: list[Any] = trainer._accelerator_connector._parallel_devices
-    return devices
 
 
 def data_of_stage(trainer: Trainer) -> Any:

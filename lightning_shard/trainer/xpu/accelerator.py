@@ -1,6 +1,7 @@
 """Intel GPUs as a Lightning accelerator: `Trainer(accelerator="xpu")`.
 
-Lightning 2.6 has none, and where it does not know one it takes the CPU (see strategies.py).
+Lightning 2.6 has none. Its own strategies take the CPU for one device of an accelerator that it
+does not know, and DDP makes a stream of CUDA for each. So they are refused here.
 Devices are those that ZE_AFFINITY_MASK shows, numbered from 0, as torch numbers them.
 """
 
@@ -14,6 +15,7 @@ from typing_extensions import override
 from lightning_shard.lightning import (
     Accelerator,
     AcceleratorRegistry,
+    DDPStrategy,
     MisconfigurationException,
     PossibleUserWarning,
     Trainer,
@@ -24,7 +26,6 @@ from lightning_shard.processes.narrow import is_list
 from lightning_shard.processes.process_info import process_info
 from lightning_shard.trainer.precision import use_device
 from lightning_shard.trainer.xpu.random_isolation import isolate_random_numbers
-from lightning_shard.trainer.xpu.strategies import use_xpu
 
 
 class XPUAccelerator(Accelerator):
@@ -32,23 +33,25 @@ class XPUAccelerator(Accelerator):
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """Make `device` the current one.
-
-        The CPU is what Lightning chooses for one device; `setup` mends that.
-        """
+        """Make `device` the current one, unless it is the CPU, which `setup` refuses."""
         if device.type == "xpu":
             torch.xpu.set_device(device)
             let_gloo_stand_beside("xpu")
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Mend what Lightning 2.6 makes for CUDA or the CPU: strategy, precision, random numbers.
+        """Mend what Lightning 2.6 makes for CUDA: precision and random numbers.
 
         Raises:
             MisconfigurationException: The strategy would not train on an Intel GPU.
         """
-        use_xpu(trainer)
-        device = trainer.strategy.root_device
+        kind, device = type(trainer.strategy), trainer.strategy.root_device
+        if device.type != "xpu" or kind is DDPStrategy:
+            raise MisconfigurationException(
+                f"{kind.__name__} does not train on Intel GPUs in Lightning 2.6; pass "
+                "strategy='hybrid_shard', which also works on one device, and by default averages "
+                "the gradients of several as DDP does."
+            )
         torch.xpu.set_device(device)
         use_device(trainer.precision_plugin, "xpu")
         isolate_random_numbers(trainer, device)

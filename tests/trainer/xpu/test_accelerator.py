@@ -21,7 +21,6 @@ from lightning_shard.trainer.xpu.random_isolation import (
     IsolatedSanityCheck,
     isolate_random_numbers,
 )
-from lightning_shard.trainer.xpu.strategies import SingleXPUStrategy
 
 XPU = torch.device("xpu", 0)
 # lightning makes a scaler for CUDA, which disables itself
@@ -135,14 +134,13 @@ def test_set_up_and_torn_down(two_gpus):
     two_gpus.empty_cache.assert_called_once_with()
 
 
-def test_one_device_is_not_the_cpu(two_gpus):
-    """Lightning's strategy for one device of an accelerator it does not know is of the CPU."""
-    trainer = xpu_trainer(devices=[1])
-    assert trainer.strategy.root_device == torch.device("cpu")
-    XPUAccelerator().setup(trainer)
-    assert isinstance(trainer.strategy, SingleXPUStrategy)
-    assert trainer.strategy.root_device == torch.device("xpu", 1)
-    two_gpus.set_device.assert_called_once_with(torch.device("xpu", 1))
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_strategies_of_lightning_are_refused(two_gpus, strategy):
+    """They would train on the CPU, or with a stream of CUDA."""
+    trainer = xpu_trainer(devices=[1], strategy=strategy)
+    words = r"does not train .* strategy='hybrid_shard'"
+    with pytest.raises(MisconfigurationException, match=words):
+        XPUAccelerator().setup(trainer)
 
 
 def test_one_device_with_this_strategy(two_gpus):
@@ -159,10 +157,9 @@ def test_auto_takes_the_accelerator_of_the_strategy(two_gpus):
 
 
 @no_cuda
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "ddp"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_autocast_is_of_the_device(two_gpus, strategy, precision):
-    trainer = xpu_trainer(devices=1, strategy=strategy, precision=precision)
+def test_autocast_is_of_the_device(two_gpus, precision):
+    trainer = xpu_trainer(devices=1, strategy="hybrid_shard", precision=precision)
     plugin = trainer.precision_plugin
     assert isinstance(plugin, MixedPrecision)
     XPUAccelerator().setup(trainer)
