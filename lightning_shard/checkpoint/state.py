@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.foreign import by_index, plain_name
-from lightning_shard.checkpoint.plain_module import is_changed, plain_copy, reattached
+from lightning_shard.checkpoint.prepared import is_prepared, reattached
 from lightning_shard.checkpoint.stored import StoredTensor, own_region
 from lightning_shard.fsdp.complex_pairs import as_complex, as_pairs, pair_names, placed_as
 from lightning_shard.processes.errors_together import copy_from_first
 from lightning_shard.processes.narrow import is_dict
+from lightning_shard.tensor.mixins import own_class
 from lightning_shard.tensor.placement import gather
 from lightning_shard.tensor.tensor import DomainTensor
 
@@ -143,10 +144,13 @@ def full(value: Any, keep: bool = True) -> Any:
     """Replace every sharded or split tensor in `value` by the whole one on the CPU.
 
     Args:
-        value: Nested dicts, lists, tuples, and modules in them. All ranks must pass the same
-            structure: the tensors are gathered one after the other, and no more than one of them
-            exists whole at a time on ranks that do not keep them.
+        value: Nested dicts, lists and tuples. All ranks must pass the same structure: the tensors
+            are gathered one after the other, and no more than one of them exists whole at a time on
+            ranks that do not keep them.
         keep: False on a rank that needs no result; tensors in it are then None.
+
+    Raises:
+        TypeError: There is a module in it that is prepared for several ranks.
     """
     if isinstance(value, DTensor):
         whole = _gathered(value)
@@ -162,9 +166,11 @@ def full(value: Any, keep: bool = True) -> Any:
         return _mapped(value, keep)
     if type(value) in (list, tuple):
         return type(value)(full(v, keep) for v in value)
-    if isinstance(value, nn.Module) and is_changed(value):  # among hyper-parameters
-        copied = plain_copy(value, lambda v: full(v, keep))
-        return copied if keep else None
+    if is_prepared(value):
+        raise TypeError(
+            f"a checkpoint cannot hold the module {own_class(value).__name__}, which is sharded: "
+            "put its state_dict() into it, or keep parameters whole with sharding='none'."
+        )
     if names := reattached(value):  # a callback among hyper-parameters
         value = copy.copy(value)
         for name in names:

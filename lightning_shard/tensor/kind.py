@@ -13,7 +13,7 @@ from torch import nn
 # their state dicts, which FSDP2 adds to each
 _OWN = vars(nn.Module()).keys() - {"training"}
 _HOOKS = sorted(n for n in _OWN if n.endswith("hooks") and ("forward" in n or "backward" in n))
-MIXED_IN = "_mixed_in"  # attribute of a class made by tensor/mixins.py: what its mixin sets
+MIXED_IN = "_mixed_in"  # attribute of a class made by tensor/mixins.py
 # all that a class holds which was made to put a mixin before the class of one module
 _EMPTY = {"__module__", "__doc__", "__deepcopy__", "__firstlineno__", "__static_attributes__",
           MIXED_IN}  # fmt: skip

@@ -18,21 +18,17 @@ def mix_in(module: nn.Module, mixin: type, **state: Any) -> None:
         # a wrapper would put a word into the names of its parameters; FSDP2 changes classes, too
         # (tests/fsdp/test_features.py)
         metaclass: Any = type(cls)
-        marks: dict[str, Any] = {"__module__": cls.__module__, MIXED_IN: frozenset(state)}
+        marks = {"__module__": cls.__module__, MIXED_IN: True}
         module.__class__ = metaclass(cls.__name__, (mixin, cls), marks)
     module.__dict__.update(state)
 
 
-def own_class(module: nn.Module) -> tuple[type[Any], frozenset[str]]:
-    """Return the class that the user gave a module, and the attributes that mixins set on it.
-
-    FSDP2's own mixin is one of them.
-    """
-    cls, state = type(module), frozenset[str]()
+def own_class(module: nn.Module) -> type[Any]:
+    """Return the class that the user gave a module: FSDP2 and `mix_in` derive another one."""
+    cls = type(module)
     while MIXED_IN in vars(cls) or cls.__bases__[0] is FSDPModule:
-        state |= vars(cls).get(MIXED_IN, frozenset())
         cls = cls.__bases__[1]
-    return cls, state
+    return cls
 
 
 def is_a(module: nn.Module, package: str, *names: str) -> bool:

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_shard.checkpoint import directory as sharded_directory
 from lightning_shard.checkpoint.errors import UnsafeFileError
 from lightning_shard.checkpoint.foreign import OWN, as_lightning
+from lightning_shard.checkpoint.prepared import holds_prepared
 from lightning_shard.checkpoint.state import (
     full,
     load_optimizer_state,
@@ -24,7 +25,7 @@ from lightning_shard.checkpoint.state import (
     share_buffers,
 )
 from lightning_shard.checkpoint.weights import does_not_fit, load_module_state
-from lightning_shard.lightning import VERSION, CheckpointIO
+from lightning_shard.lightning import VERSION, CheckpointIO, rank_zero_warn
 from lightning_shard.processes.errors_together import gather_to_first, together
 from lightning_shard.processes.mesh import Sharding, replicas_of, sizes_of
 from lightning_shard.processes.subgroups import writing_group
@@ -166,6 +167,7 @@ class Saver:
             ValueError: The format is "sharded" and the path on no mounted file system.
         """
         self.finish()
+        checkpoint = _without_prepared(checkpoint)
         share_buffers(checkpoint.get("state_dict", {}), module)  # averages, say, are copies
         if is_directory(self.format, checkpoint, path, io, options=storage_options):
             names = [parameter_names(optimizer, module) for optimizer in optimizers]
@@ -331,6 +333,23 @@ class Saver:
         if "random" in own:
             alike = own["mesh"] == sizes_of(mesh)
             set_random_state(own["random"][dist.get_rank() if alike else 0], device)
+
+
+def _without_prepared(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out hyperparameters that hold a sharded module, which torch could not pickle."""
+    kept = dict(checkpoint)
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        held: Mapping[str, Any] = checkpoint.get(key, {})
+        left = [name for name, value in held.items() if holds_prepared(value)]
+        if left:
+            rank_zero_warn(
+                f"{', '.join(left)} among the hyperparameters holds a module that is prepared for "
+                "several ranks, so it is left out of them; its weights are in the state_dict. Give "
+                f"it to load_from_checkpoint(path, {left[0]}=...), or leave it out yourself by "
+                f"self.save_hyperparameters(ignore=[{left[0]!r}])."
+            )
+            kept[key] = {name: value for name, value in held.items() if name not in left}
+    return kept
 
 
 def _of_all(

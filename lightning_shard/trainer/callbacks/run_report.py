@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.atomic import partial_of
 from lightning_shard.lightning import Callback, LightningModule, Trainer, rank_zero_warn
+from lightning_shard.tensor.mixins import own_class
 from lightning_shard.trainer.callbacks.epoch_report import (
     checkpoint_lines,
     duration,
@@ -187,7 +188,7 @@ class RunReport(Callback):
         window = _window(trainer)
         curves = tables.metric_charts(self._losses.points, self._by_epoch, self._rates, window)
         return page(
-            f"{tables.own_class(module).__name__}: report of a run",
+            f"{own_class(module).__name__}: report of a run",
             f"Began {began}. {' '.join(self._outcome)}",
             [
                 ("Test", tables.result_tables(self._tested)),

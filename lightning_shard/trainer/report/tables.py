@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.fsdp.complex_pairs import pair_names
 from lightning_shard.lightning import LightningModule, Trainer
+from lightning_shard.tensor.mixins import own_class
 from lightning_shard.trainer.report.chart import Points, chart, missing
 from lightning_shard.trainer.report.page import paragraph, side_by_side, table
 from lightning_shard.trainer.strategy import HybridShardStrategy
@@ -101,11 +101,6 @@ def mesh_table(trainer: Trainer, module: LightningModule, split: str) -> list[st
         ("accumulated batches", trainer.accumulate_grad_batches),
     ]
     return [table([], rows, words=True)]
-
-
-def own_class(module: LightningModule) -> type:
-    """Return the class that the user wrote: FSDP2 gives a sharded module one derived from it."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _parameters(module: LightningModule) -> int:

@@ -1,0 +1,60 @@
+"""Tells modules that are prepared for several ranks, and so can be no part of a checkpoint.
+
+torch pickles a module by the name of its class and with its hooks. The classes and hooks that FSDP2
+and this package give a module have no names, and what it holds is one rank's shard.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.checkpoint.stored import tensors_in
+from lightning_shard.processes.narrow import is_dict, is_list
+from lightning_shard.processes.torch_private.internals import own_parameters
+from lightning_shard.tensor.mixins import own_class
+from lightning_shard.tensor.tensor import DomainTensor
+
+_OURS = ("torch.distributed.", f"{__name__.partition('.')[0]}.")
+
+
+def holds_prepared(value: Any) -> bool:
+    """Return True if such a module is among nested dicts, lists and tuples."""
+    if is_dict(value) or is_list(value):
+        return any(map(holds_prepared, value.values() if is_dict(value) else value))
+    return is_prepared(value)
+
+
+def is_prepared(value: Any) -> bool:
+    """Return True for a module of which a part has a class or hooks of ours, or holds shards."""
+    return isinstance(value, nn.Module) and any(
+        _is_changed(part)
+        or any(isinstance(p, DTensor) for p in own_parameters(part).values())
+        or any(isinstance(x, DomainTensor) for x in tensors_in(vars(part)))
+        or (part is not value and reattached(part))
+        for part in value.modules()
+    )
+
+
+def reattached(value: Any) -> set[str]:
+    """Name the methods of a prepared module that Lightning attaches to a callback in each run."""
+    held: dict[str, Any] = getattr(value, "__dict__", {})
+    owners = {name: getattr(held.get(name), "__self__", None) for name in ("log", "log_dict")}
+    return {
+        name
+        for name, owner in owners.items()
+        if isinstance(owner, nn.Module) and _is_changed(owner)
+    }
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Return True if this package or FSDP2 gave the module a class or hooks."""
+    held = [v for key, v in vars(module).items() if "_hook" in key and isinstance(v, dict)]
+    hooks = [hook for numbered in held for hook in numbered.values()]
+    return own_class(module) is not type(module) or any(map(_is_ours, hooks))
+
+
+def _is_ours(hook: Any) -> bool:
+    inner: Any = getattr(hook, "hook", hook)  # hooks of state dicts are wrapped
+    inner = getattr(inner, "func", inner)
+    return str(getattr(inner, "__module__", "")).startswith(_OURS)
