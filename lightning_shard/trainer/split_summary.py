@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from lightning_shard.data.tree import named_leaves
 from lightning_shard.domain.errors import UnsupportedOperationError
@@ -53,7 +54,7 @@ class Announcements:
     def __init__(self) -> None:
         """Begin with nothing printed."""
         self._said: set[tuple[TrainerFn | None, str]] = set()
-        self._guessed: dict[str, _Guess] = {}  # guesses for the newest batch, without shard_dims
+        self._by_default: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}  # shapes, split dims
 
     def say(self, summary: SplitSummary, stage: TrainerFn | None, ranks: int) -> None:
         """Print it on the first rank, unless this stage has printed it.
@@ -70,70 +71,23 @@ class Announcements:
         if not summary.split:
             rank_zero_warn(summary.advice(ranks))
 
-    def guess(self, batch: Any, module: nn.Module) -> None:
-        """Remember which dims of a batch are split by default, and ask where they are features.
-
-        Args:
-            batch: The batch, split.
-            module: The module, whose layers tell what the last dim of (B, ., .) is.
-        """
-        before, self._guessed = self._guessed, {}
-        for path, leaf in named_leaves(batch):
-            if isinstance(leaf, Tensor):
-                dims = dims_split_in(leaf)
-                self._guessed[str((*path, 0)[0])] = _Guess(tuple(leaf.shape), dims)
-        features = {n: 1 for n, g in self._guessed.items() if g.is_of_features(module)}
-        if features and not before:
-            rank_zero_warn(
-                "shard_dims was not given, so dim 2 of (B, ., .) is split, and the first layers "
-                "take it for features: each rank computes the rest whole, and the domain saves "
-                f"little. To split the sequence, write shard_dims={features}."
-            )
+    def remember(self, batch: Any) -> None:
+        """Remember which dims of a batch are split although the user named none."""
+        named = ((str(path[0]) if path else "batch", x) for path, x in named_leaves(batch))
+        tensors = ((name, x) for name, x in named if isinstance(x, Tensor))
+        self._by_default = {name: (x.shape, dims_split_in(x)) for name, x in tensors}
 
     def explain(self, error: BaseException) -> None:
-        """Add the shard_dims to try to a refusal that the default dims have caused."""
+        """Add the dims that were split to a refusal that the default dims have caused."""
         words = r"split channels|features of \w+ are split|all (steps|features)"
-        found = re.search(words, str(error))
-        if not found or not isinstance(error, UnsupportedOperationError):
-            return
-        split = {name: g for name, g in self._guessed.items() if g.dims}
-        spatial = next((g.shape[3:] for g in split.values() if len(g.shape) > 4), ())
-        wanted: dict[str, int | list[int]] = {}
-        for name, g in self._guessed.items():
-            if spatial and g.shape[1:][-len(spatial) :] == spatial:
-                first = len(g.shape) - len(spatial)
-                dims = list(range(first, first + max(len(s.dims) for s in split.values())))
-            elif name in split:
-                dims = [0 if found[1] else 1] if len(g.shape) == 3 else list(g.dims)
-            else:
-                continue
-            wanted[name] = dims if len(dims) > 1 else dims[0]
-        if split:
-            shown = ", ".join(f"{n!r} {g.shape}: {list(g.dims)}" for n, g in split.items())
+        split = {name: (tuple(s), [*d]) for name, (s, d) in self._by_default.items() if d}
+        if isinstance(error, UnsupportedOperationError) and re.search(words, str(error)) and split:
+            shown = ", ".join(f"{n!r} {shape}: {dims}" for n, (shape, dims) in split.items())
+            dims = ", ".join(f"{name!r}: dim" for name in split)
             error.add_note(
-                f"shard_dims was not given, so these dims were split: {shown}. For entries "
-                f"(B, T, C, *spatial) or (B, T, C) name others, such as shard_dims={wanted}."
+                f"shard_dims was not given, so these dims were split: {shown}. Where entries are "
+                f"(B, T, C, *spatial) or (B, T, C), name others: shard_dims={{{dims}}}."
             )
-
-
-@dataclass(frozen=True)
-class _Guess:
-    """Holds the shape of a batch entry, and the dims of it that are split."""
-
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-
-    def is_of_features(self, module: nn.Module) -> bool:
-        """Return whether layers of the module take dim 2 of (B, ., .) for features."""
-        if len(self.shape) != 3 or self.dims != (2,):
-            return False
-        _, channels, features = self.shape
-        layers = list(module.modules())
-        if any(getattr(m, "in_channels", None) == channels for m in layers):
-            return False
-        names = ("in_features", "input_size", "embed_dim")
-        taken = [n for m in layers for name in names if isinstance(n := vars(m).get(name), int)]
-        return taken[:1] == [features]
 
 
 def split_summary(batch: Any) -> SplitSummary:

@@ -343,7 +343,7 @@ class HybridShardStrategy(OnMesh, Checkpoints, ParallelStrategy):  # pyright: ig
             self._last_checked = read
             self.announced.say(split_summary(batch), trainer.state.fn, self.domain_size)
             if self.shard_dims is None:
-                self.announced.guess(batch, self._module)
+                self.announced.remember(batch)
         return batch
 
     @override

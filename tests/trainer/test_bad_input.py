@@ -4,13 +4,10 @@ import os
 import subprocess
 import sys
 import time
-import warnings
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -89,28 +86,18 @@ SEQUENCES = {
 @pytest.mark.quick_rows("x of several times")
 @pytest.mark.spmd(2)
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_a_refusal_of_default_dims_names_others_that_work(name):
+def test_a_refusal_of_default_dims_names_them(name):
     kind, shapes, wanted = SEQUENCES[name]
     rows = [{k: torch.randn(shape) for k, shape in shapes.items()} for _ in range(4)]
     with pytest.raises(UnsupportedOperationError) as caught:
         trainer((2,), limit_val_batches=0).fit(kind(), DataLoader(rows, 2))
     notes = " ".join(caught.value.__notes__)
     assert "shard_dims was not given" in notes
-    assert f"such as shard_dims={wanted}." in notes
+    names = [name for name in shapes if f"{name!r} (2, " in notes]
+    assert names
+    assert "name others: shard_dims={" + ", ".join(f"{name!r}: dim" for name in names) in notes
     mended = trainer((2,), limit_val_batches=0, strategy={"shard_dims": wanted})
     mended.fit(kind(), DataLoader(rows, 2))
-
-
-@pytest.mark.spmd(2)
-def test_split_features_are_told_before_the_first_step():
-    data = DataLoader([{"x": torch.randn(5, 6)} for _ in range(2)], 2)
-    words = r"take it for features.*shard_dims={'x': 1}"
-    with pytest.warns(UserWarning, match=words) if dist.get_rank() == 0 else nullcontext():
-        trainer((2,), limit_val_batches=0).fit(Recurrent(nn.Linear), data)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*take it for features")
-        mended = trainer((2,), limit_val_batches=0, strategy={"shard_dims": {"x": 1}})
-        mended.fit(Recurrent(nn.Linear), data)
 
 
 @pytest.mark.slow_rows("fit")
