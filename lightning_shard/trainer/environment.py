@@ -77,6 +77,18 @@ class LauncherEnvironment(ClusterEnvironment):
         return self.info.node
 
 
+class StepEnvironment(LauncherEnvironment, SLURMEnvironment):
+    """Counts the tasks of this `srun`, which may be fewer than those of its job.
+
+    The step has a port of its own, too: two may run in one job at the same time.
+    """
+
+    def __init__(self, found: SLURMEnvironment) -> None:
+        """Take how a job is queued again from the environment that was `found`."""
+        super().__init__(process_info())
+        self.auto_requeue, self.requeue_signal = found.auto_requeue, found.requeue_signal
+
+
 def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
     """Return the launcher's environment where Lightning has `found` none or the wrong one.
 
@@ -84,6 +96,8 @@ def environment_of_launcher(found: ClusterEnvironment | None) -> ClusterEnvironm
         ValueError: The launcher's variables are incomplete or wrong, or SLURM's tasks were not
             started.
     """
+    if type(found) is SLURMEnvironment and launcher().name == "slurm":
+        return StepEnvironment(found)
     if os.environ.get(CHOICE):
         return _of_chosen(found)
     if found is not None and type(found) in (MPIEnvironment, LSFEnvironment):

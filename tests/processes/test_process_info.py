@@ -247,6 +247,23 @@ def test_script_of_a_slurm_job_is_one_process(environment):
     assert process_info().launcher == "none"
 
 
+@pytest.mark.parametrize("tasks", ["7", "9"])
+def test_a_step_of_fewer_tasks_than_its_job(environment, tasks):
+    """`srun --ntasks 7` in a job of 9 tasks, where SLURM_NTASKS may still be the job's."""
+    ports = []
+    for step in "01":
+        environment(SLURM | {
+            "SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": step,
+        })  # fmt: skip
+        found = environment_of_launcher(SLURMEnvironment(auto_requeue=False))
+        assert isinstance(found, SLURMEnvironment), "which Lightning queues again"
+        assert not found.auto_requeue
+        assert (found.global_rank(), found.world_size()) == (5, 7)
+        assert (found.local_rank(), found.node_rank(), found.main_address) == (1, 2, "n08")
+        ports.append(found.main_port)
+    assert ports[0] != ports[1], "two steps of a job meet apart"
+
+
 @pytest.mark.parametrize(
     ("chosen", "variables", "expected"),
     [
@@ -285,7 +302,7 @@ def test_the_trainer_follows_the_choice(environment):
     """Also where Lightning has found another launcher's variables."""
     environment(SLURM | TORCHRUN | {CHOICE: "slurm", "SLURM_NTASKS_PER_NODE": "2"})
     slurm, torchrun = SLURMEnvironment(), TorchElasticEnvironment()
-    assert environment_of_launcher(slurm) is slurm
+    assert environment_of_launcher(slurm).world_size() == 7
     found = environment_of_launcher(torchrun)
     assert isinstance(found, LauncherEnvironment)
     assert (found.global_rank(), found.world_size()) == (5, 7)
