@@ -47,6 +47,23 @@ def let_threads_run_on() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def share_cores(processes: int) -> None:
+    """Let this process, and those that it starts, compute with their part of the cores.
+
+    More threads than cores wait for each other in every operation. A variable OMP_NUM_THREADS of
+    the user counts instead.
+
+    Args:
+        processes: The number of processes that share the cores.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 def keep_freed_memory() -> None:
     """Ask glibc to keep what a step frees, for the next step, in blocks of up to 32 MiB.
 

@@ -9,7 +9,6 @@ and two ranks that it forked had not returned after four minutes. New interprete
 know no function of a notebook's cells.
 """
 
-import os
 import pickle
 import signal
 import sys
@@ -32,6 +31,7 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+from lightning_shard.processes.cpu_settings import share_cores
 from lightning_shard.processes.forking import (
     become_rank,
     begin_forked_rank,
@@ -142,8 +142,8 @@ def _run(
 ) -> None:
     if task.all_forked is not None:
         begin_forked_rank(task.all_forked)
-    elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // task.processes))
+    else:
+        share_cores(task.processes)
     write_to(writers[rank])
     become_rank(rank, task.processes, task.port)
     start_process_group(task.device_type, timeout_s=task.timeout_s)

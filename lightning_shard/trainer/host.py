@@ -36,6 +36,7 @@ from lightning_shard.lightning import (
     is_param_in_hook_signature,
     update_dataloader,
 )
+from lightning_shard.processes.cpu_settings import share_cores
 from lightning_shard.processes.failures.orphans import begin_to_start
 from lightning_shard.processes.torch_private.internals import tree_leaves
 
@@ -88,6 +89,7 @@ def _in_patience(launcher: Any, launch: Callable[..., Any], function: Callable[.
     if launcher.cluster_environment.creates_processes_externally:  # or in an earlier stage
         return launch(function)
     begin_to_start()
+    share_cores(launcher.num_processes)  # Lightning does so once the others have started
 
     def begun() -> Any:
         watched, launcher.procs = launcher.procs, [*launcher.procs]

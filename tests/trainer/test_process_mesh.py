@@ -133,6 +133,23 @@ def test_a_second_stage_starts_no_processes_again(launcher_class, monkeypatch):
     assert started.call_count == 1
 
 
+@pytest.mark.parametrize("chosen", [None, "5"], ids=["cores", "by-the-user"])
+def test_processes_that_a_trainer_starts_share_the_cores(chosen, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if chosen is not None:
+        os.environ["OMP_NUM_THREADS"] = chosen
+    launcher = SubprocessScriptLauncher(LightningEnvironment(), 2, 1)
+    cores = mock.patch("os.sched_getaffinity", return_value=range(6))
+    with mock.patch("subprocess.Popen") as started, cores, mock.patch("torch.set_num_threads"):
+        started.return_value.poll.return_value = started.return_value.returncode = 0
+        here = launcher.launch(lambda: (torch.set_num_threads.call_args, [*os.environ.items()]))
+    threads = chosen or "3"
+    assert started.call_args.kwargs["env"]["OMP_NUM_THREADS"] == threads, "of the other process"
+    assert here[0] == (None if chosen else mock.call(3))
+    assert dict(here[1])["OMP_NUM_THREADS"] == threads
+
+
 def test_who_starts_the_other_processes(monkeypatch):
     strategy, alone = HybridShardStrategy(), LightningEnvironment()
     assert launcher_of(strategy, alone, per_node=1, nodes=1) is None
