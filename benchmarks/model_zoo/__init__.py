@@ -5,6 +5,7 @@ Each module of this package has `CASES`, by name; `cases` collects those of a li
 
 import importlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 LIBRARIES = {
     "torchvision": ("torchvision", "torchvision_detection"),
-    "neuralop": ("neuralop", "neuralop_points"),
-    "transformers": ("transformers_sequence", "transformers_states", "transformers_image"),
+    "neuralop": ("neuralop",),
+    "transformers": ("transformers_sequence", "transformers_image"),
     "timm": ("timm",),
     "monai": ("monai_networks", "monai_losses"),
     "smp": ("smp",),
@@ -57,7 +58,7 @@ class Case:
 
     make: Callable[[], nn.Module]
     inputs: Sequence[Any]
-    dims: Sequence[int] = (2,)
+    dims: Sequence[int] = (2, 3)
     tolerance: float = 1e-10
     each: Sequence[Sequence[int]] = ()
 
@@ -126,6 +127,41 @@ class Float32(Apply):
 def called(model: nn.Module, *inputs: Tensor) -> Any:
     """For the helpers above, where a model takes its inputs as they are."""
     return model(*inputs)
+
+
+def row(
+    kind: Callable[..., nn.Module],
+    *arguments: Any,
+    on: Any,
+    split: Sequence[int] = (),
+    within: float = 1e-10,
+    run: Callable[..., Any] | None = None,
+    wrap: type[Apply] | None = None,
+    each: Sequence[Sequence[int]] = (),
+    **options: Any,
+) -> Case:
+    """A row of a table: a constructor, its arguments, and what the model is applied to.
+
+    Args:
+        kind: Makes the model from `arguments` and `options`, when the case is run.
+        arguments: Positional ones.
+        on: The one input as `Case.inputs` has it, or a list of several.
+        split: As `Case.dims`; by default all dims of the first input behind batch and channels.
+        within: As `Case.tolerance`.
+        run: Calls the model, as `run(model, *inputs)`, where more than the inputs is given to it.
+        wrap: The class that calls it, if that is not `Apply`.
+        each: As `Case.each`.
+        options: The named arguments of `kind`.
+    """
+
+    def make() -> nn.Module:  # of copies, since a constructor may change a list that it is given
+        return kind(*deepcopy(arguments), **deepcopy(options))
+
+    inputs = on if isinstance(on, list) else [on]
+    split = split or range(2, len(inputs[0]) if isinstance(inputs[0], tuple) else 4)
+    if run or wrap:
+        return Case(lambda: (wrap or Apply)(run or called, make()), inputs, split, within, each)
+    return Case(make, inputs, split, within, each)
 
 
 def cases(library: str) -> dict[str, Case]:

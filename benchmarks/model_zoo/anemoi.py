@@ -6,7 +6,7 @@ from anemoi.models.layers.processor import PointWiseMLPProcessor, TransformerPro
 from anemoi.utils.config import DotDict
 
 import lightning_shard
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import row
 
 # its own exchange of heads, which does nothing without a process group of its own
 lightning_shard.allow_function(graph._AllToAllParallelSection)
@@ -18,20 +18,16 @@ SIZES = {
 HEADS = SIZES | {"num_heads": 2, "attention_implementation": "scaled_dot_product_attention"}
 
 
-def over_nodes(make):
-    return lambda: Apply(lambda m, x: m(x, 1, GraphShardInfo()), make())
+def over_nodes(model, x):
+    return model(x, 1, GraphShardInfo())
 
 
 CASES = {
-    "mlp_processor": Case(over_nodes(lambda: PointWiseMLPProcessor(**SIZES)), [(37, 16)], (0,)),
-    "transformer_processor": Case(over_nodes(lambda: TransformerProcessor(**HEADS)), [(37, 16)],
-        (0,)),
-    "transformer_qk_norm": Case(
-        over_nodes(
-            lambda: TransformerProcessor(**HEADS, qk_norm=True, mlp_implementation="swiglu")
-        ),
-        [(37, 16)], (0,),
-    ),
-    "transformer_window": Case(over_nodes(lambda: TransformerProcessor(**HEADS, window_size=5)),
-        [(37, 16)], (0,)),
+    "mlp_processor": row(PointWiseMLPProcessor, **SIZES, on=(37, 16), split=(0,), run=over_nodes),
+    "transformer_processor": row(TransformerProcessor, **HEADS, on=(37, 16), split=(0,),
+        run=over_nodes),
+    "transformer_qk_norm": row(TransformerProcessor, **HEADS, qk_norm=True,
+        mlp_implementation="swiglu", on=(37, 16), split=(0,), run=over_nodes),
+    "transformer_window": row(TransformerProcessor, **HEADS, window_size=5, on=(37, 16), split=(0,),
+        run=over_nodes),
 }  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 from deepinv import models, physics
 from torch import nn
 
-from benchmarks.model_zoo import Case, Float64Defaults, called
+from benchmarks.model_zoo import Case, Float64Defaults, row
 
 IMAGE = (1, 3, 24, 32)
 KERNEL = torch.rand(1, 1, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -61,8 +61,8 @@ CASES = {
         num_refinement_blocks=1, **NO_WEIGHTS)),
     "swinir": network(lambda: models.SwinIR(img_size=32, in_chans=3, embed_dim=12, depths=[2],
         num_heads=[2], window_size=8, upscale=1, **NO_WEIGHTS)),
-    "icnn": Case(lambda: Float64Defaults(called,
-        models.ICNN(in_channels=3, num_filters=8, kernel_dim=3, num_layers=3)), [IMAGE], (2, 3)),
+    "icnn": row(models.ICNN, in_channels=3, num_filters=8, kernel_dim=3, num_layers=3, on=IMAGE,
+        wrap=Float64Defaults),
     "tv": without_weights(lambda: models.TVDenoiser(n_it_max=5)),
     "tgv": without_weights(lambda: models.TGVDenoiser(n_it_max=5)),
     "wavelet": without_weights(lambda: models.WaveletDenoiser(level=2)),

@@ -6,7 +6,7 @@ from einops import rearrange, reduce, repeat
 from einops.layers.torch import Rearrange, Reduce
 from torch import nn
 
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import Apply, Case, row
 
 FIELD = (2, 3, 13, 11)
 
@@ -217,18 +217,18 @@ class SequenceModel(nn.Module):
 
 
 CASES = {
-    "vq": Case(VQ, [FIELD], (2, 3)),
-    "cbam": Case(CBAM, [FIELD], (2, 3)),
-    "squeeze_excite": Case(SqueezeExcite, [FIELD], (2, 3)),
-    "non_local": Case(NonLocal, [FIELD], (2, 3)),
-    "linear_attention": Case(LinearAttention, [FIELD], (2, 3)),
-    "axial_attention": Case(AxialAttention, [(2, 4, 9, 7)], (2, 3)),
-    "experts_dense": Case(lambda: MixtureOfExperts(True), [(11, 4)], (0,)),
-    "experts_routed": Case(lambda: MixtureOfExperts(False), [(11, 4)], (0,)),
+    "vq": Case(VQ, [FIELD]),
+    "cbam": Case(CBAM, [FIELD]),
+    "squeeze_excite": Case(SqueezeExcite, [FIELD]),
+    "non_local": Case(NonLocal, [FIELD]),
+    "linear_attention": Case(LinearAttention, [FIELD]),
+    "axial_attention": Case(AxialAttention, [(2, 4, 9, 7)]),
+    "experts_dense": row(MixtureOfExperts, True, on=(11, 4), split=(0,)),
+    "experts_routed": row(MixtureOfExperts, False, on=(11, 4), split=(0,)),
     "window_attention": Case(WindowAttention, [(2, 12, 16, 4)], (1, 2)),
-    "unfold_attention": Case(UnfoldAttention, [FIELD], (2, 3)),
-    "einops": Case(function(einops_forms), [(2, 3, 14, 9)], (2, 3)),
-    "patches": Case(patches, [(2, 3, 20, 12)], (2, 3)),
+    "unfold_attention": Case(UnfoldAttention, [FIELD]),
+    "einops": Case(function(einops_forms), [(2, 3, 14, 9)]),
+    "patches": Case(patches, [(2, 3, 20, 12)]),
     "transformer_encoder": Case(
         lambda: nn.TransformerEncoder(
             nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True),
@@ -238,11 +238,10 @@ CASES = {
         [(2, 11, 8)],
         (1,),
     ),
-    "transformer": Case(lambda: Apply(lambda m,
-        x: m(x, x[:5], tgt_mask=m.generate_square_subsequent_mask(5)),
-        nn.Transformer(8, 2, 1, 1, 16, 0.0)), [(11, 2, 8)], (0,)),
-    "gru_batch_split": Case(lambda: SequenceModel(nn.GRU), [(5, 7, 4)], (0,)),
-    "lstm": Case(lambda: SequenceModel(nn.LSTM), [(5, 7, 4)], (1, 0)),
+    "transformer": row(nn.Transformer, 8, 2, 1, 1, 16, 0.0, on=(11, 2, 8), split=(0,),
+        run=lambda m, x: m(x, x[:5], tgt_mask=m.generate_square_subsequent_mask(5))),
+    "gru_batch_split": row(SequenceModel, nn.GRU, on=(5, 7, 4), split=(0,)),
+    "lstm": row(SequenceModel, nn.LSTM, on=(5, 7, 4), split=(1, 0)),
     "mlp_mixer": Case(lambda: Apply(lambda a, b, x: b(x + a(x.transpose(1, 2)).transpose(1, 2)),
         nn.Sequential(nn.Linear(11, 6), nn.GELU(), nn.Linear(6, 11)),
         nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))), [(2, 11, 4)], (1,)),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import Apply, Case, row
 
 FIELD = (2, 3, 13, 11)
 
@@ -200,7 +200,7 @@ class AttentionUNet(nn.Module):
 
 
 CASES = {
-    "attention_unet": Case(AttentionUNet, [(2, 3, 14, 10)], (2, 3)),
+    "attention_unet": Case(AttentionUNet, [(2, 3, 14, 10)]),
     "periodic_cnn": Case(
         lambda: nn.Sequential(
             nn.Conv2d(3, 6, 5, padding=2, padding_mode="circular"),
@@ -216,31 +216,21 @@ CASES = {
     "causal_wavenet": Case(lambda: Apply(lambda a, b,
         x: b(F.pad(torch.tanh(a(F.pad(x, (2, 0)))) * torch.sigmoid(x[:, :1]), (4, 0))),
         nn.Conv1d(2, 4, 3), nn.Conv1d(4, 1, 3, dilation=2)), [(2, 2, 29)], (2,)),
-    "coordinates": Case(Coordinates, [FIELD], (2, 3)),
-    "odd_unet_pad": Case(lambda: OddUNet("pad"), [(2, 3, 29, 23)], (2, 3)),
-    "odd_unet_crop": Case(lambda: OddUNet("crop"), [(2, 3, 29, 23)], (2, 3)),
-    "odd_unet_resize": Case(lambda: OddUNet("resize"), [(2, 3, 29, 23)], (2, 3)),
-    "spectral_norm_gan": Case(lambda: discriminator(parametrizations.spectral_norm),
-        [(2, 3, 33, 30)], (2, 3)),
-    "weight_norm_gan": Case(lambda: discriminator(parametrizations.weight_norm), [(2, 3, 33, 30)],
-        (2, 3)),
-    "group_equivariant": Case(lambda: Apply(group_equivariant, nn.Conv2d(3, 2, 3, padding=1)),
-        [(2, 3, 11, 11)], (2, 3)),
-    "group_equivariant_uneven": Case(
-        lambda: Apply(group_equivariant, nn.Conv2d(3, 2, 3, padding=1)), [(2, 3, 13, 11)], (2, 3)
-    ),
-    "fno_block": Case(FNOBlock, [FIELD], (2, 3)),
+    "coordinates": Case(Coordinates, [FIELD]),
+    "odd_unet_pad": row(OddUNet, "pad", on=(2, 3, 29, 23)),
+    "odd_unet_crop": row(OddUNet, "crop", on=(2, 3, 29, 23)),
+    "odd_unet_resize": row(OddUNet, "resize", on=(2, 3, 29, 23)),
+    "spectral_norm_gan": row(discriminator, parametrizations.spectral_norm, on=(2, 3, 33, 30)),
+    "weight_norm_gan": row(discriminator, parametrizations.weight_norm, on=(2, 3, 33, 30)),
+    "group_equivariant": row(nn.Conv2d, 3, 2, 3, padding=1, on=(2, 3, 11, 11),
+        run=group_equivariant),
+    "group_equivariant_uneven": row(nn.Conv2d, 3, 2, 3, padding=1, on=(2, 3, 13, 11),
+        run=group_equivariant),
+    "fno_block": Case(FNOBlock, [FIELD]),
     "afno": Case(AFNO, [(2, 12, 10, 4)], (1, 2)),
-    "pixel_shuffle_sr": Case(PixelShuffleSR, [FIELD], (2, 3)),
-    "normalizer": Case(Normalizer, [FIELD], (2, 3)),
-    "deformable": Case(
-        lambda: Apply(
-            lambda o, x: __import__("torchvision").ops.deform_conv2d(
-                x, o(x), torch.ones(3, 3, 3, 3, dtype=x.dtype), padding=1
-            ),
-            nn.Conv2d(3, 18, 3, padding=1),
-        ),
-        [FIELD],
-        (2, 3),
-    ),
+    "pixel_shuffle_sr": Case(PixelShuffleSR, [FIELD]),
+    "normalizer": Case(Normalizer, [FIELD]),
+    "deformable": row(nn.Conv2d, 3, 18, 3, padding=1, on=FIELD, run=lambda o, x:
+        __import__("torchvision").ops.deform_conv2d( x, o(x), torch.ones(3, 3, 3, 3, dtype=x.dtype),
+        padding=1 )),
 }  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import Apply, Case, row
 
 FIELD = (2, 3, 13, 11)
 
@@ -169,26 +169,24 @@ def gram(x):
 
 
 CASES = {
-    "spectral_loss": Case(lambda: Apply(spectral_loss, nn.Conv2d(3, 3, 3, padding=1)),
-        [FIELD, FIELD], (2, 3)),
-    "sobolev_loss": Case(lambda: Apply(sobolev_loss, nn.Conv2d(3, 3, 3, padding=1)), [FIELD, FIELD],
-        (2, 3)),
-    "energy_spectrum": Case(function(energy_spectrum), [FIELD], (2, 3)),
-    "energy_spectrum_bincount": Case(function(energy_spectrum_bincount), [FIELD], (2, 3)),
-    "structure_functions": Case(function(structure_functions), [FIELD], (2, 3)),
-    "divergence_curl": Case(function(divergence_curl), [FIELD], (2, 3)),
-    "central_conv": Case(function(central_conv), [FIELD], (2, 3)),
+    "spectral_loss": row(nn.Conv2d, 3, 3, 3, padding=1, on=[FIELD, FIELD], run=spectral_loss),
+    "sobolev_loss": row(nn.Conv2d, 3, 3, 3, padding=1, on=[FIELD, FIELD], run=sobolev_loss),
+    "energy_spectrum": Case(function(energy_spectrum), [FIELD]),
+    "energy_spectrum_bincount": Case(function(energy_spectrum_bincount), [FIELD]),
+    "structure_functions": Case(function(structure_functions), [FIELD]),
+    "divergence_curl": Case(function(divergence_curl), [FIELD]),
+    "central_conv": Case(function(central_conv), [FIELD]),
     "physics_loss": Case(lambda: Apply(physics_loss, nn.Sequential(nn.Conv2d(3, 4, 3, padding=1),
         nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1))), [FIELD], (2, 3)),
     "pinn": Case(lambda: Apply(pinn, nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8),
         nn.Tanh(), nn.Linear(8, 1))), [(17, 2)], (0,)),
-    "masked_losses": Case(function(masked_losses), [FIELD, FIELD], (2, 3)),
-    "masked_select_loss": Case(function(masked_select_loss), [FIELD, FIELD], (2, 3)),
-    "relative_losses": Case(function(relative_losses), [FIELD, FIELD], (2, 3)),
-    "weighted_by_latitude": Case(function(weighted_by_latitude), [FIELD, FIELD], (2, 3)),
+    "masked_losses": Case(function(masked_losses), [FIELD, FIELD]),
+    "masked_select_loss": Case(function(masked_select_loss), [FIELD, FIELD]),
+    "relative_losses": Case(function(relative_losses), [FIELD, FIELD]),
+    "weighted_by_latitude": Case(function(weighted_by_latitude), [FIELD, FIELD]),
     "siren": Case(Siren, [(17, 2)], (0,)),
-    "shear": Case(function(shear), [FIELD], (2, 3)),
-    "total_variation": Case(function(total_variation), [FIELD], (2, 3)),
-    "ssim": Case(function(ssim), [FIELD, FIELD], (2, 3)),
-    "gram": Case(function(gram), [FIELD], (2, 3)),
+    "shear": Case(function(shear), [FIELD]),
+    "total_variation": Case(function(total_variation), [FIELD]),
+    "ssim": Case(function(ssim), [FIELD, FIELD]),
+    "gram": Case(function(gram), [FIELD]),
 }  # fmt: skip

@@ -106,10 +106,10 @@ class PointsInCells(nn.Module):
 
 
 CASES = {
-    "masked_segmentation": Case(MaskedSegmentation, [FIELD], (2, 3)),
-    "focal_by_index": Case(FocalByIndex, [FIELD], (2, 3)),
-    "advection_by_index": Case(AdvectionByIndex, [FIELD], (2, 3)),
-    "radial_spectrum": Case(RadialSpectrum, [FIELD], (2, 3)),
+    "masked_segmentation": Case(MaskedSegmentation, [FIELD]),
+    "focal_by_index": Case(FocalByIndex, [FIELD]),
+    "advection_by_index": Case(AdvectionByIndex, [FIELD]),
+    "radial_spectrum": Case(RadialSpectrum, [FIELD]),
     "message_passing": Case(MessagePassing, [(17, 4), (41, 4)], (0,)),
     "points_in_cells": Case(PointsInCells, [(37, 2)], (0,)),
 }

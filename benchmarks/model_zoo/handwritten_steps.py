@@ -113,9 +113,9 @@ class WarpField(nn.Module):
 
 CASES = {
     "conv_lstm": Case(ConvLSTM, [(2, 3, 3, 9, 7)], (3, 4)),
-    "warp": Case(WarpField, [FIELD], (2, 3)),
-    "diffusion": Case(Diffusion, [FIELD], (2, 3)),
-    "rollout": Case(Rollout, [FIELD], (2, 3)),
-    "rollout_in_place": Case(RolloutInPlace, [FIELD], (2, 3)),
-    "boundary": Case(Boundary, [FIELD], (2, 3)),
+    "warp": Case(WarpField, [FIELD]),
+    "diffusion": Case(Diffusion, [FIELD]),
+    "rollout": Case(Rollout, [FIELD]),
+    "rollout_in_place": Case(RolloutInPlace, [FIELD]),
+    "boundary": Case(Boundary, [FIELD]),
 }

@@ -8,7 +8,7 @@ from dynamic_network_architectures.architectures.unet import (
 )
 from torch import nn
 
-from benchmarks.model_zoo import Case
+from benchmarks.model_zoo import Case, row
 
 OPTIONS = {
     "conv_bias": True, "norm_op": nn.InstanceNorm3d,
@@ -33,10 +33,8 @@ CASES = {
     "plain_unet_supervised": Case(
         planned(PlainConvUNet, 1, deep_supervision=True), [VOLUME], (2, 3, 4)
     ),
-    "plain_unet_2d": Case(
-        lambda: PlainConvUNet(2, 3, [4, 8, 16], nn.Conv2d, 3, [1, 2, 2], 1, 3, 1, **FLAT),
-        [(2, 2, 24, 20)], (2, 3),
-    ),
+    "plain_unet_2d": row(PlainConvUNet, 2, 3, [4, 8, 16], nn.Conv2d, 3, [1, 2, 2], 1, 3, 1, **FLAT,
+        on=(2, 2, 24, 20)),
     "residual_encoder_unet": Case(planned(ResidualEncoderUNet, [1, 2, 2]), [VOLUME], (2, 3, 4)),
     "residual_unet": Case(planned(ResidualUNet, [1, 2, 2]), [VOLUME], (2, 3, 4)),
     "primus": Case(

@@ -7,7 +7,7 @@ from segment_anything.modeling import MaskDecoder, PromptEncoder, TwoWayTransfor
 from segment_anything.modeling.image_encoder import ImageEncoderViT
 from torch import nn
 
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import Apply, Case, row
 
 
 def encoder(**options):
@@ -27,9 +27,9 @@ def segmented(image_encoder, prompts, decoder, x):
 
 
 CASES = {
-    "image_encoder": Case(encoder, [(1, 3, 64, 64)], (2, 3)),
-    "image_encoder_windows": Case(lambda: encoder(window_size=7, global_attn_indexes=(1,)),
-        [(1, 3, 64, 64)], (2, 3)),
+    "image_encoder": Case(encoder, [(1, 3, 64, 64)]),
+    "image_encoder_windows": row(encoder, window_size=7, global_attn_indexes=(1,),
+        on=(1, 3, 64, 64)),
     "sam": Case(lambda: Apply(segmented, encoder(window_size=7, global_attn_indexes=(1,)),
         PromptEncoder(8, (16, 16), (64, 64), 4),
         MaskDecoder(transformer_dim=8, transformer=TwoWayTransformer(1, 8, 2, 16))),

@@ -2,72 +2,57 @@
 
 import segmentation_models_pytorch as smp
 import torch
+from segmentation_models_pytorch import losses
 
-from benchmarks.model_zoo import Apply, Case
-
-
-def net(kind, encoder="resnet18", **options):
-    return lambda: kind(encoder, encoder_weights=None, classes=2, **options)
+from benchmarks.model_zoo import row
 
 
-def labels(*shape):
-    return lambda: torch.randint(3, shape)
+def net(kind, encoder="resnet18", *, on=(2, 3, 64, 96), within=1e-10, **options):
+    return row(kind, encoder, encoder_weights=None, classes=2, **options, on=on, within=within)
 
 
-def loss(make, target=None):
-    return Case(
-        lambda: Apply(lambda f, x, y: f(x, y), make()),
-        [(2, 3, 9, 7), target or labels(2, 9, 7)],
-        (2, 3),
-    )
+def maps(classes, *shape):
+    """Predictions of three classes, and targets of as many."""
+    return [(2, 3, 9, 7), lambda: torch.randint(classes, shape)]
 
 
-IMAGE = (2, 3, 64, 96)
+LABELLED = maps(3, 2, 9, 7)
+BINARY = [(2, 3, 9, 7), lambda: torch.randint(2, (2, 3, 9, 7)).double()]
 CASES = {
-    "unet": Case(net(smp.Unet), [IMAGE], (2, 3)),
-    "unet_scse": Case(net(smp.Unet, decoder_attention_type="scse"), [IMAGE], (2, 3)),
-    "unet_efficientnet": Case(net(smp.Unet, "efficientnet-b0"), [IMAGE], (2, 3)),
-    "unet_mit": Case(net(smp.Unet, "mit_b0"), [IMAGE], (2, 3)),
-    "unet_mobileone": Case(net(smp.Unet, "mobileone_s0"), [IMAGE], (2, 3)),
-    "unet_timm": Case(net(smp.Unet, "tu-test_convnext"), [IMAGE], (2, 3)),
-    "unet_senet": Case(net(smp.Unet, "se_resnet50"), [IMAGE], (2, 3)),
-    "unet_vgg": Case(net(smp.Unet, "vgg11_bn"), [IMAGE], (2, 3)),
-    "unet_dpn": Case(net(smp.Unet, "dpn68"), [IMAGE], (2, 3)),
-    "unet_xception": Case(net(smp.Unet, "xception"), [IMAGE], (2, 3)),
-    "unet_inception": Case(net(smp.Unet, "inceptionv4"), [IMAGE], (2, 3)),
-    "unet_class": Case(net(smp.Unet, aux_params={"classes": 3}), [IMAGE], (2, 3)),
-    "unet_plus_plus": Case(net(smp.UnetPlusPlus), [IMAGE], (2, 3)),
-    "manet": Case(net(smp.MAnet), [IMAGE], (2, 3)),
-    "linknet": Case(net(smp.Linknet), [IMAGE], (2, 3)),
-    "fpn": Case(net(smp.FPN), [IMAGE], (2, 3)),
-    "pspnet": Case(net(smp.PSPNet), [(2, 3, 72, 96)], (2, 3)),
-    "pan": Case(net(smp.PAN), [(2, 3, 128, 128)], (2, 3)),
-    "deeplabv3": Case(net(smp.DeepLabV3), [IMAGE], (2, 3)),
-    "deeplabv3_plus": Case(net(smp.DeepLabV3Plus), [IMAGE], (2, 3)),
-    "upernet": Case(net(smp.UPerNet), [IMAGE], (2, 3)),
-    "segformer": Case(net(smp.Segformer, "mit_b0"), [IMAGE], (2, 3)),
-    "dpt": Case(net(smp.DPT, "tu-vit_tiny_patch16_224", dynamic_img_size=True), [(1, 3, 64, 96)],
-        (2, 3)),
-    "dice_loss": loss(lambda: smp.losses.DiceLoss("multiclass")),
-    "dice_binary": loss(lambda: smp.losses.DiceLoss("binary"),
-        lambda: torch.randint(2, (2, 3, 9, 7)).double()),
-    "dice_multilabel": loss(
-        lambda: smp.losses.DiceLoss("multilabel", log_loss=True, ignore_index=2),
-        lambda: torch.randint(3, (2, 3, 9, 7)),
-    ),
-    "jaccard_loss": loss(lambda: smp.losses.JaccardLoss("multiclass")),
-    "tversky_loss": loss(lambda: smp.losses.TverskyLoss("multiclass")),
-    "focal_loss": loss(lambda: smp.losses.FocalLoss("multiclass")),
-    "focal_ignore": loss(lambda: smp.losses.FocalLoss("multiclass", ignore_index=1)),
-    "focal_binary": loss(lambda: smp.losses.FocalLoss("binary", alpha=0.3, normalized=True),
-        lambda: torch.randint(2, (2, 3, 9, 7)).double()),
-    "soft_bce": loss(lambda: smp.losses.SoftBCEWithLogitsLoss(smooth_factor=0.1),
-        lambda: torch.randint(2, (2, 3, 9, 7)).double()),
-    "soft_ce": loss(lambda: smp.losses.SoftCrossEntropyLoss(smooth_factor=0.1)),
-    "mcc": Case(lambda: Apply(lambda f, x, y: f(x.sigmoid(), y), smp.losses.MCCLoss()),
-        [(2, 3, 9, 7), lambda: torch.randint(2, (2, 3, 9, 7)).double()], (2, 3)),
+    "unet": net(smp.Unet),
+    "unet_scse": net(smp.Unet, decoder_attention_type="scse"),
+    "unet_efficientnet": net(smp.Unet, "efficientnet-b0"),
+    "unet_mit": net(smp.Unet, "mit_b0"),
+    "unet_mobileone": net(smp.Unet, "mobileone_s0"),
+    "unet_timm": net(smp.Unet, "tu-test_convnext"),
+    "unet_senet": net(smp.Unet, "se_resnet50"),
+    "unet_vgg": net(smp.Unet, "vgg11_bn"),
+    "unet_dpn": net(smp.Unet, "dpn68"),
+    "unet_xception": net(smp.Unet, "xception"),
+    "unet_inception": net(smp.Unet, "inceptionv4"),
+    "unet_class": net(smp.Unet, aux_params={"classes": 3}),
+    "unet_plus_plus": net(smp.UnetPlusPlus),
+    "manet": net(smp.MAnet),
+    "linknet": net(smp.Linknet),
+    "fpn": net(smp.FPN),
+    "pspnet": net(smp.PSPNet, on=(2, 3, 72, 96)),
+    "pan": net(smp.PAN, on=(2, 3, 128, 128)),
+    "deeplabv3": net(smp.DeepLabV3),
+    "deeplabv3_plus": net(smp.DeepLabV3Plus),
+    "upernet": net(smp.UPerNet),
+    "segformer": net(smp.Segformer, "mit_b0"),
+    "dpt": net(smp.DPT, "tu-vit_tiny_patch16_224", dynamic_img_size=True, on=(1, 3, 64, 96),
+        within=1e-5),
+    "dice_loss": row(losses.DiceLoss, "multiclass", on=LABELLED),
+    "dice_binary": row(losses.DiceLoss, "binary", on=BINARY),
+    "dice_multilabel": row(losses.DiceLoss, "multilabel", log_loss=True, ignore_index=2,
+        on=maps(3, 2, 3, 9, 7)),
+    "jaccard_loss": row(losses.JaccardLoss, "multiclass", on=LABELLED),
+    "tversky_loss": row(losses.TverskyLoss, "multiclass", on=LABELLED),
+    "focal_loss": row(losses.FocalLoss, "multiclass", on=LABELLED),
+    "focal_ignore": row(losses.FocalLoss, "multiclass", ignore_index=1, on=LABELLED),
+    "focal_binary": row(losses.FocalLoss, "binary", alpha=0.3, normalized=True, on=BINARY),
+    "soft_bce": row(losses.SoftBCEWithLogitsLoss, smooth_factor=0.1, on=BINARY),
+    "soft_ce": row(losses.SoftCrossEntropyLoss, smooth_factor=0.1, on=LABELLED),
+    "mcc": row(losses.MCCLoss, on=BINARY, run=lambda f, x, y: f(x.sigmoid(), y)),
 }  # fmt: skip
-
-CASES["dpt"] = Case(
-    net(smp.DPT, "tu-vit_tiny_patch16_224", dynamic_img_size=True), [(1, 3, 64, 96)], (2, 3), 1e-5
-)

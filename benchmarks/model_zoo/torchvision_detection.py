@@ -14,7 +14,7 @@ from torchvision.models.detection import (
 from torchvision.models.detection.rpn import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
-from benchmarks.model_zoo import Apply, Case
+from benchmarks.model_zoo import row
 
 SAMPLED = {
     "rpn_pre_nms_top_n_train": 60,
@@ -69,10 +69,8 @@ def losses(model, x):
 
 
 CASES = {
-    "retinanet": Case(lambda: Apply(losses, retina()), [(2, 3, 96, 64)], (2, 3)),
+    "retinanet": row(retina, on=(2, 3, 96, 64), run=losses),
     # one of the losses of these is of float32, whatever their weights are
-    "faster_rcnn": Case(
-        lambda: Apply(losses, detector()), [(2, 3, 128, 96)], (2, 3), tolerance=1e-5
-    ),
-    "mask_rcnn": Case(lambda: Apply(losses, masks()), [(2, 3, 72, 64)], (2, 3), tolerance=1e-5),
+    "faster_rcnn": row(detector, on=(2, 3, 128, 96), within=1e-5, run=losses),
+    "mask_rcnn": row(masks, on=(2, 3, 72, 64), within=1e-5, run=losses),
 }

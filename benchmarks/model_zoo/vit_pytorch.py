@@ -3,7 +3,9 @@
 import importlib
 from typing import Any
 
-from benchmarks.model_zoo import Case, Float64Defaults, called
+from torch import nn
+
+from benchmarks.model_zoo import Case, Float64Defaults, row
 
 IMAGE, LARGE, VIDEO = (2, 3, 32, 32), (1, 3, 64, 64), (1, 3, 4, 32, 32)
 VIT = {
@@ -25,16 +27,16 @@ CROSS = {
 }
 
 
+def network(module: str, kind: str, on: tuple[int, ...], **options: Any) -> Case:
+    def make(**options: Any) -> nn.Module:
+        return getattr(importlib.import_module(f"vit_pytorch.{module}"), kind)(**options)
+
+    split = (len(on) - 2, len(on) - 1)
+    return row(make, **options, on=on, split=split, wrap=Float64Defaults)
+
+
 def vit(module: str, kind: str = "ViT", **options: Any) -> Case:
     return network(module, kind, IMAGE, **VIT | options)
-
-
-def network(module: str, kind: str, shape: tuple[int, ...], **options: Any) -> Case:
-    def make() -> Float64Defaults:
-        found = getattr(importlib.import_module(f"vit_pytorch.{module}"), kind)
-        return Float64Defaults(called, found(**options))
-
-    return Case(make, [shape], (len(shape) - 2, len(shape) - 1))
 
 
 CASES = {
