@@ -20,18 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 FILES = (
-    "anomalies",
-    "earth",
-    "images",
-    "language",
-    "microscopy",
-    "sciences",
-    "self_supervised",
-    "tables",
-    "uncertainty",
-    "volumes",
-    "weather",
-)
+    "anomalies earth images language microscopy sciences self_supervised tables uncertainty "
+    "volumes weather"
+).split()
 
 
 @dataclass
@@ -124,13 +115,21 @@ def program(package: str, *imports: str, **attributes: Any) -> Callable[..., Cal
     """
 
     def add(make: Callable[..., Parts]) -> Callable[..., Parts]:
-        name = attributes.pop("name", make.__name__)
+        name = attributes.pop("name", None) or make.__name__
         assert name not in PROGRAMS, name
         needed = imports or (package.replace("-", "_"),)
         PROGRAMS[name] = Program(package, name, make, needed, **attributes)
         return make
 
     return add
+
+
+def rows(
+    package: str, *imports: str, table: dict[str, Callable[..., Parts]], **attributes: Any
+) -> None:
+    """Add the programs of a table, which share package and attributes, by their names."""
+    for name, make in table.items():
+        program(package, *imports, name=name, **attributes)(make)
 
 
 def programs() -> dict[str, Program]:
@@ -170,6 +169,12 @@ def classes(*shape: int, of: int = 2, seed: int = 0) -> Tensor:
 def fields(count: int, make: Callable[[int], Any]) -> list[Any]:
     """Make `count` samples, each from its number."""
     return [make(i) for i in range(count)]
+
+
+def pictures(*names: str) -> list[Any]:
+    """Make four images and the classes of their pixels, as pairs or under two names."""
+    pairs = [(numbers(3, 64, 64, seed=i), classes(64, 64, of=3, seed=i)) for i in range(4)]
+    return [dict(zip(names, pair, strict=True)) for pair in pairs] if names else pairs
 
 
 def supervised(net: Any, loss: Callable[[Any, Any], Tensor], lr: float = 1e-3) -> Any:

@@ -1,12 +1,13 @@
 """Anomalies in images: models of anomalib, trained by its Engine."""
 # pyright: reportMissingImports=false
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.program_zoo import Parts, fields, folder, numbers, program, without_weights
+from benchmarks.program_zoo import Parts, fields, folder, numbers, program, rows, without_weights
 
 RANDOM = "random weights of the backbone"
 
@@ -33,23 +34,19 @@ def anomalies(name: str, size: int = 64, **options: Any) -> Parts:
     return Parts(module, loader, trainer=kept, engine=Engine)
 
 
-@program("anomalib", float32=True, changed=RANDOM)
-def anomalib_stfpm() -> Parts:
-    return anomalies("Stfpm")
-
-
-@program("anomalib", float32=True, changed=RANDOM)
-def anomalib_reverse_distillation() -> Parts:
-    return anomalies(
-        "ReverseDistillation", backbone="resnet18", layers=["layer1", "layer2", "layer3"]
-    )
-
-
-@program("anomalib", float32=True, changed=RANDOM)
-def anomalib_fastflow() -> Parts:
-    return anomalies("Fastflow", backbone="resnet18", flow_steps=2)
-
-
-@program("anomalib", float32=True)
-def anomalib_ganomaly() -> Parts:
-    return anomalies("Ganomaly", batch_size=2, n_features=8, latent_vec_size=16)
+rows(
+    "anomalib",
+    float32=True,
+    changed=RANDOM,
+    table={
+        "anomalib_stfpm": partial(anomalies, "Stfpm"),
+        "anomalib_reverse_distillation": partial(
+            anomalies, "ReverseDistillation", backbone="resnet18",
+            layers=["layer1", "layer2", "layer3"],
+        ),
+        "anomalib_fastflow": partial(anomalies, "Fastflow", backbone="resnet18", flow_steps=2),
+    },
+)  # fmt: skip
+program("anomalib", name="anomalib_ganomaly", float32=True)(
+    partial(anomalies, "Ganomaly", batch_size=2, n_features=8, latent_vec_size=16)
+)

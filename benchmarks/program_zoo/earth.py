@@ -1,62 +1,62 @@
 """Earth observation and weather: torchgeo, terratorch, dgmr."""
 # pyright: reportMissingImports=false
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.program_zoo import SPLIT, Parts, classes, fields, numbers, program
+from benchmarks.program_zoo import (
+    SPLIT,
+    Parts,
+    classes,
+    fields,
+    numbers,
+    pictures,
+    program,
+    rows,
+)
 
 # torchgeo logs it on each replica by itself, and its scheduler follows it
 APART = "the ranks disagree on 'val_loss'"
 
 
-def scenes(count: int = 4, size: int = 64, of: int = 2) -> list[dict[str, Any]]:
-    return fields(
-        count,
-        lambda i: {
-            "image": numbers(3, size, size, seed=i),
-            "mask": classes(size, size, of=of, seed=i),
-        },
-    )
+NAMES = ("image", "mask")
 
 
 def labelled(label: Any, count: int = 4, size: int = 64) -> list[dict[str, Any]]:
     return fields(count, lambda i: {"image": numbers(3, size, size, seed=i), "label": label(i)})
 
 
-def segmentation(model: str, backbone: str, loss: str = "ce", size: int = 64) -> Parts:
+def heights() -> list[dict[str, Any]]:
+    return fields(
+        4, lambda i: {"image": numbers(3, 64, 64, seed=i), "mask": numbers(64, 64, seed=i)}
+    )
+
+
+def evaluated(task: Any, data: Any, **options: Any) -> Parts:
+    return Parts(task.double(), data, stages=("fit", "test"), **options)
+
+
+def segmentation(model: str, loss: str = "ce") -> Parts:
     from torchgeo.trainers import SemanticSegmentationTask
 
     task = SemanticSegmentationTask(
-        model, backbone, in_channels=3, num_classes=3, loss=loss, num_filters=4, lr=1e-3
+        model, "resnet18", in_channels=3, num_classes=3, loss=loss, num_filters=4, lr=1e-3
     )
-    return Parts(task.double(), scenes(size=size, of=3), stages=("fit", "test"))
+    return evaluated(task, pictures(*NAMES))
 
 
-@program("torchgeo")
-def torchgeo_unet() -> Parts:
-    return segmentation("unet", "resnet18")
-
-
-@program("torchgeo")
-def torchgeo_deeplab() -> Parts:
-    return segmentation("deeplabv3+", "resnet18")
-
-
-@program("torchgeo")
-def torchgeo_upernet_focal() -> Parts:
-    return segmentation("upernet", "resnet18", "focal")
-
-
-@program("torchgeo")
-def torchgeo_segformer_jaccard() -> Parts:
-    return segmentation("segformer", "resnet18", "jaccard")
-
-
-@program("torchgeo", meshes=SPLIT, refused=APART)
-def torchgeo_fcn() -> Parts:
-    return segmentation("fcn", "resnet18")
+rows(
+    "torchgeo",
+    table={
+        "torchgeo_unet": partial(segmentation, "unet"),
+        "torchgeo_deeplab": partial(segmentation, "deeplabv3+"),
+        "torchgeo_upernet_focal": partial(segmentation, "upernet", "focal"),
+        "torchgeo_segformer_jaccard": partial(segmentation, "segformer", "jaccard"),
+    },
+)
+program("torchgeo", name="torchgeo_fcn", meshes=SPLIT, refused=APART)(partial(segmentation, "fcn"))
 
 
 @program("torchgeo")
@@ -64,10 +64,7 @@ def torchgeo_pixelwise_regression() -> Parts:
     from torchgeo.trainers import PixelwiseRegressionTask
 
     task = PixelwiseRegressionTask("unet", "resnet18", in_channels=3)
-    data = fields(
-        4, lambda i: {"image": numbers(3, 64, 64, seed=i), "mask": numbers(64, 64, seed=i)}
-    )
-    return Parts(task.double(), data, stages=("fit", "test"))
+    return evaluated(task, heights())
 
 
 @program("torchgeo")
@@ -75,7 +72,7 @@ def torchgeo_regression() -> Parts:
     from torchgeo.trainers import RegressionTask
 
     task = RegressionTask("resnet18", in_channels=3)
-    return Parts(task.double(), labelled(lambda i: numbers(1, seed=i)), stages=("fit", "test"))
+    return evaluated(task, labelled(lambda i: numbers(1, seed=i)))
 
 
 @program("torchgeo", meshes=SPLIT, refused=APART)
@@ -85,7 +82,7 @@ def torchgeo_multilabel_convnext() -> Parts:
     task = ClassificationTask(
         "convnext_atto", in_channels=3, task="multilabel", num_labels=4, loss="bce"
     )
-    return Parts(task.double(), labelled(lambda i: classes(4, seed=i)), stages=("fit", "test"))
+    return evaluated(task, labelled(lambda i: classes(4, seed=i)))
 
 
 @program("torchgeo", meshes=SPLIT, refused=APART)
@@ -94,7 +91,7 @@ def torchgeo_vit_focal() -> Parts:
 
     task = ClassificationTask("vit_tiny_patch16_224", in_channels=3, num_classes=5, loss="focal")
     data = labelled(lambda i: torch.tensor(i % 5), count=2, size=224)
-    return Parts(task.double(), data, stages=("fit", "test"))
+    return evaluated(task, data)
 
 
 @program("torchgeo", changed='shard_dims={"image": 3, "mask": 2}')
@@ -106,7 +103,7 @@ def torchgeo_change_detection() -> Parts:
         4, lambda i: {"image": numbers(2, 3, 64, 64, seed=i), "mask": classes(1, 64, 64, seed=i)}
     )
     dims = {"shard_dims": {"image": 3, "mask": 2}}
-    return Parts(task.double(), data, strategy=dims, stages=("fit", "test"))
+    return evaluated(task, data, strategy=dims)
 
 
 # with two samples the batch norms of the heads give nearly +1 and -1, whatever the images are, and
@@ -179,7 +176,7 @@ def terratorch(task: str, *, decoder: str, **options: Any) -> Any:
         "decoder": decoder, **options.pop("args", {}),
     }  # fmt: skip
     kind = getattr(terratorch.tasks, task)
-    return kind(args, "EncoderDecoderFactory", plot_on_val=False, **options).double()
+    return kind(args, "EncoderDecoderFactory", plot_on_val=False, **options)
 
 
 @program("terratorch", meshes=SPLIT, refused=APART)
@@ -188,7 +185,7 @@ def terratorch_prithvi_segmentation() -> Parts:
         "SemanticSegmentationTask", decoder="UperNetDecoder",
         args={"num_classes": 3, "decoder_channels": 16}, loss="dice",
     )  # fmt: skip
-    return Parts(task, scenes(of=3), stages=("fit", "test"))
+    return evaluated(task, pictures(*NAMES))
 
 
 @program("terratorch")
@@ -197,10 +194,7 @@ def terratorch_prithvi_regression() -> Parts:
         "PixelwiseRegressionTask", decoder="UNetDecoder",
         args={"decoder_channels": [32, 16, 8, 8]}, loss="rmse",
     )  # fmt: skip
-    data = fields(
-        4, lambda i: {"image": numbers(3, 64, 64, seed=i), "mask": numbers(64, 64, seed=i)}
-    )
-    return Parts(task, data, stages=("fit", "test"))
+    return evaluated(task, heights())
 
 
 @program("terratorch")
@@ -208,7 +202,7 @@ def terratorch_prithvi_classification() -> Parts:
     task = terratorch(
         "ClassificationTask", decoder="IdentityDecoder", args={"num_classes": 3}, loss="ce"
     )
-    return Parts(task, labelled(lambda i: torch.tensor(i % 3)), stages=("fit", "test"))
+    return evaluated(task, labelled(lambda i: torch.tensor(i % 3)))
 
 
 @program(

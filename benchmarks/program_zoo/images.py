@@ -1,18 +1,22 @@
 """Images: segmentation-models-pytorch, timm, torchvision, kornia, diffusers."""
 # pyright: reportMissingImports=false
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.program_zoo import SPLIT, Parts, classes, fields, numbers, program, supervised
-
-
-def masks(count: int = 4, size: int = 64, of: int = 3) -> list[Any]:
-    return fields(
-        count, lambda i: (numbers(3, size, size, seed=i), classes(size, size, of=of, seed=i))
-    )
+from benchmarks.program_zoo import (
+    SPLIT,
+    Parts,
+    fields,
+    numbers,
+    pictures,
+    program,
+    rows,
+    supervised,
+)
 
 
 def smp(name: str) -> Parts:
@@ -21,63 +25,43 @@ def smp(name: str) -> Parts:
     kind = getattr(segmentation_models_pytorch, name)
     net = kind("resnet18", encoder_weights=None, in_channels=3, classes=3)
     loss = segmentation_models_pytorch.losses.DiceLoss("multiclass")
-    return Parts(supervised(net, lambda x, y: loss(x, y) + F.cross_entropy(x, y)), masks())
+    return Parts(supervised(net, lambda x, y: loss(x, y) + F.cross_entropy(x, y)), pictures())
 
 
-@program("segmentation-models-pytorch")
-def smp_unet() -> Parts:
-    return smp("Unet")
+rows(
+    "segmentation-models-pytorch",
+    table={
+        f"smp_{name.lower()}": partial(smp, name) for name in ("Unet", "FPN", "MAnet", "Linknet")
+    },
+)
 
 
-@program("segmentation-models-pytorch")
-def smp_fpn() -> Parts:
-    return smp("FPN")
+def classifier(net: Any) -> Parts:
+    data = fields(4, lambda i: (numbers(3, 64, 64, seed=i), torch.tensor(i % 3)))
+    return Parts(supervised(net, F.cross_entropy), data)
 
 
-@program("segmentation-models-pytorch")
-def smp_manet() -> Parts:
-    return smp("MAnet")
-
-
-@program("segmentation-models-pytorch")
-def smp_linknet() -> Parts:
-    return smp("Linknet")
-
-
-def classified(count: int, size: int) -> list[Any]:
-    return fields(count, lambda i: (numbers(3, size, size, seed=i), torch.tensor(i % 3)))
-
-
-@program("timm", meshes=SPLIT)
-def timm_convnext() -> Parts:
+def timm(name: str, **options: Any) -> Parts:
     import timm
 
-    net = timm.create_model("convnext_atto", num_classes=3)
-    return Parts(supervised(net, F.cross_entropy), classified(4, 64))
+    return classifier(timm.create_model(name, num_classes=3, **options))
 
 
-@program("timm")
-def timm_vit() -> Parts:
-    import timm
-
-    net = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=3)
-    return Parts(supervised(net, F.cross_entropy), classified(4, 64))
-
-
-@program("timm")
-def timm_efficientnet() -> Parts:
-    import timm
-
-    net = timm.create_model("efficientnet_b0", num_classes=3)
-    return Parts(supervised(net, F.cross_entropy), classified(4, 64))
+program("timm", name="timm_convnext", meshes=SPLIT)(partial(timm, "convnext_atto"))
+rows(
+    "timm",
+    table={
+        "timm_vit": partial(timm, "vit_tiny_patch16_224", img_size=64),
+        "timm_efficientnet": partial(timm, "efficientnet_b0"),
+    },
+)
 
 
 @program("torchvision")
 def torchvision_resnet() -> Parts:
     import torchvision
 
-    net = torchvision.models.resnet18(num_classes=3)
-    return Parts(supervised(net, F.cross_entropy), classified(4, 64))
+    return classifier(torchvision.models.resnet18(num_classes=3))
 
 
 @program("torchvision")
@@ -86,7 +70,7 @@ def torchvision_deeplab() -> Parts:
 
     make = torchvision.models.segmentation.lraspp_mobilenet_v3_large
     net = make(weights=None, weights_backbone=None, num_classes=3)
-    return Parts(supervised(net, lambda x, y: F.cross_entropy(x["out"], y)), masks())
+    return Parts(supervised(net, lambda x, y: F.cross_entropy(x["out"], y)), pictures())
 
 
 @program("kornia")
@@ -105,7 +89,7 @@ def kornia_augmentations_in_the_hook() -> Parts:
         return x, y[:, 0].long()
 
     module.on_after_batch_transfer = augment
-    return Parts(module, masks())
+    return Parts(module, pictures())
 
 
 @program("diffusers")

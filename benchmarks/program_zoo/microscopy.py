@@ -2,12 +2,13 @@
 # pyright: reportMissingImports=false
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from benchmarks.program_zoo import Parts, numbers, program
+from benchmarks.program_zoo import Parts, numbers, rows
 
 DOUBLE = "batches are cast to float64"
 DESCENT = "SGD, since it runs in float32 alone, and Adam grows the rounding of vanishing gradients"
@@ -50,26 +51,19 @@ def denoising(kind: str, **options: Any) -> Parts:
     return Parts(module, loader, validates=False, trainer={"limit_val_batches": 2})
 
 
-@program("careamics", changed=DOUBLE)
-def careamics_care() -> Parts:
-    return denoising("care")
-
-
-@program("careamics", changed=DOUBLE)
-def careamics_care_3d() -> Parts:
-    return denoising("care", three=True)
-
-
-@program("careamics", changed=DOUBLE)
-def careamics_n2n() -> Parts:
-    return denoising("n2n")
-
-
-@program("careamics", float32=True, changed=DESCENT)
-def careamics_n2v() -> Parts:
-    return denoising("advanced_n2v", optimizer="SGD", optimizer_params={"lr": 0.01})
-
-
-@program("careamics", float32=True, changed=DESCENT)
-def careamics_n2v2() -> Parts:
-    return denoising("advanced_n2v", optimizer="SGD", optimizer_params={"lr": 0.01}, use_n2v2=True)
+NOISE2VOID = partial(denoising, "advanced_n2v", optimizer="SGD", optimizer_params={"lr": 0.01})
+rows(
+    "careamics",
+    changed=DOUBLE,
+    table={
+        "careamics_care": partial(denoising, "care"),
+        "careamics_care_3d": partial(denoising, "care", three=True),
+        "careamics_n2n": partial(denoising, "n2n"),
+    },
+)
+rows(
+    "careamics",
+    float32=True,
+    changed=DESCENT,
+    table={"careamics_n2v": NOISE2VOID, "careamics_n2v2": partial(NOISE2VOID, use_n2v2=True)},
+)

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.program_zoo import Parts, classes, fields, folder, numbers, program, supervised
+from benchmarks.program_zoo import (
+    Parts,
+    classes,
+    fields,
+    folder,
+    numbers,
+    pictures,
+    program,
+    supervised,
+)
 
 BOTH = ("1x2", "2x1")
 OLDER = "pytorch_lightning"
@@ -190,8 +199,7 @@ def deepinv_unfolded() -> Parts:
         "HQS", params_algo={"stepsize": [0.5, 0.5], "g_param": [0.1, 0.1]},
         trainable_params=["stepsize"], data_fidelity=deepinv.optim.L2(), max_iter=2, prior=prior,
     )  # fmt: skip
-    data = fields(4, lambda i: (numbers(1, 32, 32, seed=i), numbers(1, 32, 32, seed=9 + i)))
-    return Parts(supervised(Unrolled(net, blur), nn.functional.mse_loss), data)
+    return Parts(supervised(Unrolled(net, blur), nn.functional.mse_loss), pairs(1, 32, 32))
 
 
 @program("denoising-diffusion-pytorch", changed=WRAPPED)
@@ -208,8 +216,7 @@ def torchseg_unet() -> Parts:
     import torchseg
 
     net = torchseg.Unet("resnet18", encoder_weights=None, in_channels=3, classes=3)
-    data = fields(4, lambda i: (numbers(3, 64, 64, seed=i), classes(64, 64, of=3, seed=i)))
-    return Parts(supervised(net, nn.functional.cross_entropy), data)
+    return Parts(supervised(net, nn.functional.cross_entropy), pictures())
 
 
 @program("finetuning-scheduler", "finetuning_scheduler", refused="FTS is has not")

@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torchvision
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from benchmarks.program_zoo import Parts, fields, numbers, program
+from benchmarks.program_zoo import Parts, fields, numbers, program, rows
 
 
 class TwoViews(LightningModule):
@@ -46,90 +47,71 @@ class TwoViews(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.06)
 
 
-def views(module: Any, size: int = 32, batch: int = 4) -> Parts:
+def predicted(module: Any, x: Tensor) -> Tensor:
+    return module.heads["prediction"](module.embed(x))
+
+
+def alike(criterion: Any, m: Any, a: Tensor, b: Tensor) -> Tensor:
+    return criterion(m.embed(a), m.embed(b))
+
+
+def siamese(criterion: Any, m: Any, a: Tensor, b: Tensor) -> Tensor:
+    first = criterion(m.embed(a).detach(), predicted(m, b))
+    return 0.5 * (first + criterion(m.embed(b).detach(), predicted(m, a)))
+
+
+def bootstrapped(criterion: Any, m: Any, a: Tensor, b: Tensor) -> Tensor:
+    first = criterion(predicted(m, a), m.teacher(b).detach())
+    return 0.5 * (first + criterion(predicted(m, b), m.teacher(a).detach()))
+
+
+def taught(criterion: Any, m: Any, a: Tensor, b: Tensor) -> Tensor:
+    return criterion(m.embed(a), m.teacher(b).detach())
+
+
+def views(
+    criterion: str,
+    heads: dict[str, tuple[str, int, int, int]],
+    loss: Callable[..., Tensor] = alike,
+    *,
+    size: int = 32,
+    batch: int = 4,
+) -> Parts:
+    """Learn from two views of each sample, with a criterion and heads of lightly."""
+    import lightly.loss
+    from lightly.models import modules
+
+    made = {name: getattr(modules, kind)(*extents) for name, (kind, *extents) in heads.items()}
+    measure = partial(loss, getattr(lightly.loss, criterion)())
+    module = TwoViews(made, measure, teach=loss in (bootstrapped, taught))
     each = fields(4 * batch, lambda i: numbers(3, size, size, seed=i))
     samples = list(zip(each[: 2 * batch], each[2 * batch :], strict=True))
     return Parts(module, samples, batch=batch, validates=False)
 
 
-def predicted(module: Any, x: Tensor) -> Tensor:
-    return module.heads["prediction"](module.embed(x))
-
-
-@program("lightly", large={"size": 128, "batch": 16})
-def lightly_barlow_twins(size: int = 32, batch: int = 4) -> Parts:
-    from lightly.loss import BarlowTwinsLoss
-    from lightly.models.modules import BarlowTwinsProjectionHead
-
-    criterion = BarlowTwinsLoss()
-    heads = {"projection": BarlowTwinsProjectionHead(512, 64, 64)}
-    module = TwoViews(heads, lambda m, a, b: criterion(m.embed(a), m.embed(b)), teach=False)
-    return views(module, size, batch)
-
-
-@program("lightly")
-def lightly_vicreg() -> Parts:
-    from lightly.loss import VICRegLoss
-    from lightly.models.modules import BarlowTwinsProjectionHead
-
-    criterion = VICRegLoss()
-    heads = {"projection": BarlowTwinsProjectionHead(512, 64, 64)}
-    return views(TwoViews(heads, lambda m, a, b: criterion(m.embed(a), m.embed(b)), teach=False))
-
-
-@program("lightly")
-def lightly_simclr() -> Parts:
-    from lightly.loss import NTXentLoss
-    from lightly.models.modules import SimCLRProjectionHead
-
-    criterion = NTXentLoss()
-    heads = {"projection": SimCLRProjectionHead(512, 64, 32)}
-    return views(TwoViews(heads, lambda m, a, b: criterion(m.embed(a), m.embed(b)), teach=False))
-
-
-@program("lightly")
-def lightly_simsiam() -> Parts:
-    from lightly.loss import NegativeCosineSimilarity
-    from lightly.models.modules import SimSiamPredictionHead, SimSiamProjectionHead
-
-    criterion = NegativeCosineSimilarity()
-    heads = {
-        "projection": SimSiamProjectionHead(512, 64, 32),
-        "prediction": SimSiamPredictionHead(32, 16, 32),
-    }
-
-    def loss(m: Any, a: Tensor, b: Tensor) -> Tensor:
-        first = criterion(m.embed(a).detach(), predicted(m, b))
-        return 0.5 * (first + criterion(m.embed(b).detach(), predicted(m, a)))
-
-    return views(TwoViews(heads, loss, teach=False))
-
-
-@program("lightly")
-def lightly_byol() -> Parts:
-    from lightly.loss import NegativeCosineSimilarity
-    from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead
-
-    criterion = NegativeCosineSimilarity()
-    heads = {
-        "projection": BYOLProjectionHead(512, 64, 32),
-        "prediction": BYOLPredictionHead(32, 64, 32),
-    }
-
-    def loss(m: Any, a: Tensor, b: Tensor) -> Tensor:
-        first = criterion(predicted(m, a), m.teacher(b).detach())
-        return 0.5 * (first + criterion(predicted(m, b), m.teacher(a).detach()))
-
-    return views(TwoViews(heads, loss, teach=True))
-
-
-@program("lightly")
-def lightly_moco() -> Parts:
-    from lightly.loss import NTXentLoss
-    from lightly.models.modules import MoCoProjectionHead
-
-    criterion = NTXentLoss()
-    heads = {"projection": MoCoProjectionHead(512, 64, 32)}
-    return views(
-        TwoViews(heads, lambda m, a, b: criterion(m.embed(a), m.teacher(b).detach()), teach=True)
-    )
+BARLOW = {"projection": ("BarlowTwinsProjectionHead", 512, 64, 64)}
+SIMSIAM = {
+    "projection": ("SimSiamProjectionHead", 512, 64, 32),
+    "prediction": ("SimSiamPredictionHead", 32, 16, 32),
+}
+BYOL = {
+    "projection": ("BYOLProjectionHead", 512, 64, 32),
+    "prediction": ("BYOLPredictionHead", 32, 64, 32),
+}
+program("lightly", name="lightly_barlow_twins", large={"size": 128, "batch": 16})(
+    partial(views, "BarlowTwinsLoss", BARLOW)
+)
+rows(
+    "lightly",
+    table={
+        "lightly_vicreg": partial(views, "VICRegLoss", BARLOW),
+        "lightly_simclr": partial(
+            views, "NTXentLoss", {"projection": ("SimCLRProjectionHead", 512, 64, 32)}
+        ),
+        "lightly_simsiam": partial(views, "NegativeCosineSimilarity", SIMSIAM, siamese),
+        "lightly_byol": partial(views, "NegativeCosineSimilarity", BYOL, bootstrapped),
+        "lightly_moco": partial(
+            views, "NTXentLoss", {"projection": ("MoCoProjectionHead", 512, 64, 32)}, taught
+        ),
+    },
+)

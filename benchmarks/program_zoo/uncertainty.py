@@ -1,12 +1,13 @@
 """Uncertainty: lightning-uq-box and torch-uncertainty."""
 # pyright: reportMissingImports=false
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.program_zoo import Parts, classes, fields, numbers, program
+from benchmarks.program_zoo import Parts, fields, numbers, pictures, program, rows
 
 
 def unet(outputs: int) -> nn.Module:
@@ -15,58 +16,33 @@ def unet(outputs: int) -> nn.Module:
     return segmentation_models_pytorch.Unet("resnet18", encoder_weights=None, classes=outputs)
 
 
-def pixels() -> list[Any]:
-    return fields(
-        4, lambda i: {"input": numbers(3, 64, 64, seed=i), "target": numbers(1, 64, 64, seed=i)}
-    )
-
-
-def pixelwise(name: str, outputs: int, **options: Any) -> Parts:
+def of_uq(name: str, outputs: int, *loss: Any, **options: Any) -> Parts:
     import lightning_uq_box.uq_methods as methods
 
-    return Parts(getattr(methods, name)(unet(outputs), **options), pixels())
+    if "Px" in name or "Pixel" in name:
+        data: Any = fields(
+            4, lambda i: {"input": numbers(3, 64, 64, seed=i), "target": numbers(1, 64, 64, seed=i)}
+        )
+    else:
+        data = pictures("input", "target")
+    return Parts(getattr(methods, name)(unet(outputs), *loss, **options), data)
 
 
-@program("lightning-uq-box", "lightning_uq_box")
-def uq_pixel_regression() -> Parts:
-    return pixelwise("DeterministicPixelRegression", 1, loss_fn=nn.MSELoss())
-
-
-@program("lightning-uq-box", "lightning_uq_box")
-def uq_evidential_regression() -> Parts:
-    return pixelwise("DERPxRegression", 4)
-
-
-@program("lightning-uq-box", "lightning_uq_box")
-def uq_quantile_regression() -> Parts:
-    return pixelwise("QuantilePxRegression", 3)
-
-
-@program("lightning-uq-box", "lightning_uq_box")
-def uq_mean_variance() -> Parts:
-    import lightning_uq_box.uq_methods as methods
-
-    return Parts(methods.MVEPxRegression(unet(2)), pixels())
-
-
-def segments() -> list[Any]:
-    return fields(
-        4, lambda i: {"input": numbers(3, 64, 64, seed=i), "target": classes(64, 64, of=3, seed=i)}
-    )
-
-
-@program("lightning-uq-box", "lightning_uq_box")
-def uq_segmentation() -> Parts:
-    import lightning_uq_box.uq_methods as methods
-
-    return Parts(methods.DeterministicSegmentation(unet(3), nn.CrossEntropyLoss()), segments())
-
-
-@program("lightning-uq-box", "lightning_uq_box")
-def uq_dropout_segmentation() -> Parts:
-    import lightning_uq_box.uq_methods as methods
-
-    return Parts(methods.MCDropoutSegmentation(unet(3), 3, nn.CrossEntropyLoss()), segments())
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+rows(
+    "lightning-uq-box",
+    "lightning_uq_box",
+    table={
+        "uq_pixel_regression": partial(
+            of_uq, "DeterministicPixelRegression", 1, loss_fn=nn.MSELoss()
+        ),
+        "uq_evidential_regression": partial(of_uq, "DERPxRegression", 4),
+        "uq_quantile_regression": partial(of_uq, "QuantilePxRegression", 3),
+        "uq_mean_variance": partial(of_uq, "MVEPxRegression", 2),
+        "uq_segmentation": partial(of_uq, "DeterministicSegmentation", 3, CROSS_ENTROPY),
+        "uq_dropout_segmentation": partial(of_uq, "MCDropoutSegmentation", 3, 3, CROSS_ENTROPY),
+    },
+)
 
 
 # its metrics of calibration add in float32
@@ -92,8 +68,7 @@ def torch_uncertainty_segmentation() -> Parts:
     net = unet(3)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     routine = SegmentationRoutine(net, 3, nn.CrossEntropyLoss(), optim_recipe=optimizer)
-    data = fields(4, lambda i: (numbers(3, 64, 64, seed=i), classes(64, 64, of=3, seed=i)))
-    return Parts(routine, data)
+    return Parts(routine, pictures())
 
 
 @program("torch-uncertainty")

@@ -1,6 +1,7 @@
 """Volumes: networks, losses and windows of MONAI, torchio's loader, viscy's stains."""
 # pyright: reportMissingImports=false
 
+from functools import partial
 from typing import Any
 
 from benchmarks.program_zoo import (
@@ -11,49 +12,43 @@ from benchmarks.program_zoo import (
     folder,
     numbers,
     program,
+    rows,
     supervised,
 )
 
+VOLUME = (1, 32, 32, 32)
 
-def volumes(size: int = 32) -> list[Any]:
+
+def volumes() -> list[Any]:
     return fields(
-        4, lambda i: (numbers(1, *(size,) * 3, seed=i), classes(1, *(size,) * 3, of=2, seed=i))
+        4, lambda i: {"image": numbers(*VOLUME, seed=i), "label": classes(*VOLUME, seed=i)}
     )
 
 
-def segmented(net: Any) -> Parts:
+def segmented(name: str, *arguments: Any, **options: Any) -> Parts:
     from monai.losses import DiceCELoss
+    from monai.networks import nets
 
+    net = getattr(nets, name)(*arguments, **options)
     loss = DiceCELoss(to_onehot_y=True, softmax=True)
-    return Parts(supervised(net, loss), volumes())
+    return Parts(supervised(net, loss), [tuple(sample.values()) for sample in volumes()])
 
 
-@program("monai", meshes=SPLIT)
-def monai_unet() -> Parts:
-    from monai.networks.nets import UNet
-
-    return segmented(UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1))
-
-
-@program("monai")
-def monai_segresnet() -> Parts:
-    from monai.networks.nets import SegResNet
-
-    return segmented(SegResNet(init_filters=8, in_channels=1, out_channels=2))
-
-
-@program("monai")
-def monai_dynunet() -> Parts:
-    from monai.networks.nets import DynUNet
-
-    return segmented(DynUNet(3, 1, 2, [3] * 3, [1, 2, 2], [2, 2], filters=[8, 16, 32]))
-
-
-@program("monai")
-def monai_attention_unet() -> Parts:
-    from monai.networks.nets import AttentionUnet
-
-    return segmented(AttentionUnet(3, 1, 2, (8, 16, 32), (2, 2)))
+rows(
+    "monai",
+    table={
+        "monai_segresnet": partial(
+            segmented, "SegResNet", init_filters=8, in_channels=1, out_channels=2
+        ),
+        "monai_dynunet": partial(
+            segmented, "DynUNet", 3, 1, 2, [3] * 3, [1, 2, 2], [2, 2], filters=[8, 16, 32]
+        ),
+        "monai_attention_unet": partial(segmented, "AttentionUnet", 3, 1, 2, (8, 16, 32), (2, 2)),
+    },
+)
+program("monai", name="monai_unet", meshes=SPLIT)(
+    partial(segmented, "UNet", 3, 1, 2, (8, 16, 32), (2, 2), num_res_units=1)
+)
 
 
 @program("torchio", "torchio", "monai", float32=True)
@@ -145,13 +140,7 @@ def monai_spleen_sliding_window() -> Parts:
             self.dice_metric.reset()
             self.outputs.clear()
 
-    files = fields(
-        4,
-        lambda i: {
-            "image": numbers(1, 32, 32, 32, seed=i),
-            "label": classes(1, 32, 32, 32, seed=i),
-        },
-    )
+    files = volumes()
     transforms = Compose([EnsureTyped(["image", "label"]), ScaleIntensityd("image")])
 
     def loader(size: int) -> Any:

@@ -2,11 +2,12 @@
 # pyright: reportMissingImports=false
 
 import importlib
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.program_zoo import Parts, classes, fields, folder, numbers, program
+from benchmarks.program_zoo import Parts, classes, fields, folder, numbers, rows
 
 
 def forecast(
@@ -32,45 +33,18 @@ def forecast(
     return Parts(module, fields(4, sample), trainer={"logger": logger}, stages=("fit", "test"))
 
 
-@program("mfai")
-def mfai_half_unet() -> Parts:
-    return forecast("half_unet.HalfUNet")
-
-
-@program("mfai")
-def mfai_half_unet_absolute() -> Parts:
-    return forecast("half_unet.HalfUNet", absolute_pos_embed=True)
-
-
-@program("mfai")
-def mfai_unet_classes() -> Parts:
-    return forecast("unet.UNet", kind="multiclass")
-
-
-@program("mfai")
-def mfai_custom_unet() -> Parts:
-    return forecast(
-        "unet.CustomUNet", size=(64, 64), encoder_name="resnet18", encoder_weights=False
-    )
-
-
-@program("mfai")
-def mfai_deeplab() -> Parts:
-    return forecast(
-        "deeplabv3.DeepLabV3Plus", size=(64, 64), encoder_name="resnet18", encoder_weights=False
-    )
-
-
-@program("mfai")
-def mfai_segformer() -> Parts:
-    return forecast("segformer.Segformer", size=(64, 64))
-
-
-@program("mfai")
-def mfai_swin_unetr() -> Parts:
-    return forecast("swinunetr.SwinUNetR", size=(64, 64))
-
-
-@program("mfai")
-def mfai_unetrpp() -> Parts:
-    return forecast("unetrpp.UNetRPP", size=(64, 64))
+SQUARE = {"size": (64, 64)}
+RESNET = SQUARE | {"encoder_name": "resnet18", "encoder_weights": False}
+rows(
+    "mfai",
+    table={
+        "mfai_half_unet": partial(forecast, "half_unet.HalfUNet"),
+        "mfai_half_unet_absolute": partial(forecast, "half_unet.HalfUNet", absolute_pos_embed=True),
+        "mfai_unet_classes": partial(forecast, "unet.UNet", kind="multiclass"),
+        "mfai_custom_unet": partial(forecast, "unet.CustomUNet", **RESNET),
+        "mfai_deeplab": partial(forecast, "deeplabv3.DeepLabV3Plus", **RESNET),
+        "mfai_segformer": partial(forecast, "segformer.Segformer", **SQUARE),
+        "mfai_swin_unetr": partial(forecast, "swinunetr.SwinUNetR", **SQUARE),
+        "mfai_unetrpp": partial(forecast, "unetrpp.UNetRPP", **SQUARE),
+    },
+)
